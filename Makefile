@@ -1,0 +1,44 @@
+# Each target makes and reuses .venv by itself: nothing to install first but python3 with venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-gpu lint bench clean
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Two stamps, so that `make demo` does not wait for the test tools.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@echo "Installing gradsync into $(VENV) (once) ..."
+	$(BIN)/python -m pip install --quiet -e '.[examples]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "Installing gradsync and its test tools into $(VENV) (once) ..."
+	$(BIN)/python -m pip install --quiet -e '.[examples,test,dev]'
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo  ## train a digit classifier on two ranks
+	$(BIN)/gradsync run -n 2 examples/train_digits.py
+
+test: $(VENV)/.dev  ## run the tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (they skip with a reason where there is none)
+	$(BIN)/python -m pytest -m gpu -rs
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev  ## time the library; results as JSON under benchmarks/results
+	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist --override-ini addopts= -q
+	$(BIN)/python benchmarks/first_light.py
+
+clean:           ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

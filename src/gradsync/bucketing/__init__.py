@@ -1,0 +1,1 @@
+"""Bucketing: from single gradients to flat buffers, and back."""

@@ -1,0 +1,358 @@
+"""AllreduceCallback: takes gradients one by one, reduces them bucket by bucket, resolves their futures.
+
+The state of one backward pass: gradients arrive, the planner says which buckets are complete, a complete bucket is
+reduced at once, the flush reduces the rest. Every bucket, and the flush, is an event on which the ranks agree before
+data moves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradsync.bucketing.future import GradientFuture
+from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
+from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.base import Communicator
+from gradsync.communicators.host_arrays import flat_copy_or_view, overlaps_itself
+from gradsync.communicators.world import group_or_world
+from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch
+from gradsync.reduction import Array, ReduceOp, check_operation
+
+DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
+_BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
+
+
+@dataclass
+class Statistics:
+    """What a callback has done since it was made.
+
+    Attributes:
+        steps: flushes that reduced gradients.
+        gradients: gradients handed over for reduction.
+        all_reduces: buckets reduced.
+        bytes_all_reduced: their size.
+        communication_seconds: time spent in packing, waiting, reducing and splitting.
+    """
+
+    steps: int = 0
+    gradients: int = 0
+    all_reduces: int = 0
+    bytes_all_reduced: int = 0
+    communication_seconds: float = 0.0
+
+
+class _Pending(NamedTuple):
+    """A gradient that waits for its bucket."""
+
+    future: GradientFuture
+    parameter: Any  # held until the flush, so that its identity stays its own
+    source: Array  # flat
+    target: Array  # flat; the source itself where the result may be written in place
+    write_back: Array | None  # where the target's values go afterwards, for layouts that are not contiguous
+    result: Any  # what the future gives
+
+
+class AllreduceCallback:
+    """Registers in a training loop: call it with each gradient, flush at the end of the backward pass.
+
+    Every rank hands over the same gradients in the same order; ranks that differ get PlanMismatch, all of them, before
+    data moves. Gradients of one dtype are packed until the threshold is reached; the bucket's all-reduce then starts
+    at once. The reduced values are written into the gradient that was handed over, unless it is read-only.
+
+    Args:
+        reduce_method: "sum" or "mean", in any case. "mean" needs floating or complex gradients.
+        group: the communicator; None is the world's, looked up at each step.
+        backend: None or "auto", or the backend that the communicator must have.
+        threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone.
+
+    Raises:
+        InvalidArgument: unknown reduce method or backend, a threshold below 1, or no communicator.
+
+    Source: bucketing as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), with the arrival order of MegEngine.
+    """
+
+    def __init__(
+        self,
+        reduce_method: str = "mean",
+        group: Communicator | None = None,
+        backend: str | None = None,
+        *,
+        threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
+    ) -> None:
+        self.op = ReduceOp.parse(reduce_method)
+        if self.op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise InvalidArgument(f'reduce_method must be "sum" or "mean", got {reduce_method!r}')
+        if backend is not None and backend not in _BACKENDS:
+            raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(_BACKENDS)}")
+        if group is not None:
+            group_or_world(group)
+        self._group = group
+        self._backend = backend
+        self._planner = BucketPlanner(threshold_bytes)
+        self._agreements = _StepAgreements(self.op)
+        self._pending: dict[int, _Pending] = {}  # by arrival number
+        self._keys: set[Hashable] = set()
+        self._specs: list[GradientSpec] = []  # of the last step: a repeated step makes no new ones
+        self._arrived = 0
+        self._synchronising = True
+        self.statistics = Statistics()
+
+    @property
+    def threshold_bytes(self) -> int:
+        """Size that a bucket of several gradients never exceeds."""
+        return self._planner.threshold_bytes
+
+    def __call__(self, param: Any, grad: Any) -> GradientFuture:
+        """Hands over one gradient; reduces the bucket that it completes.
+
+        Every rank must call it for the same parameters in the same order. Until the future is done the gradient
+        belongs to gradsync: do not write to it.
+
+        Args:
+            param: whose gradient it is: any hashable name, or an array (known by identity, and across ranks by its
+                place in the order).
+            grad: array of any shape and layout, with a dtype that the reduce method is defined for, on the
+                communicator's device.
+
+        Returns:
+            A future that gives the reduced gradient; not ready until the bucket is full or flushed.
+
+        Raises:
+            InvalidArgument: the parameter was handed over before in this step, is not hashable, or no array came.
+            UnsupportedDtype: e.g. the mean of integers.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
+        """
+        communicator = self._communicator()
+        native = communicator.native_array(grad, "the gradient")
+        check_operation(self.op, native.dtype)
+        key = _key_of(param)
+        if key in self._keys:
+            raise InvalidArgument(
+                f"{communicator.label}: {_display_name(param, self._arrived)} was handed over twice before a flush: "
+                "add its gradients up first, or flush in between"
+            )
+        future = GradientFuture(f"the gradient of {_display_name(param, self._arrived)}")
+        if not self._synchronising:
+            self._agreements.local_gradients += 1
+            future.resolve(grad)
+            return future
+        spec = self._spec(param, native)
+        self._keys.add(key)
+        self._pending[self._arrived] = _prepare(future, param, grad, native)
+        self._arrived += 1
+        self.statistics.gradients += 1
+        for bucket in self._planner.add(spec):
+            self._reduce(bucket, communicator)
+        return future
+
+    def flush(self) -> None:
+        """Ends the backward pass: reduces what is left, and resolves every future of the step.
+
+        Every rank must call it. Inside no_sync() it only counts a local pass.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
+        """
+        if not self._synchronising:
+            self._agreements.local_passes += 1
+            return
+        communicator = self._communicator()
+        for bucket in self._planner.flush():
+            self._reduce(bucket, communicator)
+        try:
+            communicator.agree(self._agreements.flush(self._arrived))
+        except BaseException as error:
+            self._fail_step(error)
+            raise
+        self.statistics.steps += self._arrived > 0
+        self._begin_step()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surrounds a backward pass: flushes at its end.
+
+        When the body raises, the futures that are not done are cancelled, and the communicator is aborted, so that
+        the other ranks get RankFailed instead of waiting; after PlanMismatch, which every rank gets, it stays usable.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._fail_step(GradientCancelled(f"the backward pass ended with {type(error).__name__}: {error}"))
+            communicator = self._communicator()
+            if self._synchronising and communicator.world_size > 1 and not isinstance(error, PlanMismatch):
+                communicator.abort(f"{type(error).__name__} in the backward pass: {error}")
+            raise
+        self.flush()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Surrounds passes whose gradients stay local, for accumulation.
+
+        Futures are done at once and give the caller's own arrays; adding up is the caller's. Every rank must make the
+        same number of local passes: the next step's agreement includes it.
+
+        Raises:
+            InvalidArgument: in the middle of a step: flush first.
+        """
+        if self._pending or self._arrived:
+            raise InvalidArgument("no_sync() in the middle of a backward pass: flush first")
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    def _communicator(self) -> Communicator:
+        communicator = group_or_world(self._group)
+        if self._backend not in (None, "auto", communicator.backend):
+            raise InvalidArgument(
+                f"{communicator.label}: the callback wants backend {self._backend!r}, "
+                f"its communicator is {communicator.backend!r}"
+            )
+        return communicator
+
+    def _spec(self, param: Any, native: Array) -> GradientSpec:
+        """Returns the gradient's spec; the very object of the last step where nothing has changed."""
+        name = _display_name(param, self._arrived)
+        if self._arrived < len(self._specs):
+            known = self._specs[self._arrived]
+            if known.shape == native.shape and known.dtype == native.dtype.name and known.name == name:
+                return known
+            del self._specs[self._arrived :]
+        spec = GradientSpec(name, native.shape, native.dtype.name, native.dtype.itemsize)
+        self._specs.append(spec)
+        return spec
+
+    def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
+        entries = [self._pending[slot.position] for slot in bucket.slots]
+        agreement = self._agreements.bucket(bucket)
+        started = time.perf_counter()
+        try:
+            communicator.all_reduce_list(
+                [entry.source for entry in entries], [entry.target for entry in entries], self.op, agreement
+            )
+            for entry in entries:
+                if entry.write_back is not None:
+                    entry.write_back[...] = entry.target.reshape(entry.write_back.shape)
+        except BaseException as error:
+            self._fail_step(error)
+            raise
+        self.statistics.communication_seconds += time.perf_counter() - started
+        self.statistics.all_reduces += 1
+        self.statistics.bytes_all_reduced += bucket.size_bytes
+        for slot in bucket.slots:
+            del self._pending[slot.position]
+        for entry in entries:
+            entry.future.resolve(entry.result)
+
+    def _fail_step(self, error: BaseException) -> None:
+        pending = list(self._pending.values())
+        self._begin_step()
+        for entry in pending:
+            entry.future.fail(error)
+
+    def _begin_step(self) -> None:
+        del self._specs[self._arrived :]
+        self._planner.reset()
+        self._agreements.begin_step()
+        self._pending.clear()
+        self._keys.clear()
+        self._arrived = 0
+
+
+make_allreduce_cb = AllreduceCallback
+
+
+class _StepAgreements:
+    """The events of a step, each as an Agreement; a step that repeats the last one makes no new ones."""
+
+    def __init__(self, op: ReduceOp) -> None:
+        self._op = op.value
+        self._known: list[tuple[Any, Agreement]] = []
+        self._index = 0
+        self.local_passes = 0
+        self.local_gradients = 0
+
+    def begin_step(self) -> None:
+        self._index = 0
+        self.local_passes = self.local_gradients = 0
+
+    def bucket(self, bucket: Bucket) -> Agreement:
+        """Returns the agreement to reduce this bucket next."""
+        # Specs of a repeated step are the same objects, which tuple comparison sees at a glance.
+        specs = tuple([slot.spec for slot in bucket.slots])
+        return self._next((specs, self.local_passes, self.local_gradients), self._describe_bucket)
+
+    def flush(self, gradients: int) -> Agreement:
+        """Returns the agreement that the step ends here."""
+        return self._next((gradients, self.local_passes, self.local_gradients), self._describe_flush)
+
+    def _next(self, event: tuple[Any, int, int], describe: Any) -> Agreement:
+        index, self._index = self._index, self._index + 1
+        if index < len(self._known):
+            known, agreement = self._known[index]
+            if known == event:
+                return agreement
+            del self._known[index:]
+        digest = digest_of("gradients", index, self._op, event)
+        agreement = Agreement(digest, lambda: describe(event), index)
+        self._known.append((event, agreement))
+        return agreement
+
+    def _describe_bucket(self, event: tuple[tuple[GradientSpec, ...], int, int]) -> str:
+        specs = event[0]
+        total_bytes = sum(spec.size_bytes for spec in specs)
+        lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in specs]
+        headline = f"all_reduce ({self._op}) of a bucket of {len(specs)} gradients, {total_bytes} bytes{_after(event)}"
+        return "\n".join([headline, *lines])
+
+    def _describe_flush(self, event: tuple[int, int, int]) -> str:
+        return f"flush ({self._op}) after {event[0]} gradients{_after(event)}"
+
+
+def _after(event: tuple[Any, int, int]) -> str:
+    _, passes, gradients = event
+    return f", after {passes} local passes with {gradients} gradients (no_sync)" if passes or gradients else ""
+
+
+def _prepare(future: GradientFuture, param: Any, grad: Any, native: Array) -> _Pending:
+    """Decides where the reduced values go."""
+    source = flat_copy_or_view(native)
+    if not native.flags.writeable or overlaps_itself(native):
+        result = np.empty_like(source).reshape(native.shape)
+        return _Pending(future, param, source, result.reshape(-1), None, result)
+    if native.flags.c_contiguous:
+        return _Pending(future, param, source, source, None, grad)
+    return _Pending(future, param, source, source, native, grad)
+
+
+def _is_array(param: Any) -> bool:
+    return hasattr(param, "shape") and hasattr(param, "dtype")
+
+
+def _key_of(param: Any) -> Hashable:
+    """Returns what tells parameters of one process apart."""
+    if _is_array(param):
+        return ("array", id(param))
+    try:
+        hash(param)
+    except TypeError:
+        raise InvalidArgument(
+            f"a parameter is named by a hashable value or by its array, got {type(param).__name__}"
+        ) from None
+    return ("name", param)
+
+
+def _display_name(param: Any, position: int) -> str:
+    """Returns a name that is the same on all ranks: never one made from an address in memory."""
+    if isinstance(param, (str, int, bytes, type(None))) and not _is_array(param):
+        return repr(param)
+    if isinstance(param, tuple) and all(isinstance(part, (str, int, bytes, type(None))) for part in param):
+        return repr(param)
+    return f"#{position}"

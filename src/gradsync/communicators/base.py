@@ -1,0 +1,335 @@
+"""The contract of a communicator: public methods check, private hooks move bytes.
+
+Everything a caller can get wrong is told here, once, in the same words on every backend. A backend subclasses
+`Communicator` and writes the hooks at the end of the class; it may rely on their stated preconditions.
+
+All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
+same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
+data moves, and can go on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.host_arrays import as_host_array, flat_copy_or_view, overlaps_itself
+from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, RankFailed
+from gradsync.reduction import Array, ReduceOp, check_operation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Communicator(ABC):
+    """A fixed group of ranks that run collectives together.
+
+    One thread at a time may use a communicator; a second one gets an error that says so. A collective that fails in
+    the middle (a rank died, a deadline passed, Ctrl-C) breaks the communicator for all its ranks: every later call
+    raises CommunicatorClosed with the first reason. Only PlanMismatch leaves it usable.
+
+    Attributes:
+        rank: this process's number, 0 <= rank < world_size.
+        world_size: number of ranks.
+        backend: "local", "shm", "nccl" or "mpi".
+        device: where arrays must live: "cpu", or a CUDA device such as "cuda:0".
+    """
+
+    backend: str
+    device: str = "cpu"
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._closed_because: str | None = None
+        self._released = False
+        # Called in place of close() or abort() when a `with` block ends; for process_group.py.
+        self.on_exit: Callable[[BaseException | None], None] | None = None
+        self._turn = threading.Lock()
+        _of_this_process.add(self)
+
+    # -- Collectives -------------------------------------------------------------------------------------------
+
+    def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
+        """Reduces `array` over all ranks, element by element; every rank gets the result.
+
+        Every rank must call it, with equal shapes, dtypes and operators. Elements correspond by index, whatever the
+        memory layout: a Fortran-ordered array on one rank meets a C-ordered one on another rightly.
+
+        Args:
+            array: array of any shape and layout on this communicator's device. Receives the result when `out` is
+                None.
+            op: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype; half precision is
+                accumulated in float32 on the CPU.
+            out: array of the same shape and dtype for the result; `array` is then left as it is.
+            stream: CUDA stream that orders the operation; None is CuPy's current stream. Unused on the CPU.
+
+        Returns:
+            `out`, or `array` when `out` is None.
+
+        Raises:
+            UnsupportedDtype: the dtype table has no such operator for the dtype.
+            InvalidArgument: not an array, wrong `out`, or a read-only target.
+            PlanMismatch: the ranks disagree.
+            RankFailed: another rank died or aborted.
+            CollectiveTimeout: a rank did not arrive before the deadline.
+            CommunicatorClosed: closed, aborted, or inherited through a fork.
+        """
+        del stream  # meaningful on a GPU only
+        op = ReduceOp.parse(op)
+        source = self.native_array(array, "all_reduce")
+        check_operation(op, source.dtype)
+        result = array if out is None else out
+        target = self._checked_target("all_reduce", source, source if out is None else self.native_array(out, "out"))
+        agreement = agreement_on("all_reduce", source.shape, source.dtype, op.value)
+        with self.turn("all_reduce"):
+            flat_source = flat_copy_or_view(source)
+            flat_target = target.reshape(-1) if target.flags.c_contiguous else np.empty_like(flat_source)
+            self._all_reduce_list([flat_source], [flat_target], op, agreement)
+            if not target.flags.c_contiguous:
+                target[...] = flat_target.reshape(target.shape)
+        return result
+
+    def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
+        """Copies the root's `array` into every other rank's, in place.
+
+        Every rank must call it, with equal shapes, dtypes and roots.
+
+        Args:
+            array: array of any shape, layout and dtype without Python objects, on this communicator's device.
+            root: the rank whose values all ranks get.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            `array`.
+
+        Raises:
+            InvalidArgument: not an array, a root outside the communicator, or a read-only target.
+            UnsupportedDtype: the dtype holds Python objects.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        del stream
+        self._check_root(root)
+        native = self.native_array(array, "broadcast")
+        if self.rank != root:
+            self._checked_target("broadcast", native, native)
+        agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
+        with self.turn("broadcast"):
+            flat = flat_copy_or_view(native)
+            self._broadcast(flat, root, agreement)
+            if self.rank != root and not native.flags.c_contiguous:
+                native[...] = flat.reshape(native.shape)
+        return array
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        with self.turn("barrier"):
+            self._agree(agreement_on("barrier", (), None, ""))
+
+    # -- For the layers above: bucketing -----------------------------------------------------------------------
+
+    def all_reduce_list(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
+    ) -> None:
+        """Reduces a list of arrays as one collective: what a gradient bucket needs.
+
+        Every rank must call it with lists of equal sizes and dtypes. The arguments are trusted: the bucketing layer
+        has checked them.
+
+        Args:
+            sources: 1-D contiguous arrays of one dtype, on the communicator's device.
+            targets: where the results go: for each source an array of its size and dtype, or the source itself.
+            op: an operator that the dtype table allows.
+            agreement: what this rank believes all ranks are about to do.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        with self.turn("all_reduce"):
+            self._all_reduce_list(sources, targets, op, agreement)
+
+    def native_array(self, array: Any, what: str) -> Array:
+        """Returns `array` as this backend's own array type over the same memory.
+
+        Args:
+            array: what a caller handed in.
+            what: names the operation in the error.
+
+        Raises:
+            InvalidArgument: not an array, or not on this communicator's device.
+            UnsupportedDtype: the elements are Python objects.
+        """
+        return as_host_array(array, f"{self.label}: {what}")
+
+    def agree(self, agreement: Agreement) -> None:
+        """Returns once every rank has called it with the same agreement; moves no data.
+
+        Raises:
+            PlanMismatch: the ranks' digests differ.
+        """
+        with self.turn("agree"):
+            self._agree(agreement)
+
+    # -- Life and death ----------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator can no longer be used."""
+        return self._closed_because is not None
+
+    def close(self) -> None:
+        """Releases the communicator in order. Not collective, never blocks on other ranks, may be repeated.
+
+        A rank that still needs this one afterwards gets RankFailed.
+        """
+        if self._closed_because is None:
+            self._closed_because = "it was closed"
+            self._announce_close()
+        self._release_when_idle()
+
+    def abort(self, reason: str, *, culprit: int | None = None) -> None:
+        """Breaks the communicator for all ranks at once: those inside or entering a collective get RankFailed.
+
+        Args:
+            reason: told to every rank, e.g. "ValueError in the backward pass".
+            culprit: the rank that the others' RankFailed names; None is this rank.
+        """
+        if self._closed_because is None:
+            self._closed_because = f"it was aborted: {reason}"
+            self._announce_abort(reason, culprit)
+        self._release_when_idle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.on_exit is not None:
+            self.on_exit(error)
+        elif error is None or isinstance(error, PlanMismatch) or self.world_size == 1:
+            self.close()
+        else:
+            self.abort(f"{type(error).__name__}: {error}")
+
+    def __repr__(self) -> str:
+        state = "" if self._closed_because is None else f", closed: {self._closed_because}"
+        return f"<{type(self).__name__} rank {self.rank}/{self.world_size} on {self.device} ({self.backend}){state}>"
+
+    @property
+    def label(self) -> str:
+        """How error messages name this rank: "rank 1/4"."""
+        return f"rank {self.rank}/{self.world_size}"
+
+    # -- Checks ------------------------------------------------------------------------------------------------
+
+    def _checked_target(self, method: str, source: Array, target: Array) -> Array:
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise InvalidArgument(
+                f"{self.label}: {method} needs out of shape {source.shape} and dtype {source.dtype}, "
+                f"got shape {target.shape} and dtype {target.dtype}"
+            )
+        if not target.flags.writeable:
+            raise InvalidArgument(f"{self.label}: {method} cannot write into a read-only array: pass out=")
+        if overlaps_itself(target):
+            raise InvalidArgument(
+                f"{self.label}: {method} cannot write into an array whose elements overlap "
+                f"(strides {target.strides}): pass out="
+            )
+        return target
+
+    def _check_root(self, root: int) -> None:
+        if not isinstance(root, int) or not 0 <= root < self.world_size:
+            raise InvalidArgument(f"{self.label}: root must be 0 to {self.world_size - 1}, got {root!r}")
+
+    @contextmanager
+    def turn(self, what: str) -> Iterator[None]:
+        """Holds the communicator for one collective; breaks it for all ranks when the collective fails midway."""
+        if self._closed_because is not None:
+            raise CommunicatorClosed(
+                f"{self.label}: {what} on a {self.backend} communicator that cannot be used: {self._closed_because}"
+            )
+        if not self._turn.acquire(blocking=False):
+            raise InvalidArgument(
+                f"{self.label}: {what} while another thread is inside a collective of this communicator: "
+                f"one thread at a time may use it"
+            )
+        try:
+            yield
+        except PlanMismatch:
+            raise
+        except BaseException as error:
+            # Who passes on another rank's failure must not be taken for its cause.
+            culprit = error.rank if isinstance(error, RankFailed) else None
+            self.abort(f"{type(error).__name__} in {what}: {error}", culprit=culprit)
+            raise
+        finally:
+            self._turn.release()
+            if self._closed_because is not None:
+                self._release_when_idle()
+
+    def _release_when_idle(self) -> None:
+        """Releases once; leaves it to the thread inside a collective, where there is one."""
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._released:
+                    self._released = True
+                    self._release()
+            finally:
+                self._turn.release()
+
+    # -- Hooks: what a backend writes --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _all_reduce_list(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
+    ) -> None:
+        """Reduces each source into its target. Preconditions: see all_reduce_list; at least one source."""
+
+    @abstractmethod
+    def _broadcast(self, flat: Array, root: int, agreement: Agreement) -> None:
+        """Copies the root's flat into the others'. Precondition: 1-D, contiguous; writable except on the root."""
+
+    @abstractmethod
+    def _agree(self, agreement: Agreement) -> None:
+        """Waits for all ranks and raises PlanMismatch when their digests differ."""
+
+    def _announce_close(self) -> None:
+        """Tells the other ranks that this one will not come again. Must not block and must not raise."""
+
+    def _announce_abort(self, reason: str, culprit: int | None) -> None:
+        """Tells the other ranks to stop. Must not block and must not raise."""
+
+    def _release(self) -> None:
+        """Gives back descriptors, memory and threads. Called once, with no collective running; must not block."""
+
+    def _forget_after_fork(self) -> None:
+        """Drops, in a forked child, what must not be shared with the parent, without any I/O."""
+
+
+# A forked child has the parent's memory but not its place in the group.
+_of_this_process: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _disown_after_fork() -> None:
+    for communicator in list(_of_this_process):
+        communicator._closed_because = "it belongs to the process that this one was forked from"
+        communicator._turn = threading.Lock()
+        communicator._forget_after_fork()
+    _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_disown_after_fork)

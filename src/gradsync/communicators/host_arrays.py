@@ -1,0 +1,70 @@
+"""Arrays in host memory: what is accepted, and how a layout becomes flat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradsync.errors import InvalidArgument, UnsupportedDtype
+from gradsync.reduction import Array
+
+_DLPACK_CPU = 1
+_DLPACK_CUDA_HOST = 3  # pinned host memory
+
+
+def as_host_array(array: Any, who: str) -> Array:
+    """Returns `array` as a NumPy array over the same memory.
+
+    Args:
+        array: a NumPy array, or any object that speaks DLPack and lives in host memory.
+        who: begins the error message, e.g. "rank 0/2: all_reduce".
+
+    Raises:
+        InvalidArgument: not an array, masked, sparse, or not in host memory.
+        UnsupportedDtype: the elements are Python objects.
+    """
+    if type(array) is np.ndarray:
+        native = array
+    elif isinstance(array, np.ma.MaskedArray):
+        raise InvalidArgument(f"{who} got a masked array: fill or compress it first")
+    elif isinstance(array, np.ndarray):
+        native = array.view(np.ndarray)
+    elif hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        native = _from_dlpack(array, who)
+    else:
+        kind = "a sparse array" if hasattr(array, "tocoo") else f"{type(array).__name__}"
+        raise InvalidArgument(f"{who} needs a NumPy array or one that speaks DLPack, got {kind}")
+    if native.dtype.hasobject:
+        raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype})")
+    return native
+
+
+def _from_dlpack(array: Any, who: str) -> Array:
+    device_type = array.__dlpack_device__()[0]
+    if int(device_type) not in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
+        raise InvalidArgument(
+            f"{who} runs in host memory, got an array on a device "
+            f'(DLPack device type {int(device_type)}): copy it to the host, or use backend="nccl"'
+        )
+    try:
+        return np.from_dlpack(array)
+    except (RuntimeError, BufferError, TypeError) as error:
+        raise InvalidArgument(f"{who} cannot view {type(array).__name__} without a copy: {error}") from error
+
+
+def flat_copy_or_view(array: Array) -> Array:
+    """Returns the elements in C (index) order as a 1-D contiguous array: a view where the layout allows it."""
+    return array.reshape(-1) if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1)
+
+
+def overlaps_itself(array: Array) -> bool:
+    """Whether two indices may share memory (broadcast views, sliding windows); errs towards True."""
+    if array.flags.c_contiguous or array.flags.f_contiguous or array.size <= 1:
+        return False
+    extent = array.itemsize
+    for stride, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent = stride * (length - 1) + extent
+    return False

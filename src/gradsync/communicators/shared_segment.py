@@ -1,0 +1,165 @@
+"""A piece of memory that the ranks of one host share: an anonymous memfd, handed over as a descriptor.
+
+A memfd has no name, so nothing is left behind when every process is killed, and it does not count against a small
+/dev/shm. The root makes it and passes the descriptor over a local socket; where that socket is, and the token that
+opens it, travels through the authenticated rendezvous.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hmac
+import math
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+from gradsync.errors import BackendUnavailable, RendezvousTimeout
+
+_TOKEN_BYTES = 32
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_LOOK_FOR_FAILURES_EVERY_SECONDS = 0.05
+
+
+def create_segment(size_bytes: int) -> int:
+    """Returns a descriptor of fresh, zeroed, fully allocated shared memory.
+
+    Allocation is done here, so that a full memory is an error now and not a SIGBUS at the first touch. A memfd is
+    not bounded by /dev/shm: asking for more than there is would end in an out-of-memory kill, so the kernel's own
+    estimate is asked first.
+
+    Raises:
+        BackendUnavailable: the kernel has no memfd, or not enough memory.
+    """
+    available_bytes = _available_memory_bytes()
+    if size_bytes > available_bytes:
+        raise BackendUnavailable(
+            f"cannot allocate {size_bytes} bytes of shared memory: {available_bytes} bytes are available"
+        )
+    try:
+        descriptor = os.memfd_create("gradsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        raise BackendUnavailable(f"shared memory needs memfd_create (Linux 3.17 or newer): {error}") from error
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        # A peer that truncated the memory would kill the others by SIGBUS.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(descriptor)
+        kind = "there is not enough memory" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
+        raise BackendUnavailable(f"cannot allocate {size_bytes} bytes of shared memory: {kind}") from error
+    return descriptor
+
+
+def _available_memory_bytes() -> float:
+    """Returns the kernel's estimate of what can be allocated without swapping; infinity where it gives none."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return math.inf
+
+
+def map_segment(descriptor: int) -> mmap.mmap:
+    """Maps the whole segment for reading and writing, and closes the descriptor."""
+    try:
+        # Populated at once: a first touch in the middle of a collective costs more than the collective.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags)
+    finally:
+        os.close(descriptor)
+
+
+class SegmentOffer:
+    """The root's side of the hand-over: gives a descriptor to each peer that knows the token.
+
+    Attributes:
+        ticket: what peers need, to be passed through the authenticated rendezvous.
+    """
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        # The abstract namespace leaves no file behind.
+        name = b"\0gradsync-" + secrets.token_hex(16).encode()
+        self._listener.bind(name)
+        self._listener.listen(128)
+        self.ticket = self._token + name
+
+    def serve(self, descriptor: int, peers: int, deadline: float, check_for_failure: Callable[[], None]) -> None:
+        """Hands the descriptor to `peers` processes of the same user, then stops listening.
+
+        Args:
+            descriptor: what to hand over.
+            peers: how many processes will come.
+            deadline: when to give up, in time.monotonic() seconds.
+            check_for_failure: called while waiting; raises when a rank has failed.
+
+        Raises:
+            RendezvousTimeout: the deadline passed before all peers had come.
+        """
+        self._listener.settimeout(_LOOK_FOR_FAILURES_EVERY_SECONDS)
+        served = 0
+        while served < peers:
+            check_for_failure()
+            if time.monotonic() > deadline:
+                raise RendezvousTimeout(
+                    f"only {served} of {peers} ranks came for the shared memory before the deadline; "
+                    "are they all on this host, in one network namespace?"
+                )
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                served += self._serve_one(connection, descriptor)
+
+    def _serve_one(self, connection: socket.socket, descriptor: int) -> bool:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        if _PEER_CREDENTIALS.unpack(credentials)[1] != os.getuid():
+            return False
+        connection.settimeout(1.0)
+        try:
+            token = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+            if not hmac.compare_digest(token, self._token):
+                return False
+            socket.send_fds(connection, [b"\x01"], [descriptor])
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._listener.close()
+
+
+def take_segment(ticket: bytes, timeout_seconds: float) -> int:
+    """A peer's side of the hand-over: returns the descriptor that the root offers.
+
+    Raises:
+        BackendUnavailable: the root is not reachable from here, so the ranks share no memory.
+    """
+    token, name = ticket[:_TOKEN_BYTES], ticket[_TOKEN_BYTES:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+        connection.settimeout(timeout_seconds)
+        try:
+            connection.connect(name)
+            connection.sendall(token)
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        except OSError as error:
+            raise BackendUnavailable(
+                f"shared memory needs all ranks on one host, in one network namespace; "
+                f"the root of this group cannot be reached from here: {error}"
+            ) from error
+    if not descriptors:
+        raise BackendUnavailable("the root of this group closed the hand-over of the shared memory")
+    os.set_inheritable(descriptors[0], False)  # recv_fds drops MSG_CMSG_CLOEXEC (CPython up to 3.13)
+    return descriptors[0]

@@ -1,0 +1,344 @@
+"""Who am I: this process's rank and how it finds the others, read from environment variables.
+
+The launching layer writes these variables for the ranks it starts; `init_process_group` reads them. Every
+GRADSYNC_* name is a constant here, and nowhere else. The secret of a run never stays in the environment: it
+is held privately in this module.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+
+from gradsync.errors import InvalidArgument
+from gradsync.secret_file import parse_secret, read_secret_file
+
+#: This process's rank, 0 .. world size - 1; set by our launcher, beside RANK.
+RANK = "GRADSYNC_RANK"
+#: Number of ranks of the run; set by our launcher, beside WORLD_SIZE.
+WORLD_SIZE = "GRADSYNC_WORLD_SIZE"
+#: This process's number among the ranks of its machine; set by our launcher, beside LOCAL_RANK.
+LOCAL_RANK = "GRADSYNC_LOCAL_RANK"
+#: Number of ranks on this machine; set by our launcher, beside LOCAL_WORLD_SIZE.
+LOCAL_WORLD_SIZE = "GRADSYNC_LOCAL_WORLD_SIZE"
+#: host:port of the rendezvous server.
+ADDRESS = "GRADSYNC_ADDRESS"
+#: "1" when a server (our launcher's, or `gradsync serve`) runs at GRADSYNC_ADDRESS: rank 0 hosts none.
+HOSTED = "GRADSYNC_HOSTED"
+#: Backend that `init_process_group("auto")` takes: auto, shm, nccl, mpi or local.
+BACKEND = "GRADSYNC_BACKEND"
+#: Secret of the run in hexadecimal; removed from the environment when it is read.
+SECRET = "GRADSYNC_SECRET"
+#: Path of a file that holds the secret in hexadecimal; must be the user's own, mode 0600.
+SECRET_FILE = "GRADSYNC_SECRET_FILE"
+#: Level of the `gradsync` logger: debug, info, warning, error or critical.
+LOG = "GRADSYNC_LOG"
+
+_BLAS_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+_secret: bytes | None = None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The variables in which one launcher tells a process who it is."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+# The launcher closest to the process comes first: `mpiexec` inside a Slurm job starts its daemons through
+# `srun`, so that its ranks also inherit Slurm variables, which describe those daemons.
+_SOURCES = (
+    _Source("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE),
+    _Source("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Source(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Source("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What the environment tells this process about its place in the run.
+
+    Attributes:
+        rank: number of this process in the run, 0 .. world_size - 1.
+        world_size: number of processes in the run.
+        local_rank: number of this process on its machine; the rank, where no variable tells it.
+        local_world_size: number of processes on this machine; the world size, where no variable tells it.
+        address: host:port of the rendezvous server, or None.
+        secret: secret of the run, or None. Never shown in the repr.
+        hosted: whether a server runs at `address` already: our launcher's, or `gradsync serve`.
+        master_addr: MASTER_ADDR, or None.
+        master_port: MASTER_PORT, or None; it belongs to the user, not to the rendezvous server.
+        backend: GRADSYNC_BACKEND, "auto" when it is not set.
+        source: who set the variables: "gradsync", "RANK" (torchrun or by hand), "Open MPI", "PMI" or "Slurm".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str | None = None
+    secret: bytes | None = field(default=None, repr=False)
+    hosted: bool = False
+    master_addr: str | None = None
+    master_port: int | None = None
+    backend: str = "auto"
+    source: str = ""
+
+
+def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:
+    """Reads who this process is, from the first launcher below that left its variables.
+
+    1. gradsync's own: GRADSYNC_RANK, GRADSYNC_WORLD_SIZE, GRADSYNC_LOCAL_RANK, GRADSYNC_LOCAL_WORLD_SIZE;
+    2. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (torchrun, or set by hand);
+    3. Open MPI: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE;
+    4. MPICH and other PMI launchers: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS;
+    5. Slurm, inside an `srun` step: SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID.
+
+    MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables are read alike for all of them.
+    GRADSYNC_SECRET is removed from `environ`.
+
+    Args:
+        environ: the variables.
+
+    Returns:
+        The place of this process, or None when no launcher left its variables.
+
+    Raises:
+        InvalidArgument: a variable is malformed, out of range, or lacks its counterpart; the text names it.
+    """
+    for source in _SOURCES:
+        if _value(environ, source.rank) is not None or _value(environ, source.world_size) is not None:
+            place = _read_place(environ, source)
+            return _complete(environ, source.name, *place)
+    if _value(environ, "SLURM_PROCID") is not None and _in_slurm_step(environ):
+        return _complete(environ, "Slurm", *_read_slurm_place(environ))
+    return None
+
+
+def hold_secret(secret: bytes) -> None:
+    """Keeps the secret of this run for `take_secret`; for ranks whose launcher sends it over a pipe."""
+    global _secret
+    _secret = secret
+
+
+def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
+    """Gives the secret of this run, and removes it from the environment.
+
+    GRADSYNC_SECRET comes first, then GRADSYNC_SECRET_FILE. What was found here, or handed to
+    `hold_secret`, is kept privately, so that later calls give it again.
+
+    Args:
+        environ: the variables; GRADSYNC_SECRET is removed from them.
+
+    Returns:
+        The secret, or None when there is none.
+
+    Raises:
+        InvalidArgument: the variable or the file does not hold a secret, or others can read the file.
+    """
+    text = environ.pop(SECRET, None)
+    if text is not None:
+        secret = parse_secret(text, SECRET)
+    elif path := _value(environ, SECRET_FILE):
+        secret = read_secret_file(path)
+    else:
+        return _secret if environ is os.environ else None
+    if environ is os.environ:
+        hold_secret(secret)
+    return secret
+
+
+def usable_cores() -> int:
+    """Gives the number of cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Gives the thread-count variables that keep `n_processes` ranks from fighting for the cores.
+
+    Args:
+        n_processes: number of ranks that share this machine.
+        environ: the variables; those that the user has set already are left alone.
+
+    Returns:
+        The variables to add, each with max(1, usable cores // n_processes).
+    """
+    threads = str(max(1, usable_cores() // max(1, n_processes)))
+    return {name: threads for name in _BLAS_VARIABLES if name not in environ}
+
+
+def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
+    """Shows the `gradsync` logger on standard error at the level of GRADSYNC_LOG; nothing when it is not set.
+
+    Raises:
+        InvalidArgument: GRADSYNC_LOG is not a level.
+    """
+    text = _value(environ, LOG)
+    if text is None:
+        return
+    level = text.upper()
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+        raise InvalidArgument(f"{LOG} needs to be debug, info, warning, error or critical, got {text!r}")
+    import logging  # here, because start-up counts and most processes never come this far
+
+    logger = logging.getLogger("gradsync")
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def check_address(text: str, name: str = "address") -> str:
+    """Checks that a rendezvous address reads host:port, and returns it.
+
+    Args:
+        text: the address; an IPv6 host stands in brackets.
+        name: what the error calls it.
+
+    Raises:
+        InvalidArgument: it does not.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host.strip("[]") or (":" in host and not bracketed) or not _is_port(port):
+        raise InvalidArgument(f"{name} needs to be host:port with a port of 1 to 65535, got {text!r}")
+    return text
+
+
+def _complete(
+    environ: MutableMapping[str, str],
+    source: str,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+) -> RankEnvironment:
+    """Adds to a place what is read alike for every launcher."""
+    address = _value(environ, ADDRESS)
+    port = _value(environ, "MASTER_PORT")
+    if port is not None and not _is_port(port):
+        raise InvalidArgument(f"MASTER_PORT needs to be a port of 1 to 65535, got {port!r}")
+    return RankEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        address=None if address is None else check_address(address, ADDRESS),
+        secret=take_secret(environ),
+        hosted=_value(environ, HOSTED) == "1",
+        master_addr=_value(environ, "MASTER_ADDR"),
+        master_port=None if port is None else int(port),
+        backend=_value(environ, BACKEND) or "auto",
+        source=source,
+    )
+
+
+def _read_place(environ: Mapping[str, str], source: _Source) -> tuple[int, int, int, int]:
+    """Reads (rank, world size, local rank, local world size) from one launcher's variables."""
+    rank, world_size = _read_pair(environ, source.rank, source.world_size)
+    if _value(environ, source.local_rank) is None:
+        return rank, world_size, rank, world_size
+    if _value(environ, source.local_world_size) is None:
+        return rank, world_size, _read_below(environ, source.local_rank, world_size), world_size
+    local_rank, local_world_size = _read_pair(environ, source.local_rank, source.local_world_size)
+    if local_world_size > world_size:
+        raise InvalidArgument(
+            f"{source.local_world_size} needs to be at most {source.world_size}={world_size}, got {local_world_size}"
+        )
+    return rank, world_size, local_rank, local_world_size
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Tells whether `srun` started this process: a plain command in a batch script has SLURM_PROCID=0 too."""
+    return _value(environ, "SLURM_STEP_ID") is not None or _value(environ, "SLURM_STEPID") is not None
+
+
+def _read_slurm_place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Reads (rank, world size, local rank, local world size) of an `srun` step."""
+    # SLURM_NTASKS may still describe the whole allocation where the step is smaller.
+    tasks = "SLURM_NTASKS" if _value(environ, "SLURM_STEP_NUM_TASKS") is None else "SLURM_STEP_NUM_TASKS"
+    rank, world_size = _read_pair(environ, "SLURM_PROCID", tasks)
+    if _value(environ, "SLURM_LOCALID") is None:
+        return rank, world_size, rank, world_size
+    local_world_size = _slurm_tasks_here(environ) or world_size
+    return rank, world_size, _read_below(environ, "SLURM_LOCALID", local_world_size), local_world_size
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Gives this node's entry of SLURM_STEP_TASKS_PER_NODE, which reads like "4(x2),1", or None."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = _value(environ, name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*", text):
+        raise InvalidArgument(f"{name} needs to read like 4(x2),1, got {text!r}")
+    node = _read_integer(environ, "SLURM_NODEID") if _value(environ, "SLURM_NODEID") else 0
+    for entry in text.split(","):
+        tasks, _, repeat = entry.rstrip(")").partition("(x")
+        node -= int(repeat or 1)
+        if node < 0:
+            return int(tasks)
+    raise InvalidArgument(f"SLURM_NODEID={environ['SLURM_NODEID']} has no entry in {name}={text!r}")
+
+
+def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    """Reads a rank and the size that bounds it."""
+    for name, other in ((rank_name, size_name), (size_name, rank_name)):
+        if _value(environ, name) is None:
+            raise InvalidArgument(f"{other}={environ[other]!r} is set, but {name} is not; set both or neither")
+    size = _read_integer(environ, size_name)
+    if size < 1:
+        raise InvalidArgument(f"{size_name} needs to be at least 1, got {size}")
+    rank = _read_integer(environ, rank_name)
+    if not 0 <= rank < size:
+        raise InvalidArgument(f"{rank_name} needs to be 0 to {size_name} - 1 = {size - 1}, got {rank}")
+    return rank, size
+
+
+def _read_below(environ: Mapping[str, str], name: str, limit: int) -> int:
+    """Reads an integer of 0 .. limit - 1."""
+    value = _read_integer(environ, name)
+    if not 0 <= value < limit:
+        raise InvalidArgument(f"{name} needs to be 0 to {limit - 1}, got {value}")
+    return value
+
+
+def _read_integer(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not re.fullmatch(r"-?[0-9]{1,9}", text):
+        raise InvalidArgument(f"{name} needs to be an integer, got {text!r}")
+    return int(text)
+
+
+def _value(environ: Mapping[str, str], name: str) -> str | None:
+    """Gives a variable's text; an empty one counts as not set."""
+    return environ.get(name, "").strip() or None
+
+
+def _is_port(text: str) -> bool:
+    return bool(re.fullmatch(r"[0-9]{1,5}", text)) and 1 <= int(text) <= 65535

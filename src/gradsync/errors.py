@@ -1,0 +1,133 @@
+"""The exception tree: every failure that gradsync reports is one of these.
+
+Each class also derives from the built-in that a caller would expect (ValueError, TimeoutError, ...), and each
+pickles, because errors cross process boundaries. `WorkerError` and `MainProcessError` live in
+`launching/launch.py`: they derive from `multiprocessing.ProcessError`, and importing gradsync must not import
+multiprocessing.
+"""
+
+from __future__ import annotations
+
+
+class GradsyncError(Exception):
+    """Base of all errors raised by gradsync.
+
+    A subclass takes its message first and anything else by keyword with a default: so the attributes survive
+    pickling, which calls the class with the message and then restores the attributes.
+    """
+
+
+class InvalidArgument(GradsyncError, ValueError):
+    """A caller's mistake: wrong value, shape, rank, root or name."""
+
+
+class UnsupportedDtype(GradsyncError, TypeError):
+    """The operation has no meaning, or no implementation, for this dtype."""
+
+
+class BackendUnavailable(GradsyncError, RuntimeError):
+    """The backend that was asked for cannot run here; the text says why."""
+
+
+class RendezvousError(GradsyncError, RuntimeError):
+    """The rendezvous server refused, vanished, or spoke something else."""
+
+
+class RendezvousTimeout(RendezvousError, TimeoutError):
+    """A rendezvous wait reached its deadline.
+
+    Attributes:
+        missing_ranks: the ranks that were waited for, where the server knows them.
+    """
+
+    def __init__(self, message: str, *, missing_ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing_ranks = missing_ranks
+
+
+class AuthenticationError(RendezvousError):
+    """One side of the rendezvous does not know the secret of this run."""
+
+
+class PlanMismatch(GradsyncError, RuntimeError):
+    """The ranks disagree on the collective they are about to run; no data was moved.
+
+    Raised on every rank. The communicator stays usable.
+
+    Attributes:
+        index: position of the first diverging collective (in the step, for gradients), or None.
+        descriptions: what each rank was about to do, by rank.
+    """
+
+    def __init__(self, message: str, *, index: int | None = None, descriptions: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+        self.descriptions = descriptions or {}
+
+
+class CollectiveTimeout(GradsyncError, TimeoutError):
+    """A collective reached its deadline.
+
+    Attributes:
+        missing_ranks: the ranks that had not arrived.
+    """
+
+    def __init__(self, message: str, *, missing_ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing_ranks = missing_ranks
+
+
+class RankFailed(GradsyncError, RuntimeError):
+    """Another rank died, aborted, or left while this one needed it.
+
+    Attributes:
+        rank: the rank that failed, or None when it is not known.
+        phase: where that rank was, e.g. "all_reduce" or "rendezvous".
+        exit_code: its exit code (negative: the signal), where known.
+        traceback_text: its traceback, where known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        phase: str = "",
+        exit_code: int | None = None,
+        traceback_text: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+        self.exit_code = exit_code
+        self.traceback_text = traceback_text
+
+
+class CommunicatorClosed(GradsyncError, RuntimeError):
+    """The communicator was closed or aborted, or belongs to the process this one was forked from."""
+
+
+class NcclError(GradsyncError, RuntimeError):
+    """NCCL reported an error.
+
+    Attributes:
+        code: the ncclResult_t value.
+        name: its name, e.g. "ncclUnhandledCudaError".
+    """
+
+    def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.name = name
+
+
+class NonFiniteGradient(GradsyncError, ArithmeticError):
+    """A gradient holds NaN or infinity, and the policy is to raise."""
+
+
+class FutureNotReady(GradsyncError, RuntimeError):
+    """A gradient was asked for before its bucket was reduced."""
+
+
+class GradientCancelled(GradsyncError, RuntimeError):
+    """The backward pass that this gradient belongs to ended with an exception; the gradient was not reduced."""

@@ -1,0 +1,248 @@
+"""The world of this process: who it is, how it met the others, and its communicator.
+
+The only module with state of its own (beside the slot in communicators/world.py, which it alone fills).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+from gradsync.bootstrap import Bootstrap, join
+from gradsync.communicators.base import Communicator
+from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.shared_memory import check_platform, connect_shared_memory
+from gradsync.communicators.world import get_world, group_or_world, set_world
+from gradsync.environment import RankEnvironment, configure_logging, read_environment
+from gradsync.errors import BackendUnavailable, InvalidArgument, PlanMismatch
+
+BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
+
+_log = logging.getLogger("gradsync")
+_bootstrap: Bootstrap | None = None
+
+
+def init_process_group(
+    backend: str = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
+    device: str | None = None,
+    timeout_seconds: float = 120.0,
+    collective_timeout_seconds: float = 300.0,
+) -> Communicator:
+    """Meets the other ranks and makes the world's communicator. Every rank must call it.
+
+    Usable with `with`: leaving the block destroys the group; leaving it by an exception tells the other ranks.
+
+    Args:
+        backend: "auto", "shm" or "local". "auto" takes "local" for a world of one, else "shm" where all ranks
+            are on one host, and says in the log what it took and why; GRADSYNC_BACKEND decides for "auto".
+        rank: 0 to world_size - 1; None, together with world_size, is the environment's.
+        world_size: number of ranks.
+        address: host:port where rank 0 hosts the rendezvous; None is the environment's.
+        device: None or "cpu": where arrays live.
+        timeout_seconds: for meeting the others.
+        collective_timeout_seconds: how long a collective waits for a rank.
+
+    Returns:
+        The world's communicator; gs.get_communicator() gives it again.
+
+    Raises:
+        InvalidArgument: initialised already, unknown backend, a rank outside the world, or no environment.
+        BackendUnavailable: the backend cannot run here; the text says why.
+        AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks did not meet.
+    """
+    global _bootstrap
+    configure_logging()
+    if get_world() is not None:
+        raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
+    place = _place(backend, rank, world_size)
+    chosen, reason = _choose_backend(backend if backend != "auto" else place.backend, place)
+    if device not in (None, "cpu"):
+        raise InvalidArgument(f"backend {chosen!r} runs on device 'cpu', got {device!r}")
+    _log.info("rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
+    communicator: Communicator
+    if chosen == "local":
+        communicator = LocalCommunicator()
+    else:
+        _bootstrap = join(place, address, timeout_seconds)
+        try:
+            communicator = connect_shared_memory(
+                _bootstrap.client,
+                timeout_seconds=timeout_seconds,
+                collective_timeout_seconds=collective_timeout_seconds,
+            )
+        except BaseException:
+            _leave()
+            raise
+    communicator.on_exit = _destroy_because_of
+    set_world(communicator)
+    return communicator
+
+
+def destroy_process_group() -> None:
+    """Leaves the group in order; may be repeated. A later init_process_group() forms a new generation.
+
+    A rank that hosts the rendezvous waits up to 5 s for the others to leave first.
+    """
+    communicator = get_world()
+    set_world(None)
+    if communicator is not None:
+        communicator.on_exit = None
+        communicator.close()
+    _leave()
+
+
+def is_initialized() -> bool:
+    """Whether init_process_group() has been called, and destroy_process_group() not since."""
+    return get_world() is not None
+
+
+def get_communicator() -> Communicator:
+    """Returns the world's communicator.
+
+    Raises:
+        InvalidArgument: the process group is not initialised.
+    """
+    return group_or_world(None)
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several ranks."""
+    communicator = get_world()
+    return communicator is not None and communicator.world_size > 1
+
+
+def group_barrier(communicator: Communicator | None = None) -> None:
+    """Returns once every rank has called it; at once where nothing is initialised.
+
+    Args:
+        communicator: None is the world's.
+    """
+    communicator = communicator or get_world()
+    if communicator is not None:
+        communicator.barrier()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "WORLD":
+        return get_communicator()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _check_seconds(**values: float) -> None:
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
+
+
+def _place(backend: str, rank: int | None, world_size: int | None) -> RankEnvironment:
+    """Returns who this process is: from the arguments, else the environment."""
+    if (rank is None) != (world_size is None):
+        raise InvalidArgument(f"pass rank and world_size together, got rank={rank!r}, world_size={world_size!r}")
+    environment = read_environment()
+    if rank is None or world_size is None:
+        if environment is not None:
+            return environment
+        if backend == "local":
+            return RankEnvironment(0, 1, 0, 1, source="arguments")
+        raise InvalidArgument(
+            "no rank is known: RANK and WORLD_SIZE are not set. Start the script with "
+            '`gradsync run -n 2 script.py`, pass rank= and world_size=, or use backend="local" for one process'
+        )
+    if not _is_integer(world_size) or world_size < 1:
+        raise InvalidArgument(f"world_size must be an integer of at least 1, got {world_size!r}")
+    if not _is_integer(rank) or not 0 <= rank < world_size:
+        raise InvalidArgument(f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank!r}")
+    if environment is None or environment.world_size != world_size:
+        base = RankEnvironment(rank, world_size, rank, world_size, source="arguments")
+        return base if environment is None else replace(base, address=environment.address, hosted=False)
+    return replace(environment, rank=rank)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _choose_backend(wanted: str, place: RankEnvironment) -> tuple[str, str]:
+    """Returns the backend to use and why; refuses what cannot run here."""
+    if wanted not in BACKENDS:
+        raise InvalidArgument(f"unknown backend {wanted!r} in GRADSYNC_BACKEND: use one of {', '.join(BACKENDS)}")
+    if wanted == "nccl":
+        raise BackendUnavailable(f"backend 'nccl' cannot run here: {_why_no_nccl()}")
+    if wanted == "mpi":
+        raise BackendUnavailable("backend 'mpi' is not part of this version; use 'shm' on one host")
+    if wanted == "local" and place.world_size != 1:
+        raise InvalidArgument(f"backend 'local' is for one rank, world_size is {place.world_size}")
+    if wanted != "auto":
+        if wanted == "shm":
+            check_platform()
+        return wanted, "asked for"
+    if place.world_size == 1:
+        return "local", "one rank"
+    if place.local_world_size != place.world_size:
+        raise BackendUnavailable(
+            f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: "
+            "this version joins the ranks of one host"
+        )
+    check_platform()
+    return "shm", "all ranks are on this host"
+
+
+def _why_no_nccl() -> str:
+    """Looks for what NCCL needs, in order, and returns the first thing that is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); pip install 'gradsync[cuda12]'"
+    try:
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"no usable GPU ({error})"
+    return f"this version has no NCCL communicator yet ({devices} GPUs seen)"
+
+
+def _destroy_because_of(error: BaseException | None) -> None:
+    """Ends the group when its `with` block ends."""
+    communicator = get_world()
+    if error is not None and not isinstance(error, PlanMismatch) and _bootstrap is not None:
+        reason = f"{type(error).__name__}: {error}"
+        if communicator is not None:
+            communicator.abort(reason)
+        _bootstrap.client.report_failure(reason)
+    destroy_process_group()
+
+
+def _leave() -> None:
+    global _bootstrap
+    bootstrap, _bootstrap = _bootstrap, None
+    if bootstrap is not None:
+        bootstrap.close()
+
+
+def _leave_at_exit() -> None:
+    """Leaves at interpreter exit; by an uncaught exception where there is one, so that the others are told."""
+    _destroy_because_of(getattr(sys, "last_value", None))
+
+
+def _forget_after_fork() -> None:
+    """The child of a fork is no rank; its copy of the control connection must not hide the parent's death."""
+    global _bootstrap
+    bootstrap, _bootstrap = _bootstrap, None
+    if bootstrap is not None:
+        bootstrap.client.abandon()
+        if bootstrap.server is not None:
+            bootstrap.server.abandon()
+
+
+atexit.register(_leave_at_exit)
+os.register_at_fork(after_in_child=_forget_after_fork)

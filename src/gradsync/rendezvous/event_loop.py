@@ -1,0 +1,251 @@
+"""The server's event loop: one selector over all sockets, one core that decides. Never blocks on one peer.
+
+Sits under `server` (which owns the thread) and over `protocol`. Strangers, connections that have not
+authenticated and joined yet, are few, short-lived and bounded: they cannot disturb a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+
+from gradsync.errors import RendezvousError
+from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Received, Send, Tick
+from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake
+from gradsync.rendezvous.messages import REFUSED, FrameType
+from gradsync.rendezvous.protocol import RendezvousCore
+from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnection
+from gradsync.rendezvous.sockets import tune_stream
+
+HANDSHAKE_SECONDS = 5.0
+MAX_STRANGERS = 64
+_CLOSING_SECONDS = 1.0  # for a peer to read its last message
+_ACCEPTS_PER_TURN = 64
+_ACCEPT_PAUSE_SECONDS = 0.1
+
+_log = logging.getLogger("gradsync.rendezvous")
+
+
+class EventLoop:
+    """Serves one listener until told to stop.
+
+    Args:
+        listener: the listening socket; owned and closed by the loop.
+        core: decides what happens.
+        secret, run_id: for the handshakes.
+        max_members: how many authenticated connections are accepted at a time.
+    """
+
+    def __init__(
+        self, listener: socket.socket, core: RendezvousCore, *, secret: bytes, run_id: str, max_members: int
+    ) -> None:
+        self._listener = listener
+        self._core = core
+        self._secret = secret
+        self._run_id = run_id
+        self._max_members = max_members
+        self._stopping = False
+        self._connections: dict[int, ServerConnection] = {}
+        self._empty = threading.Event()  # set while there is no connection
+        self._empty.set()
+        self._strangers: dict[int, ServerConnection] = {}  # oldest first, so the earliest deadline first
+        self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
+        self._lost: deque[tuple[ServerConnection, str]] = deque()
+        self._accept_resumes_at: float | None = None
+        self._next_number = 0
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def request_stop(self) -> None:
+        """Asks the loop to end; safe from any thread and from a signal handler."""
+        self._stopping = True
+        with contextlib.suppress(OSError):  # full: the loop is about to wake; closed: it has ended
+            self._wake_sender.send(b"\0")
+
+    def wait_until_empty(self, timeout_seconds: float) -> bool:
+        """Waits, in another thread than the loop's, until every connection has ended; returns whether that is so."""
+        return self._empty.wait(timeout_seconds)
+
+    def run(self) -> None:
+        """Serves until `request_stop`, then closes everything."""
+        try:
+            while not self._stopping:
+                for key, mask in self._selector.select(self._wait_seconds()):
+                    self._handle_ready(key, mask)
+                    self._drop_lost()
+                self._handle_time(time.monotonic())
+                self._drop_lost()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Closes every descriptor, without a word to the peers: the end of the stream tells them."""
+        self._selector.close()
+        for connection in self._connections.values():
+            connection.stream.close()
+        self._connections.clear()
+        self._listener.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def _wait_seconds(self) -> float | None:
+        due = [self._core.next_deadline(), self._accept_resumes_at]
+        due += [next(iter(group.values())).deadline for group in (self._strangers, self._closing) if group]
+        earliest = min((time_due for time_due in due if time_due is not None), default=None)
+        return None if earliest is None else max(0.0, earliest - time.monotonic())
+
+    def _handle_ready(self, key: selectors.SelectorKey, mask: int) -> None:
+        if key.fileobj is self._listener:
+            self._accept()
+        elif key.fileobj is self._wake_receiver:
+            self._wake_receiver.recv(4096)
+        elif key.data.number in self._connections:  # it may have been dropped in this very turn
+            if mask & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if mask & selectors.EVENT_READ:
+                self._receive(key.data)
+
+    def _handle_time(self, now: float) -> None:
+        for group, cause in (
+            (self._strangers, f"no handshake within {HANDSHAKE_SECONDS:g} s"),
+            (self._closing, "it does not read its last message"),
+        ):
+            while group and (connection := next(iter(group.values()))).deadline <= now:
+                self._drop(connection, cause)
+        deadline = self._core.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._tell_core(Tick())
+        if self._accept_resumes_at is not None and self._accept_resumes_at <= now:
+            self._accept_resumes_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                stream, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._survive_accept_error(error)
+                return
+            self._admit(stream)
+
+    def _survive_accept_error(self, error: OSError) -> None:
+        """The listener stays readable while descriptors are short: pause instead of spinning."""
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            return  # the one connection was aborted before it was accepted
+        _log.warning("rendezvous: cannot accept connections: %s", error.strerror)
+        if self._strangers:
+            self._drop(next(iter(self._strangers.values())), "descriptors are short")
+        self._selector.unregister(self._listener)
+        self._accept_resumes_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
+
+    def _admit(self, stream: socket.socket) -> None:
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._drop(next(iter(self._strangers.values())), "too many connections without a handshake")
+        try:
+            tune_stream(stream)
+        except OSError:  # reset already
+            stream.close()
+            return
+        self._next_number += 1
+        handshake = ServerHandshake(self._secret, self._run_id, secrets.token_bytes(NONCE_BYTES))
+        connection = ServerConnection(self._next_number, stream, handshake, time.monotonic() + HANDSHAKE_SECONDS)
+        self._connections[connection.number] = connection
+        self._empty.clear()
+        self._strangers[connection.number] = connection
+        self._selector.register(stream, selectors.EVENT_READ, connection)
+
+    def _receive(self, connection: ServerConnection) -> None:
+        try:
+            messages = connection.receive()
+        except (ConnectionLost, RendezvousError) as error:
+            self._lost.append((connection, str(error)))
+            return
+        if not connection.is_stranger and connection.number in self._strangers:
+            del self._strangers[connection.number]
+            if len(self._connections) - len(self._strangers) > self._max_members:
+                self._refuse(connection, messages[0].sequence)
+                return
+        if connection.wants_write:
+            self._flush(connection)
+        for message in messages:
+            if connection.number in self._closing or connection.number not in self._connections:
+                return  # what follows a goodbye or a refusal is not heard
+            self._tell_core(Received(connection.number, message))
+
+    def _refuse(self, connection: ServerConnection, sequence: int) -> None:
+        """Turns an authenticated connection away: more of them than any correct run needs are open."""
+        text = f"the server has more than {self._max_members} authenticated connections; close some"
+        self._perform(Send(connection.number, FrameType.REFUSED, (sequence, REFUSED, text)))
+        self._perform(Close(connection.number))
+        self._flush(connection)
+
+    def _tell_core(self, event: Event) -> None:
+        touched: dict[int, ServerConnection] = {}
+        for action in self._core.handle(time.monotonic(), event):
+            connection = self._perform(action)
+            if connection is not None:
+                touched[connection.number] = connection
+        for connection in touched.values():
+            self._flush(connection)
+
+    def _perform(self, action: Action) -> ServerConnection | None:
+        """Carries out one action; returns the connection that has something to flush."""
+        if isinstance(action, Notice):
+            _log.warning("rendezvous: %s", action.text)
+            return None
+        connection = self._connections.get(action.connection)
+        if connection is None:
+            return None
+        if isinstance(action, Send):
+            try:
+                connection.send(action.type, action.fields)
+            except ConnectionLost as error:
+                self._lost.append((connection, str(error)))
+                return None
+        elif isinstance(action, Close) and connection.number not in self._closing:
+            connection.deadline = time.monotonic() + _CLOSING_SECONDS
+            self._closing[connection.number] = connection
+        return connection
+
+    def _flush(self, connection: ServerConnection) -> None:
+        try:
+            connection.flush()
+        except ConnectionLost as error:
+            self._lost.append((connection, str(error)))
+            return
+        if not connection.wants_write and connection.number in self._closing:
+            self._drop(connection, "closed by the server")
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
+        if self._selector.get_key(connection.stream).events != events:
+            self._selector.modify(connection.stream, events, connection)
+
+    def _drop_lost(self) -> None:
+        while self._lost:
+            self._drop(*self._lost.popleft())
+
+    def _drop(self, connection: ServerConnection, cause: str) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return
+        self._strangers.pop(connection.number, None)
+        self._closing.pop(connection.number, None)
+        self._selector.unregister(connection.stream)
+        connection.stream.close()
+        if not self._connections:
+            self._empty.set()
+        _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
+        self._tell_core(Lost(connection.number, cause))

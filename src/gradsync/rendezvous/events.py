@@ -1,0 +1,59 @@
+"""What goes into the server's core and what comes out: events and actions, plain data.
+
+`server` turns sockets and the clock into events and carries the actions out; `protocol` decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradsync.rendezvous.messages import FrameType, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """An authenticated message came in."""
+
+    connection: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A connection ended; `cause` says how, in words."""
+
+    connection: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; due deadlines are to be acted on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this message. The fields stay out of the repr: they may hold an id, which is a capability."""
+
+    connection: int
+    type: FrameType
+    fields: tuple[Any, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close this connection once everything sent to it has been written."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Tell the operator (the log)."""
+
+    text: str
+
+
+Event = Received | Lost | Tick
+Action = Send | Close | Notice

@@ -1,0 +1,123 @@
+"""The members of one generation: who joined, who left in good order, who died, and what each was doing.
+
+Part of the server's core, without I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gradsync.rendezvous.waiting import Failure
+
+JOINING_PHASE = "rendezvous"
+RUNNING_PHASE = "running"  # until the rank says what it does
+LEFT_PHASE = "left"
+_MAX_NAMED_RANKS = 16
+
+
+class MemberState(enum.Enum):
+    """Where a member is in its life."""
+
+    PRESENT = enum.auto()
+    LEFT = enum.auto()
+    DEAD = enum.auto()
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank of the generation."""
+
+    connection: int
+    phase: str = JOINING_PHASE
+    state: MemberState = MemberState.PRESENT
+
+
+class Roster:
+    """The members of one generation, by rank.
+
+    Args:
+        world_size: how many ranks the generation needs.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.members: dict[int, Member] = {}
+        self._gave_up: dict[int, None] = {}  # ranks that waited to join and stopped waiting, in that order
+        self._departures: list[int] = []  # ranks that left in good order, the latest last
+
+    def label(self, rank: int) -> str:
+        """Returns the rank as messages name it."""
+        return f"rank {rank}/{self.world_size}"
+
+    def seat(self, rank: int, connection: int) -> None:
+        """Adds a rank that joins."""
+        self.members[rank] = Member(connection)
+        self._gave_up.pop(rank, None)
+
+    def give_up(self, rank: int) -> None:
+        """Takes a joining rank out again; it may come back."""
+        del self.members[rank]
+        self._gave_up[rank] = None
+
+    def is_complete(self) -> bool:
+        """Returns whether every rank has joined."""
+        return len(self.members) == self.world_size
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Returns the ranks that never joined; when there are none, those that joined and gave up."""
+        absent = tuple(rank for rank in range(self.world_size) if rank not in self.members)
+        return tuple(rank for rank in absent if rank not in self._gave_up) or absent
+
+    def present(self) -> list[tuple[int, Member]]:
+        """Returns the members still connected, in ascending order of rank."""
+        return [(r, m) for r, m in sorted(self.members.items()) if m.state is MemberState.PRESENT]
+
+    def is_deserted(self) -> bool:
+        """Returns whether no member is connected any more."""
+        return all(member.state is not MemberState.PRESENT for member in self.members.values())
+
+    def mark_left(self, rank: int) -> None:
+        """Records an orderly goodbye."""
+        self.members[rank].state = MemberState.LEFT
+        self._departures.append(rank)
+
+    def mark_dead(self, rank: int, connection: int) -> Member:
+        """Records a death and returns the member; one that was waiting to join becomes a member by it."""
+        member = self.members.setdefault(rank, Member(connection))
+        member.state = MemberState.DEAD
+        return member
+
+    def first_left(self, ranks: Iterable[int]) -> int | None:
+        """Returns the first of these ranks that has left, or None."""
+        if not self._departures:
+            return None
+        return next((rank for rank in ranks if self.members[rank].state is MemberState.LEFT), None)
+
+    def last_to_leave(self) -> int:
+        """Returns the rank that said goodbye last."""
+        return self._departures[-1]
+
+    def one_remains(self) -> bool:
+        """Returns whether all ranks but one have left, of two or more."""
+        return self.world_size > 1 and len(self._departures) >= self.world_size - 1
+
+    def left_failure(self, rank: int, need: str) -> Failure:
+        """Returns the failure of something that still needs a rank that has left."""
+        return Failure(rank, LEFT_PHASE, f"{self.label(rank)} left (an orderly close), but {need}")
+
+    def whereabouts(self, ranks: Iterable[int]) -> str:
+        """Describes where these ranks are, e.g. "rank 1 (in 'forward'), rank 2 (not joined)"."""
+        ranks = list(ranks)
+        named = ", ".join(f"rank {rank} ({self._place_of(rank)})" for rank in ranks[:_MAX_NAMED_RANKS])
+        more = len(ranks) - _MAX_NAMED_RANKS
+        return f"{named} and {more} more" if more > 0 else named
+
+    def _place_of(self, rank: int) -> str:
+        member = self.members.get(rank)
+        if member is None:
+            return "gave up joining" if rank in self._gave_up else "not joined"
+        if member.state is MemberState.LEFT:
+            return "left"
+        return f"in {member.phase!r}"

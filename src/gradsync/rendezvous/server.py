@@ -1,0 +1,160 @@
+"""The rendezvous server: binds at once, then serves in a background thread or in the calling one.
+
+The public face of the server's side. The launcher embeds it; `gradsync serve` runs it alone; without a
+launcher, rank 0 hosts it. `event_loop` does the work, `protocol` decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from types import TracebackType
+
+from gradsync.errors import InvalidArgument, RendezvousError
+from gradsync.rendezvous.event_loop import EventLoop
+from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, check_secret
+from gradsync.rendezvous.messages import MAX_RANKS
+from gradsync.rendezvous.protocol import RendezvousCore
+from gradsync.rendezvous.sockets import adopt_listener, bind_listener, format_address
+
+_STOP_SECONDS = 10.0
+
+
+class RendezvousServer:
+    """The server through which the ranks of one run find each other.
+
+    Args:
+        world_size: ranks in every generation, from 1.
+        secret: what every rank of the run knows and nobody else, at least 16 bytes.
+        host: the interface to bind; loopback by default.
+        port: the port to bind; 0 takes a free one, and the bound socket is its reservation.
+        listener: a bound TCP socket to use instead of host and port; the server owns it from now on.
+        run_id: names the run in messages and binds its sessions; random by default, at most 64 bytes.
+
+    Attributes:
+        address: where clients connect, e.g. "127.0.0.1:43211" or "[::1]:4000".
+        run_id: the run's name.
+
+    Raises:
+        InvalidArgument: an argument is out of its range, or the secret is too short.
+        RendezvousError: the address cannot be bound; names the holder of a port in use where it can be read.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        listener: socket.socket | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
+            raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
+        self.world_size = world_size
+        self.run_id = _check_run_id(run_id)
+        secret = check_secret(secret)
+        listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
+        self.address = format_address(listener)
+        self._loop = EventLoop(
+            listener,
+            RendezvousCore(world_size),
+            secret=secret,
+            run_id=self.run_id,
+            max_members=2 * world_size + 16,
+        )
+        self._pid = os.getpid()
+        self._runner: int | None = None  # the thread that runs the loop
+        self._thread: threading.Thread | None = None
+        self._claimed = False
+        self._ended = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"RendezvousServer(address={self.address!r}, world_size={self.world_size})"
+
+    def __enter__(self) -> RendezvousServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Serves in a background daemon thread.
+
+        Raises:
+            RendezvousError: the server was started or stopped before.
+        """
+        self._claim()
+        self._thread = threading.Thread(target=self._run, name=f"gradsync-rendezvous-{self.address}", daemon=True)
+        self._thread.start()
+
+    def serve_forever(self) -> None:
+        """Serves in the calling thread until `stop`, which a signal handler or another thread may call.
+
+        Raises:
+            RendezvousError: the server was started or stopped before.
+        """
+        self._claim()
+        self._run()
+
+    def stop(self) -> None:
+        """Ends the server: every connection closed, the thread joined, the port free. Idempotent.
+
+        Called from the serving thread itself (a signal handler during `serve_forever`), it returns at once,
+        and the loop ends right after.
+        """
+        if os.getpid() != self._pid:
+            self.abandon()
+            return
+        self._loop.request_stop()
+        if not self._claimed:
+            self._claimed = True
+            self._loop.close()
+            self._ended.set()
+        elif self._runner != threading.get_ident():
+            self._ended.wait(_STOP_SECONDS)
+            if self._thread is not None:
+                self._thread.join(_STOP_SECONDS)
+
+    def wait_until_empty(self, timeout_seconds: float) -> bool:
+        """Waits until every client has left; returns whether they have. For a rank that hosts the server.
+
+        Args:
+            timeout_seconds: how long to wait at most.
+        """
+        return self._loop.wait_until_empty(timeout_seconds)
+
+    def abandon(self) -> None:
+        """Closes this process's copies of the descriptors without any I/O: for the child after a fork."""
+        self._claimed = True
+        with contextlib.suppress(OSError):
+            self._loop.close()
+
+    def _claim(self) -> None:
+        if self._claimed:
+            raise RendezvousError(
+                f"the rendezvous server at {self.address} was started or stopped before; make a new one"
+            )
+        self._claimed = True
+
+    def _run(self) -> None:
+        self._runner = threading.get_ident()
+        try:
+            self._loop.run()
+        finally:
+            self._ended.set()
+
+
+def _check_run_id(run_id: str | None) -> str:
+    if run_id is None:
+        return secrets.token_hex(8)
+    if not run_id or len(run_id.encode()) > MAX_RUN_ID_BYTES:
+        raise InvalidArgument(f"a run_id needs 1 to {MAX_RUN_ID_BYTES} bytes, got {len(run_id.encode())}")
+    return run_id

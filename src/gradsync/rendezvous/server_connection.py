@@ -1,0 +1,114 @@
+"""One connection as the server sees it: handshake first, then messages; bounded buffers, never blocking.
+
+Sits between `event_loop`, which says when the socket is ready, and `handshake` and `wire`, which judge the
+bytes.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from gradsync.rendezvous.handshake import ServerHandshake
+from gradsync.rendezvous.messages import FrameType, Message
+from gradsync.rendezvous.wire import (
+    MAX_FRAME_BYTES,
+    MAX_HANDSHAKE_FRAME_BYTES,
+    FrameError,
+    FrameReader,
+    Session,
+)
+
+MAX_OUTPUT_BYTES = 1024**2
+
+
+class ConnectionLost(Exception):
+    """The peer is gone, or does not read what it is sent; the text says which."""
+
+
+class ServerConnection:
+    """One accepted connection.
+
+    Args:
+        number: names the connection towards the core.
+        stream: the non-blocking socket.
+        handshake: the fresh state machine of this connection.
+        deadline: monotonic seconds by which the connection must have sent its first authenticated message.
+
+    Attributes:
+        is_stranger: True until the first authenticated message.
+        wants_write: True while output waits for the peer to read.
+    """
+
+    def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
+        self.number = number
+        self.stream = stream
+        self.deadline = deadline
+        self.is_stranger = True
+        self._handshake = handshake
+        self._session: Session | None = None
+        self._reader = FrameReader()
+        self._output = bytearray()
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether output waits for the peer to read."""
+        return bool(self._output)
+
+    def receive(self) -> list[Message]:
+        """Reads once and returns the messages that are now complete.
+
+        Raises:
+            ConnectionLost: the peer closed or reset the connection.
+            RendezvousError: the peer sent something unacceptable.
+        """
+        size = MAX_HANDSHAKE_FRAME_BYTES if self.is_stranger else MAX_FRAME_BYTES
+        try:
+            data = self.stream.recv(size)
+        except (BlockingIOError, InterruptedError):
+            return []
+        except OSError as error:
+            raise ConnectionLost(error.strerror or str(error)) from error
+        if not data:
+            raise ConnectionLost("connection closed")
+        self._reader.feed(data)
+        messages = []
+        while (frame := self._reader.next_frame()) is not None:
+            if self._session is not None:
+                messages.append(self._session.open(frame))
+                self.is_stranger = False
+                continue
+            step = self._handshake.receive(frame)
+            if isinstance(step, Session):
+                self._session = step
+                self._reader.limit_bytes = MAX_FRAME_BYTES
+            else:
+                self._output += step
+        return messages
+
+    def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
+        """Queues a message for an authenticated peer.
+
+        Raises:
+            ConnectionLost: too much waits already: the peer does not read.
+        """
+        if self._session is None:
+            raise FrameError("a message was queued before the handshake ended")
+        self._output += self._session.seal(frame_type, *fields)
+        if len(self._output) > MAX_OUTPUT_BYTES:
+            raise ConnectionLost(f"it has left more than {MAX_OUTPUT_BYTES} bytes unread")
+
+    def flush(self) -> None:
+        """Writes as much output as the peer takes now.
+
+        Raises:
+            ConnectionLost: the peer is gone.
+        """
+        while self._output:
+            try:
+                sent = self.stream.send(self._output)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise ConnectionLost(error.strerror or str(error)) from error
+            del self._output[:sent]

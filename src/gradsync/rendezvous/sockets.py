@@ -1,0 +1,138 @@
+"""Sockets and addresses of the rendezvous: text form, binding, and the options both ends set.
+
+Lowest room beside `wire`: no frames here. Peers are never resolved to names; only the address a caller gave
+is looked up, by the side that dials or binds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from pathlib import Path
+
+from gradsync.errors import InvalidArgument, RendezvousError
+
+_BACKLOG = 1024
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
+_USER_TIMEOUT_MS = 5000
+_TCP_LISTEN_STATE = "0A"
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Returns host and port of "127.0.0.1:4000", "name:4000" or "[::1]:4000".
+
+    Raises:
+        InvalidArgument: the text has another form.
+    """
+    if not isinstance(address, str):
+        raise InvalidArgument(f"an address needs to be text, got {type(address).__name__}")
+    host, colon, port_text = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    valid_port = port_text.isascii() and port_text.isdigit() and 0 < int(port_text[:6]) < 65536
+    if not colon or not host or not valid_port or (":" in host and not bracketed):
+        raise InvalidArgument(
+            f"an address needs the form host:port or [IPv6]:port with a port from 1 to 65535, got {address!r}"
+        )
+    return host, int(port_text)
+
+
+def format_address(listener: socket.socket) -> str:
+    """Returns the text form of the address a socket is bound to."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if listener.family == socket.AF_INET6 else f"{host}:{port}"
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; with port 0 the kernel picks one, and the socket is its reservation.
+
+    Raises:
+        InvalidArgument: the host is empty or the port out of range.
+        RendezvousError: the address cannot be bound; names the port's holder where that can be read.
+    """
+    if not host or not 0 <= port < 65536:
+        raise InvalidArgument(f"the rendezvous needs a host and a port from 0 to 65535, got {host!r}, {port!r}")
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise RendezvousError(f"the rendezvous cannot use host {host!r}: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise RendezvousError(
+                f"port {port} on {host} is in use{_describe_holder(port)}; "
+                "stop its holder, or use port 0 for a free port"
+            ) from error
+        raise RendezvousError(f"the rendezvous cannot bind {host} port {port}: {error}") from error
+    return listener
+
+
+def adopt_listener(listener: socket.socket) -> socket.socket:
+    """Returns a bound socket of the caller's, listening.
+
+    Raises:
+        InvalidArgument: it is not a TCP socket.
+        RendezvousError: it cannot listen.
+    """
+    if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
+        raise InvalidArgument(f"the rendezvous needs a TCP socket as its listener, got {listener!r}")
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise RendezvousError(f"the listener handed in cannot listen: {error}") from error
+    return listener
+
+
+def tune_stream(stream: socket.socket) -> None:
+    """Sets what both ends need: no delay, and a silent peer noticed by the kernel within seconds."""
+    stream.setblocking(False)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+def _describe_holder(port: int) -> str:
+    """Returns " by process 42 (name)" for the process listening on a port, or "" where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        inodes = _listening_inodes(port)
+        pid = _process_with_socket(inodes)
+        if pid is not None:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            return f" by process {pid} ({name})"
+    return ""
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _TCP_LISTEN_STATE and int(columns[1].rpartition(":")[2], 16) == port:
+                    inodes.add(columns[9])
+    return inodes
+
+
+def _process_with_socket(inodes: set[str]) -> int | None:
+    """Returns the lowest readable pid that holds one of these sockets."""
+    targets = {f"socket:[{inode}]" for inode in inodes}
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):  # another user's process, or one that has just ended
+            for descriptor in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"{folder}/{descriptor}") in targets:
+                        return pid
+    return None

@@ -1,0 +1,91 @@
+"""The hand-over of shared memory: only to those who know the token, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+
+import pytest
+
+import gradsync as gs
+from gradsync.communicators import shared_segment
+from gradsync.communicators.shared_segment import SegmentOffer, create_segment, map_segment, take_segment
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_segment_is_zeroed_sealed_and_shared() -> None:
+    descriptor = create_segment(8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    first, second = map_segment(os.dup(descriptor)), map_segment(descriptor)
+    assert first[:] == bytes(8192)
+    first[100] = 7
+    assert second[100] == 7
+    first.close()
+    second.close()
+
+
+def test_too_large_is_a_clear_error_and_leaks_nothing() -> None:
+    before = open_descriptors()
+    with pytest.raises(gs.BackendUnavailable, match="cannot allocate 1152921504606846976 bytes.*available"):
+        create_segment(1 << 60)
+    assert open_descriptors() == before
+
+
+def test_hand_over_to_peers_with_the_token_only() -> None:
+    before = open_descriptors()
+    descriptor = create_segment(4096)
+    offer = SegmentOffer()
+    thread = threading.Thread(
+        target=offer.serve, args=(descriptor, 1, time.monotonic() + 30, lambda: None), daemon=True
+    )
+    thread.start()
+    forged = secrets.token_bytes(32) + offer.ticket[32:]
+    with pytest.raises(gs.BackendUnavailable):
+        take_segment(forged, 5.0)
+    taken = take_segment(offer.ticket, 5.0)
+    thread.join(30)
+    assert os.fstat(taken).st_ino == os.fstat(descriptor).st_ino
+    assert not os.get_inheritable(taken)
+    for fd in (taken, descriptor):
+        os.close(fd)
+    offer.close()
+    assert open_descriptors() == before
+
+
+def test_root_that_is_not_there() -> None:
+    offer = SegmentOffer()
+    offer.close()
+    with pytest.raises(gs.BackendUnavailable, match="on one host"):
+        take_segment(offer.ticket, 1.0)
+
+
+def test_peers_that_do_not_come() -> None:
+    offer = SegmentOffer()
+    with pytest.raises(gs.RendezvousTimeout, match="0 of 2 ranks"):
+        offer.serve(-1, 2, time.monotonic() - 1, lambda: None)
+    offer.close()
+
+
+def test_a_failure_elsewhere_ends_the_wait() -> None:
+    def fail() -> None:
+        raise gs.RankFailed("rank 1 died", rank=1)
+
+    offer = SegmentOffer()
+    with pytest.raises(gs.RankFailed):
+        offer.serve(-1, 1, time.monotonic() + 30, fail)
+    offer.close()
+
+
+def test_no_memfd_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError("function not implemented")
+
+    monkeypatch.setattr(shared_segment.os, "memfd_create", refuse)
+    with pytest.raises(gs.BackendUnavailable, match="memfd_create"):
+        create_segment(4096)

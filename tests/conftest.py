@@ -1,0 +1,34 @@
+"""What all tests share: nothing may be left running, and GPU tests say why they do not run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# Rank processes import the test modules by name.
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def why_no_gpu() -> str | None:
+    """Returns why GPU tests cannot run here, or None when they can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy cannot be imported: {error}"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"no usable GPU: {error}"
+    return None if count else "CuPy sees no GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any("gpu" in item.keywords for item in items):
+        return
+    reason = why_no_gpu()
+    if reason is not None:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,136 @@
+"""Runs one function in several rank processes, with an initialised process group; for tests only.
+
+Ranks are forkserver processes with NumPy and gradsync already imported, so that a test costs milliseconds. Results
+and errors come back as text or pickles over one pipe for each rank; no rank outlives the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import gradsync as gs
+from gradsync.rendezvous.server import RendezvousServer
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["numpy", "gradsync.process_group", "gradsync.bucketing.callback", "gradsync.bucketing.parameters"]
+)
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: a result, an error with its traceback, or neither when it was killed."""
+
+    result: Any = None
+    error: BaseException | None = None
+    traceback_text: str = ""
+    exit_code: int | None = None
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any
+) -> list[Any]:
+    """Calls function(communicator, *args) on every rank and returns the results by rank.
+
+    Raises the traceback of the first failing rank as an AssertionError.
+    """
+    outcomes = run_ranks_for_outcomes(world_size, function, *args, timeout=timeout, **options)
+    failed = [
+        f"rank {r}:\n{o.traceback_text or f'exit code {o.exit_code}'}"
+        for r, o in enumerate(outcomes)
+        if o.error or o.exit_code
+    ]
+    if failed:
+        raise AssertionError("\n".join(failed))
+    return [outcome.result for outcome in outcomes]
+
+
+def run_ranks_for_outcomes(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any
+) -> list[Outcome]:
+    """The same, but errors are returned, rank by rank; a killed rank has its negative signal as exit code.
+
+    Args:
+        world_size: number of ranks.
+        function: importable by name.
+        args: picklable.
+        timeout: seconds until every rank is killed.
+        options: for init_process_group.
+    """
+    secret = secrets.token_bytes(32)
+    with RendezvousServer(world_size, secret=secret) as server:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_rank_main,
+                args=(theirs, rank, world_size, server.address, secret.hex(), function, args, options),
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            outcomes = [_receive(pipe, timeout) for pipe in pipes]
+            for process, outcome in zip(processes, outcomes, strict=True):
+                process.join(timeout)
+                outcome.exit_code = process.exitcode
+        finally:
+            for process, pipe in zip(processes, pipes, strict=True):
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+                pipe.close()
+    return outcomes
+
+
+def _receive(pipe: Connection, timeout: float) -> Outcome:
+    if not wait([pipe], timeout):
+        return Outcome(error=TimeoutError(), traceback_text=f"no result within {timeout} s")
+    try:
+        return pipe.recv()
+    except EOFError:
+        return Outcome()
+
+
+def _rank_main(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    address: str,
+    secret: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    os.environ.update(
+        GRADSYNC_RANK=str(rank),
+        GRADSYNC_WORLD_SIZE=str(world_size),
+        GRADSYNC_LOCAL_RANK=str(rank),
+        GRADSYNC_LOCAL_WORLD_SIZE=str(world_size),
+        GRADSYNC_ADDRESS=address,
+        GRADSYNC_HOSTED="1",
+        GRADSYNC_SECRET=secret,
+    )
+    options.setdefault("timeout_seconds", 30.0)
+    options.setdefault("collective_timeout_seconds", 30.0)
+    try:
+        with gs.init_process_group(**options) as communicator:
+            outcome = Outcome(result=function(communicator, *args))
+    except BaseException as error:
+        outcome = Outcome(error=error, traceback_text=traceback.format_exc())
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            pipe.send(outcome)
+        except Exception as error:  # the result or the error does not pickle
+            pipe.send(Outcome(error=RuntimeError(repr(error)), traceback_text=outcome.traceback_text))
+    pipe.close()

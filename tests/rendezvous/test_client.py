@@ -1,0 +1,346 @@
+"""The client's calls over loopback, with threads as ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+import time
+
+import pytest
+from rendezvous_ranks import SECRET, connect, connect_all, run_ranks, run_threads
+
+from gradsync.errors import (
+    AuthenticationError,
+    CommunicatorClosed,
+    InvalidArgument,
+    RankFailed,
+    RendezvousError,
+    RendezvousTimeout,
+)
+from gradsync.rendezvous.server import RendezvousServer
+
+
+@pytest.fixture
+def pair():
+    with RendezvousServer(2, secret=SECRET) as server:
+        clients = connect_all(server, 2)
+        yield clients
+        for client in clients:
+            client.close()
+
+
+def wait_for_failure(client) -> BaseException:
+    """Calls check until it raises; the news is on its way."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            client.check()
+        except Exception as error:
+            return error
+    raise AssertionError("check never raised")
+
+
+def test_keys_counters_and_ids() -> None:
+    value = os.urandom(128)
+
+    def work(client):
+        client.set(f"key {client.rank}", bytes([client.rank]) * 1000)
+        got = client.get(f"key {(client.rank + 1) % 3}")
+        client.add("count", client.rank + 1)
+        client.barrier()
+        total = client.add("count", 0)
+        unique = client.unique_id("group", root=1, make_id=lambda: value)
+        client.barrier("end", ranks=[2, 0, 1])
+        deleted = client.delete("count") if client.rank == 0 else None
+        return got, total, unique == value, deleted, client.generation
+
+    with RendezvousServer(3, secret=SECRET) as server:
+        results = run_ranks(server, 3, work)
+    assert results == [
+        (b"\1" * 1000, 6, True, True, 1),
+        (b"\2" * 1000, 6, True, None, 1),
+        (b"\0" * 1000, 6, True, None, 1),
+    ]
+
+
+def test_eight_ranks_times_a_thousand_barriers() -> None:
+    def work(client):
+        return [client.barrier(timeout_seconds=60) for _ in range(1000)]
+
+    with RendezvousServer(8, secret=SECRET) as server:
+        assert run_ranks(server, 8, work) == [list(range(1, 1001))] * 8
+
+
+def test_root_makes_the_id_once(pair) -> None:
+    made = []
+
+    def make_id() -> bytes:
+        made.append(1)
+        return b"i" * 128
+
+    first = [pair[0].unique_id("g", root=0, make_id=make_id) for _ in range(2)]
+    assert first == [b"i" * 128] * 2
+    assert len(made) == 1
+    assert pair[1].unique_id("g", root=0, make_id=None) == b"i" * 128
+
+
+@pytest.mark.parametrize("made", [b"short", b"x" * 129, "text", None])
+def test_id_of_the_wrong_length(pair, made) -> None:
+    with pytest.raises(InvalidArgument, match="needs 128 bytes"):
+        pair[0].unique_id("g", root=0, make_id=lambda: made)
+
+
+def test_callers_mistakes_are_told_and_change_nothing(pair) -> None:
+    client = pair[0]
+    calls = [
+        lambda: client.set(1, b""),
+        lambda: client.set("k", "text"),
+        lambda: client.set("k", bytes(61 * 1024)),
+        lambda: client.set("k" * 2000, b""),
+        lambda: client.add("k", 2**63),
+        lambda: client.get("k", timeout_seconds=-1),
+        lambda: client.get("k", timeout_seconds=float("nan")),
+        lambda: client.barrier(ranks=[0, 0]),
+        lambda: client.barrier(ranks=[1]),
+        lambda: client.barrier(ranks=[0, 2]),
+        lambda: client.barrier(ranks=[]),
+        lambda: client.unique_id("g", root=0, make_id=None),
+        lambda: client.unique_id("g", root=0, ranks=[1], make_id=lambda: b""),
+        lambda: client.unique_id("g", root=7, make_id=None, timeout_seconds=1),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument, match=r"rank 0/2|timeout_seconds"):
+            call()
+    client.set("k", b"still works")
+    assert pair[1].get("k") == b"still works"
+
+
+def test_get_deadline_names_key_and_deadline(pair) -> None:
+    with pytest.raises(RendezvousTimeout, match=r"rank 0/2: get 'absent' reached its deadline of 0.05 s"):
+        pair[0].get("absent", timeout_seconds=0.05)
+    with pytest.raises(RendezvousTimeout):
+        pair[0].get("absent", timeout_seconds=0)
+
+
+def test_barrier_deadline_names_missing_ranks_and_where_they_are(pair) -> None:
+    pair[1].set_phase("evaluation")
+    pair[1].set("told", b"")  # the phase travelled before this
+    with pytest.raises(RendezvousTimeout, match=r"missing: rank 1 \(in 'evaluation'\)") as caught:
+        pair[0].barrier("epoch", timeout_seconds=0.05)
+    assert caught.value.missing_ranks == (1,)
+    rounds = run_threads([lambda c=c: [c.barrier("epoch") for _ in range(3)] for c in pair])
+    assert rounds == [[1, 2, 3]] * 2
+
+
+def test_reported_failure_reaches_the_others_and_sticks(pair) -> None:
+    pair[1].set_phase("step 7")
+    pair[1].report_failure("ValueError: bad batch\n" + "x" * 10_000)
+    failure = wait_for_failure(pair[0])
+    assert isinstance(failure, RankFailed)
+    assert (failure.rank, failure.phase) == (1, "step 7")
+    assert "ValueError: bad batch" in str(failure)
+    for call in (pair[0].check, pair[0].barrier, lambda: pair[0].get("k")):
+        with pytest.raises(RankFailed, match="rank 1/2 failed in phase 'step 7'"):
+            call()
+    assert pickle.loads(pickle.dumps(failure)).rank == 1
+    pair[0].report_failure("too late")  # the first cause stays, and this does not raise
+
+
+def test_lost_connection_fails_a_waiting_barrier(pair) -> None:
+    def die():
+        pair[1].set_phase("backward")
+        pair[1].set("ready", b"")
+        pair[1].abandon()
+
+    waiting, _ = run_threads([lambda: (pair[0].get("ready") and None) or pair[0].barrier(), die])
+    assert isinstance(waiting, RankFailed)
+    assert (waiting.rank, waiting.phase) == (1, "backward")
+
+
+def test_goodbye_does_not_poison_but_fails_who_needs_the_rank(pair) -> None:
+    pair[1].close()
+    pair[1].close()
+    pair[0].check()
+    pair[0].set("k", b"v")
+    for wait in (pair[0].barrier, lambda: pair[0].get("absent")):
+        with pytest.raises(RankFailed, match="rank 1/2 left") as caught:
+            wait()
+        assert caught.value.rank == 1
+    pair[0].check()
+    assert pair[0].get("k") == b"v"
+
+
+def test_closed_client_says_so(pair) -> None:
+    pair[0].close()
+    pair[1].abandon()
+    for client in pair:
+        for call in (client.check, client.barrier, lambda c=client: c.set("k", b"")):
+            with pytest.raises(CommunicatorClosed):
+                call()
+
+
+def test_close_wakes_a_thread_that_waits(pair) -> None:
+    entered = threading.Event()
+
+    def wait():
+        entered.set()
+        pair[0].get("never")
+
+    def close():
+        entered.wait(30)
+        pair[0].close()
+
+    waiting, closing = run_threads([wait, close])
+    assert isinstance(waiting, CommunicatorClosed)
+    assert closing is None
+
+
+def test_check_from_another_thread_is_harmless(pair) -> None:
+    def check_often():
+        for _ in range(2000):
+            pair[0].check()
+
+    results = run_threads([check_often, *(lambda c=c: [c.barrier() for _ in range(200)][-1] for c in pair)])
+    assert results == [None, 200, 200]
+
+
+def test_second_thread_waits_for_its_turn(pair) -> None:
+    results = run_threads([lambda: [pair[0].add("n") for _ in range(200)] and None for _ in range(3)])
+    assert results == [None] * 3
+    assert pair[1].add("n", 0) == 600
+
+
+def test_generations_follow_each_other() -> None:
+    def work(rank: int):
+        seen = []
+        for _ in range(5):
+            with connect(server, rank, 2) as client:
+                client.set(f"{rank}", b"%d" % client.generation)
+                seen.append((client.generation, client.get(f"{1 - rank}")))
+                client.barrier()
+        return seen
+
+    with RendezvousServer(2, secret=SECRET) as server:
+        expected = [(n, b"%d" % n) for n in range(1, 6)]
+        assert run_threads([lambda: work(0), lambda: work(1)]) == [expected, expected]
+
+
+def test_join_deadline_names_the_missing() -> None:
+    with RendezvousServer(4, secret=SECRET) as server:
+        results = run_threads([lambda r=r: connect(server, r, 4, timeout_seconds=0.5) for r in (0, 2)])
+    for error in results:
+        assert isinstance(error, RendezvousTimeout)
+        assert error.missing_ranks == (1, 3)
+        assert "rank 1 (not joined), rank 3 (not joined)" in str(error)
+
+
+def test_unreachable_address_ends_at_the_deadline() -> None:
+    with socket.socket() as reserved:  # bound, not listening: refuses
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(RendezvousTimeout, match=rf"{address} within 0.2 s; last cause: .*refused"):
+            connect(address, 0, 2, timeout_seconds=0.2)
+    assert time.monotonic() - start < 5
+
+
+def test_client_waits_for_a_server_that_starts_later() -> None:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def serve():
+        with RendezvousServer(1, secret=SECRET, listener=listener) as server:
+            joined.wait(60)
+        return server.address
+
+    def join():
+        try:
+            with connect(address, 0, 1) as client:
+                return client.generation
+        finally:
+            joined.set()
+
+    joined = threading.Event()
+    assert run_threads([join, serve]) == [1, address]
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:0", "127.0.0.1:x", "::1:4000", ":80", "h:99999", 7])
+def test_malformed_addresses(address) -> None:
+    with pytest.raises(InvalidArgument, match="address needs"):
+        connect(address, 0, 1)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+def test_ranks_out_of_range(rank, world_size) -> None:
+    with pytest.raises(InvalidArgument, match="needs a rank"):
+        connect("127.0.0.1:9", rank, world_size)
+
+
+def test_wrong_secret() -> None:
+    with RendezvousServer(1, secret=SECRET) as server:
+        with pytest.raises(AuthenticationError, match="secret"):
+            connect(server, 0, 1, secret=b"another secret, as long")
+        with connect(server, 0, 1) as client:
+            assert client.generation == 1
+
+
+def test_wrong_world_size_and_duplicate_rank() -> None:
+    with RendezvousServer(2, secret=SECRET) as server:
+        with pytest.raises(RendezvousError, match="world_size 2, rank 0 came with 3"):
+            connect(server, 0, 3)
+        clients = connect_all(server, 2)
+        with pytest.raises(RendezvousError, match="rank 1/2 has joined already"):
+            connect(server, 1, 2)
+        assert run_threads([c.barrier for c in clients]) == [1, 1]
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 200, b""])
+def test_another_service_on_the_port(greeting: bytes) -> None:
+    def serve():
+        listener.settimeout(0.2)
+        while not done.is_set():
+            try:
+                stream, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with stream:
+                stream.sendall(greeting)
+
+    def join():
+        try:
+            connect(f"127.0.0.1:{port}", 0, 1)
+        finally:
+            done.set()
+
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        error, _ = run_threads([join, serve])
+    assert isinstance(error, RendezvousError)
+    assert "another service or run holds this port" in str(error)
+
+
+def test_repr_and_messages_hold_no_secret(pair) -> None:
+    value = b"capability" * 12 + b"12345678"
+    pair[0].unique_id("g", root=0, make_id=lambda: value)
+    for text in (repr(pair[0]), repr(vars(pair[0])), repr(pair[0]._requests)):
+        assert SECRET.decode() not in text
+    assert "capability" not in repr(pair[0])
+
+
+def test_interrupted_wait_is_withdrawn(pair, monkeypatch) -> None:
+    receive = pair[0]._requests._connection.receive
+
+    def interrupt(deadline):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair[0]._requests._connection, "receive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pair[0].barrier()
+    monkeypatch.setattr(pair[0]._requests._connection, "receive", receive)
+    assert run_threads([c.barrier for c in pair]) == [1, 1]

@@ -1,0 +1,343 @@
+"""The core with a virtual clock: joins, generations, deadlines, goodbyes, deaths."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradsync.rendezvous.events import Close, Lost, Notice, Received, Send, Tick
+from gradsync.rendezvous.messages import INVALID, PROTOCOL_VERSION, REFUSED, FrameType, Message
+from gradsync.rendezvous.protocol import RendezvousCore
+
+
+class Bench:
+    """Drives a core; connection numbers are chosen by the test, time moves only by `wait`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.core = RendezvousCore(world_size)
+        self.world_size = world_size
+        self.now = 100.0
+        self.inbox: dict[int, list[tuple]] = {}
+        self.closed: list[int] = []
+        self.notices: list[str] = []
+        self._sequence = 1
+
+    def _do(self, event) -> None:
+        for action in self.core.handle(self.now, event):
+            if isinstance(action, Send):
+                self.inbox.setdefault(action.connection, []).append((action.type, *action.fields))
+            elif isinstance(action, Close):
+                self.closed.append(action.connection)
+            elif isinstance(action, Notice):
+                self.notices.append(action.text)
+
+    def send(self, connection: int, frame_type: FrameType, *fields) -> int:
+        self._sequence += 1
+        self._do(Received(connection, Message(frame_type, self._sequence, fields)))
+        return self._sequence
+
+    def join(self, connection: int, rank: int, timeout_ms: int = 10_000, world_size: int = 0) -> int:
+        size = world_size or self.world_size
+        return self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, rank, size, timeout_ms)
+
+    def join_all(self, first_connection: int = 0) -> None:
+        for rank in range(self.world_size):
+            self.join(first_connection + rank, rank)
+        self.inbox.clear()
+
+    def lose(self, connection: int, cause: str = "reset") -> None:
+        self._do(Lost(connection, cause))
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass, ticking exactly when the core asks for it."""
+        end = self.now + seconds
+        while (due := self.core.next_deadline()) is not None and due <= end:
+            self.now = max(self.now, due)
+            self._do(Tick())
+        self.now = end
+
+    def take(self, connection: int) -> list[tuple]:
+        return self.inbox.pop(connection, [])
+
+
+def test_generation_forms_when_all_have_joined() -> None:
+    bench = Bench(2)
+    first = bench.join(10, 1)
+    assert bench.take(10) == [(FrameType.SEATED, first)]
+    second = bench.join(11, 0)
+    assert bench.take(10) == [(FrameType.REPLY, first, 1)]
+    assert bench.take(11) == [(FrameType.SEATED, second), (FrameType.REPLY, second, 1)]
+
+
+def test_join_deadline_names_the_rank_that_never_came_to_all() -> None:
+    bench = Bench(3)
+    first = bench.join(0, 0, timeout_ms=1000)
+    bench.wait(0.1)
+    second = bench.join(1, 1, timeout_ms=1000)
+    bench.wait(5)
+    # Rank 1's deadline comes after rank 0 gave up: it still names rank 2 only.
+    assert bench.take(0)[1:] == [(FrameType.TIMED_OUT, first, (2,), "rank 2 (not joined)")]
+    assert bench.take(1)[1:] == [(FrameType.TIMED_OUT, second, (2,), "rank 2 (not joined)")]
+    assert bench.closed == [0, 1]
+    bench.lose(0)
+    bench.lose(1)
+    bench.join_all(20)
+    assert bench.core.next_deadline() is None
+
+
+def test_rank_that_gave_up_may_join_again() -> None:
+    bench = Bench(2)
+    bench.join(0, 0, timeout_ms=60_000)
+    bench.join(1, 0)  # a duplicate, refused
+    bench.take(1)
+    bench.lose(1)
+    second = bench.join(2, 1)
+    assert bench.take(2)[-1] == (FrameType.REPLY, second, 1)
+
+
+def test_slow_joiners_are_named_every_few_seconds() -> None:
+    bench = Bench(3)
+    bench.join(0, 0, timeout_ms=60_000)
+    bench.wait(11)
+    expected = "1 of 3 ranks have joined; waiting for rank 1 (not joined), rank 2 (not joined)"
+    assert bench.notices == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("version", "rank", "world_size", "texts"),
+    [
+        (PROTOCOL_VERSION + 1, 0, 2, (f"version {PROTOCOL_VERSION}", f"version {PROTOCOL_VERSION + 1}")),
+        (PROTOCOL_VERSION, 0, 3, ("world_size 2", "with 3")),
+        (PROTOCOL_VERSION, 2, 2, ("ranks 0 to 1", "rank 2")),
+        (PROTOCOL_VERSION, 1, 2, ("rank 1/2 has joined already",)),
+    ],
+)
+def test_wrong_joins_are_refused_and_harm_nobody(version, rank, world_size, texts) -> None:
+    bench = Bench(2)
+    first = bench.join(1, 1)
+    bench.take(1)
+    bad = bench.send(9, FrameType.JOIN, version, rank, world_size, 1000)
+    kind, sequence, refusal, text = bench.take(9)[0]
+    assert (kind, sequence, refusal) == (FrameType.REFUSED, bad, REFUSED)
+    assert all(part in text for part in texts)
+    assert bench.closed == [9]
+    bench.lose(9)
+    bench.join(0, 0)
+    assert bench.take(1) == [(FrameType.REPLY, first, 1)]
+
+
+def test_death_while_others_wait_to_join() -> None:
+    bench = Bench(3)
+    bench.join(0, 0)
+    bench.join(1, 1)
+    bench.take(0)
+    bench.lose(1, "killed")
+    [(kind, request, rank, phase, text)] = bench.take(0)
+    assert (kind, request, rank, phase) == (FrameType.FAILED, 0, 1, "rendezvous")
+    assert "rank 1/3 died" in text
+    assert "killed" in text
+    # The third rank belongs to the same, failed generation.
+    bench.join(2, 2)
+    assert bench.take(2)[0][0] is FrameType.FAILED
+    # Once its connections are gone, the next one forms.
+    bench.lose(0)
+    bench.lose(2)
+    for rank in range(3):
+        last = bench.join(10 + rank, rank)
+    assert bench.take(12)[-1] == (FrameType.REPLY, last, 1)
+
+
+def test_death_poisons_waiting_and_later_requests() -> None:
+    bench = Bench(3)
+    bench.join_all()
+    bench.send(2, FrameType.SET_PHASE, "forward")
+    bench.send(0, FrameType.BARRIER, "b", None, 10_000)
+    bench.lose(2)
+    for connection in (0, 1):
+        [(kind, request, rank, phase, _)] = bench.take(connection)
+        assert (kind, request, rank, phase) == (FrameType.FAILED, 0, 2, "forward")
+    later = bench.send(1, FrameType.SET, "k", b"v")
+    assert bench.take(1)[0][:3] == (FrameType.FAILED, later, 2)
+    bench.lose(0)  # a second death changes nothing
+    assert bench.take(1) == []
+    bench.wait(100)
+    assert bench.inbox == {}
+
+
+def test_reported_failure_reaches_all_but_the_reporter() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    bench.send(1, FrameType.SET_PHASE, "step 3")
+    sequence = bench.send(1, FrameType.REPORT_FAILURE, "ValueError: 7")
+    assert bench.take(1) == [(FrameType.REPLY, sequence, None)]
+    [(kind, _, rank, phase, text)] = bench.take(0)
+    assert (kind, rank, phase) == (FrameType.FAILED, 1, "step 3")
+    assert "ValueError: 7" in text
+
+
+def test_goodbye_leads_to_the_next_generation() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    bench.send(0, FrameType.BYE)
+    held = bench.join(10, 0)
+    assert bench.take(10) == [(FrameType.SEATED, held)]  # rank 1 still lives in generation 1
+    again = bench.join(11, 0)
+    assert bench.take(11)[0][:2] == (FrameType.REFUSED, again)  # one held join per rank
+    bench.send(1, FrameType.BYE)
+    assert bench.take(10) == []
+    other = bench.join(12, 1)
+    assert bench.take(10) == [(FrameType.REPLY, held, 2)]
+    assert bench.take(12)[-1] == (FrameType.REPLY, other, 2)
+
+
+def test_held_joins_form_as_soon_as_the_generation_before_has_ended() -> None:
+    bench = Bench(3)
+    bench.join_all()
+    for rank in (0, 1):
+        bench.send(rank, FrameType.BYE)
+        bench.join(10 + rank, rank)
+    bench.lose(2)
+    bench.inbox.clear()
+    bench.join(12, 2)
+    assert [bench.take(10 + rank)[-1][0::2] for rank in range(3)] == [(FrameType.REPLY, 2)] * 3
+
+
+def test_keys_do_not_outlive_their_generation() -> None:
+    bench = Bench(1)
+    bench.join(0, 0)
+    bench.send(0, FrameType.SET, "k", b"v")
+    bench.send(0, FrameType.BYE)
+    bench.join(1, 0)
+    bench.take(1)
+    missing = bench.send(1, FrameType.GET, "k", 500)
+    bench.wait(1)
+    assert bench.take(1) == [(FrameType.TIMED_OUT, missing, (), "")]
+
+
+def test_get_waits_for_set_and_counters_are_text() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    get = bench.send(0, FrameType.GET, "n", 1000)
+    add = bench.send(1, FrameType.ADD, "n", 5)
+    assert bench.take(0) == [(FrameType.REPLY, get, b"5")]
+    assert bench.take(1) == [(FrameType.REPLY, add, 5)]
+    bench.send(1, FrameType.SET, "n", b"many")
+    bench.take(1)
+    bad = bench.send(1, FrameType.ADD, "n", 1)
+    assert bench.take(1)[0][:3] == (FrameType.REFUSED, bad, INVALID)
+    bench.send(1, FrameType.SET, "n", str(2**63 - 1).encode())
+    bench.take(1)
+    bench.send(1, FrameType.ADD, "n", 1)
+    assert "64 bits" in bench.take(1)[0][3]
+    assert [bench.send(1, FrameType.DELETE, "n") and bench.take(1)[0][2] for _ in range(2)] == [True, False]
+
+
+def test_barrier_deadline_withdraws_the_waiter_and_later_rounds_hold() -> None:
+    bench = Bench(3)
+    bench.join_all()
+    first = bench.send(0, FrameType.BARRIER, "b", None, 1000)
+    second = bench.send(1, FrameType.BARRIER, "b", None, 1001)
+    bench.send(2, FrameType.SET_PHASE, "evaluation")
+    bench.wait(2)
+    where = "rank 2 (in 'evaluation')"
+    assert bench.take(0) == [(FrameType.TIMED_OUT, first, (2,), where)]
+    assert bench.take(1) == [(FrameType.TIMED_OUT, second, (2,), where)]
+    for number in (1, 2):
+        sent = [bench.send(rank, FrameType.BARRIER, "b", None, 1000) for rank in (2, 0, 1)]
+        assert [bench.take(c) for c in (2, 0, 1)] == [[(FrameType.REPLY, s, number)] for s in sent]
+    bench.wait(10)
+    assert bench.inbox == {}
+
+
+def test_cancelled_barrier_can_be_entered_again() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    waiting = bench.send(0, FrameType.BARRIER, "b", None, 60_000)
+    bench.send(0, FrameType.CANCEL, waiting)
+    bench.send(0, FrameType.CANCEL, waiting)
+    assert bench.core.next_deadline() is None
+    again = bench.send(0, FrameType.BARRIER, "b", None, 60_000)
+    bench.send(1, FrameType.BARRIER, "b", None, 60_000)
+    assert bench.take(0) == [(FrameType.REPLY, again, 1)]
+
+
+def test_barriers_of_different_ranks_are_different() -> None:
+    bench = Bench(3)
+    bench.join_all()
+    pair = bench.send(0, FrameType.BARRIER, "b", [0, 1], 1000)
+    bench.send(2, FrameType.BARRIER, "b", None, 1000)
+    bench.send(1, FrameType.BARRIER, "b", [0, 1], 1000)
+    assert bench.take(0) == [(FrameType.REPLY, pair, 1)]
+    assert bench.take(2) == []
+    bad = bench.send(0, FrameType.BARRIER, "b", [1, 2], 1000)
+    assert bench.take(0)[0][:3] == (FrameType.REFUSED, bad, INVALID)
+
+
+def test_goodbye_fails_those_who_need_the_rank() -> None:
+    bench = Bench(3)
+    bench.join_all()
+    barrier = bench.send(0, FrameType.BARRIER, "b", None, 60_000)
+    unique = bench.send(1, FrameType.GET_ID, "g", 2, None, 60_000)
+    bench.send(2, FrameType.BYE)
+    assert bench.take(0)[0][:4] == (FrameType.FAILED, barrier, 2, "left")
+    assert bench.take(1)[0][:4] == (FrameType.FAILED, unique, 2, "left")
+    late = bench.send(1, FrameType.BARRIER, "b", None, 60_000)
+    assert bench.take(1)[0][:4] == (FrameType.FAILED, late, 2, "left")
+    pair = bench.send(0, FrameType.BARRIER, "b", [0, 1], 60_000)
+    bench.send(1, FrameType.BARRIER, "b", [0, 1], 60_000)
+    assert bench.take(0) == [(FrameType.REPLY, pair, 1)]
+    # A read fails once nobody else remains.
+    bench.take(1)
+    get = bench.send(0, FrameType.GET, "k", 60_000)
+    bench.send(1, FrameType.BYE)
+    assert bench.take(0)[0][:3] == (FrameType.FAILED, get, 1)
+
+
+def test_unique_id_goes_to_members_only_and_once() -> None:
+    bench = Bench(3)
+    bench.join_all()
+    value = bytes(range(128))
+    get = bench.send(1, FrameType.GET_ID, "g", 0, [0, 1], 1000)
+    outsider = bench.send(2, FrameType.GET_ID, "g", 0, [0, 1], 1000)
+    assert bench.take(2)[0][:3] == (FrameType.REFUSED, outsider, INVALID)
+    bench.send(2, FrameType.GET_ID, "g", 0, None, 1000)
+    assert "has root 0 and ranks (0, 1)" in bench.take(2)[0][3]
+    bench.send(1, FrameType.PUT_ID, "g", 0, [0, 1], value)
+    assert "comes from its root" in bench.take(1)[0][3]
+    bench.send(0, FrameType.PUT_ID, "g", 0, [0, 1], value)
+    assert bench.take(1) == [(FrameType.REPLY, get, value)]
+    bench.take(0)
+    bench.send(0, FrameType.PUT_ID, "g", 0, [0, 1], value)
+    assert "handed in before" in bench.take(0)[0][3]
+
+
+def test_unique_id_deadline_names_the_root() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    get = bench.send(1, FrameType.GET_ID, "g", 0, None, 1000)
+    bench.wait(2)
+    assert bench.take(1) == [(FrameType.TIMED_OUT, get, (0,), "rank 0 (in 'running')")]
+
+
+def test_waits_do_not_pile_up() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    for _ in range(2000):
+        for rank in (0, 1):
+            bench.send(rank, FrameType.BARRIER, "", None, 10**9)
+    assert len(bench.core._waits._heap) < 200
+    assert bench.core.next_deadline() is None
+
+
+def test_messages_without_a_seat_end_the_connection() -> None:
+    bench = Bench(2)
+    bench.send(5, FrameType.SET, "k", b"v")
+    assert bench.closed == [5]
+    assert bench.inbox == {}
+
+
+def test_requests_before_the_generation_has_formed_are_refused() -> None:
+    bench = Bench(2)
+    bench.join(0, 0)
+    bench.take(0)
+    bench.send(0, FrameType.SET, "k", b"v")
+    assert bench.take(0)[0][0] is FrameType.REFUSED

@@ -1,0 +1,332 @@
+"""The server: binding, stopping, hostile connections, killed processes; nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from rendezvous_ranks import SECRET, connect, connect_all, run_ranks, run_threads
+
+from gradsync.errors import InvalidArgument, RankFailed, RendezvousError
+from gradsync.rendezvous import event_loop, server_connection
+from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.server import RendezvousServer
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_port_in_use_names_the_port_and_its_holder() -> None:
+    with RendezvousServer(1, secret=SECRET) as first:
+        port = int(first.address.rpartition(":")[2])
+        with pytest.raises(RendezvousError, match=rf"port {port} .*in use by process {os.getpid()} \("):
+            RendezvousServer(1, secret=SECRET, port=port)
+    with RendezvousServer(1, secret=SECRET, port=port) as again:
+        assert again.address == f"127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"secret": b""},
+        {"secret": b"short"},
+        {"host": ""},
+        {"port": -1},
+        {"port": 65536},
+        {"world_size": 0},
+        {"world_size": 2.0},
+        {"run_id": ""},
+        {"run_id": "x" * 65},
+    ],
+)
+def test_bad_arguments(options) -> None:
+    with pytest.raises(InvalidArgument):
+        RendezvousServer(**{"world_size": 1, "secret": SECRET, **options})
+
+
+def test_host_that_is_not_ours() -> None:
+    with pytest.raises(RendezvousError, match=r"192\.0\.2\.1"):
+        RendezvousServer(1, secret=SECRET, host="192.0.2.1")
+
+
+def test_ipv6() -> None:
+    try:
+        server = RendezvousServer(1, secret=SECRET, host="::1")
+    except RendezvousError:
+        pytest.skip("no IPv6 loopback here")
+    with server, connect(server, 0, 1) as client:
+        assert server.address.startswith("[::1]:")
+        assert client.generation == 1
+
+
+def test_listener_of_another_kind_is_refused() -> None:
+    with socket.socket(socket.AF_UNIX) as listener, pytest.raises(InvalidArgument, match="TCP"):
+        RendezvousServer(1, secret=SECRET, listener=listener)
+
+
+def test_stop_leaves_nothing() -> None:
+    threads, descriptors = threading.active_count(), open_descriptors()
+    server = RendezvousServer(2, secret=SECRET)
+    with server:
+        clients = connect_all(server, 2)
+        for client in clients:
+            client.close()
+    server.stop()
+    assert (threading.active_count(), open_descriptors()) == (threads, descriptors)
+    with pytest.raises(RendezvousError, match="started or stopped before"):
+        server.start()
+
+
+def test_stop_without_start_frees_the_port() -> None:
+    descriptors = open_descriptors()
+    server = RendezvousServer(1, secret=SECRET)
+    server.stop()
+    server.stop()
+    assert open_descriptors() == descriptors
+
+
+def test_stop_wakes_waiting_clients() -> None:
+    server = RendezvousServer(2, secret=SECRET)
+    server.start()
+    clients = connect_all(server, 2)
+
+    def stop():
+        clients[1].get("waiting")
+        server.stop()
+
+    def wait():
+        clients[0].set("waiting", b"")
+        clients[0].barrier()
+
+    error, stopped = run_threads([wait, stop])
+    assert stopped is None
+    assert isinstance(error, RendezvousError)
+    assert f"server at {server.address} is gone" in str(error)
+    for client in clients:
+        with pytest.raises(RendezvousError, match="is gone"):
+            client.set("k", b"")
+        with pytest.raises(RendezvousError, match="is gone"):
+            client.check()
+        client.close()
+
+
+def test_serve_forever_stops_from_another_thread() -> None:
+    server = RendezvousServer(1, secret=SECRET)
+
+    def use():
+        try:
+            with connect(server, 0, 1) as client:
+                return client.generation
+        finally:
+            server.stop()
+
+    assert run_threads([server.serve_forever, use]) == [None, 1]
+
+
+def test_serve_forever_stops_from_a_signal_handler() -> None:
+    script = (
+        "import signal, sys\n"
+        "from gradsync.rendezvous.server import RendezvousServer\n"
+        "server = RendezvousServer(1, secret=b's' * 16)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: server.stop())\n"
+        "print(server.address, flush=True)\n"
+        "server.serve_forever()\n"
+        "print('stopped', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        with connect(address, 0, 1, secret=b"s" * 16):
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.read() == "stopped\n"
+        assert process.wait(30) == 0
+
+
+def test_garbage_connections_do_not_disturb_a_joining_run() -> None:
+    rng = random.Random(3)
+    begun, stop = threading.Event(), threading.Event()
+    descriptors = open_descriptors()
+
+    def disturb():
+        host, port = server.address.split(":")
+        kept: list[socket.socket] = []
+        count = 0
+        while not stop.is_set() and count < 3000:
+            stream = socket.create_connection((host, int(port)), timeout=10)
+            count += 1
+            with contextlib.suppress(OSError):  # the server has closed it already: right so
+                stream.sendall(rng.randbytes(rng.randint(0, 2000)))
+            begun.set()
+            kept.append(stream)
+            if len(kept) > 100:
+                kept.pop(rng.randrange(len(kept))).close()
+        for stream in kept:
+            stream.close()
+
+    def work(client):
+        return [client.barrier() for _ in range(50)][-1]
+
+    def run():
+        begun.wait(60)
+        try:
+            return [run_ranks(server, 4, work) for _ in range(3)]
+        finally:
+            stop.set()
+
+    with RendezvousServer(4, secret=SECRET) as server:
+        _, results = run_threads([disturb, run])
+        assert results == [[50] * 4] * 3
+    assert open_descriptors() == descriptors
+
+
+def test_oversized_frame_is_closed_at_once() -> None:
+    with RendezvousServer(1, secret=SECRET) as server:
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as stream:
+            stream.sendall((2**31).to_bytes(4, "big"))
+            assert stream.recv(1) == b""
+
+
+def test_silent_strangers_are_closed_by_the_handshake_deadline(monkeypatch) -> None:
+    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 0.2)
+    with RendezvousServer(1, secret=SECRET) as server:
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as stream:
+            assert stream.recv(1) == b""
+
+
+def test_oldest_stranger_goes_first() -> None:
+    with RendezvousServer(1, secret=SECRET) as server:
+        host, port = server.address.split(":")
+        count = event_loop.MAX_STRANGERS + 1
+        streams = [socket.create_connection((host, int(port)), timeout=30) for _ in range(count)]
+        assert streams[0].recv(1) == b""
+        with connect(server, 0, 1) as client:
+            assert client.generation == 1
+        for stream in streams:
+            stream.close()
+
+
+def test_too_many_authenticated_connections_are_refused() -> None:
+    with RendezvousServer(1, secret=SECRET) as server:
+        server._loop._max_members = 1
+        with connect(server, 0, 1) as client:
+            with pytest.raises(RendezvousError, match="more than 1 authenticated connections"):
+                connect(server, 0, 1)
+            assert client.barrier() == 1
+
+
+def test_member_that_does_not_read_is_dropped(monkeypatch) -> None:
+    monkeypatch.setattr(server_connection, "MAX_OUTPUT_BYTES", 200_000)
+    with RendezvousServer(2, secret=SECRET) as server:
+        clients = connect_all(server, 2)
+        clients[0].set("big", bytes(60_000))
+        connection = clients[1]._requests._connection
+
+        def ask_and_never_listen():
+            for _ in range(10_000):
+                connection.send(time.monotonic() + 30, FrameType.GET, "big", 1000)
+
+        with pytest.raises(RendezvousError):
+            ask_and_never_listen()
+        with pytest.raises(RankFailed, match="unread"):
+            clients[0].barrier()
+        for client in clients:
+            client.abandon()
+
+
+CHILD = """
+import sys
+from gradsync.rendezvous.client import RendezvousClient
+client = RendezvousClient.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]), rank=2, world_size=3)
+client.set_phase("all_reduce")
+client.barrier("start")
+client.barrier("pair", ranks=[2])
+client.get("never")
+"""
+
+
+def test_killed_process_fails_the_others_at_once() -> None:
+    descriptors = open_descriptors()
+    with RendezvousServer(3, secret=SECRET) as server:
+        command = [sys.executable, "-c", CHILD, server.address, SECRET.hex()]
+        with subprocess.Popen(command) as victim:
+            started = threading.Barrier(3)
+            killed_at = []
+
+            def wait(rank: int):
+                with connect(server, rank, 3) as client:
+                    client.barrier("start")
+                    started.wait(60)
+                    try:
+                        client.barrier("needs all")
+                    except RankFailed as error:
+                        return error, time.monotonic()
+
+            def kill():
+                started.wait(60)
+                killed_at.append(time.monotonic())
+                victim.kill()
+
+            first, second, _ = run_threads([lambda: wait(0), lambda: wait(1), kill])
+            for error, failed_at in (first, second):
+                assert (error.rank, error.phase) == (2, "all_reduce")
+                assert "rank 2/3 died in phase 'all_reduce'" in str(error)
+                assert failed_at - killed_at[0] < 5
+    assert open_descriptors() == descriptors
+
+
+def test_killed_server_is_told() -> None:
+    script = (
+        "from gradsync.rendezvous.server import RendezvousServer\n"
+        "server = RendezvousServer(1, secret=b's' * 16)\n"
+        "print(server.address, flush=True)\n"
+        "server.serve_forever()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        with connect(process.stdout.readline().strip(), 0, 1, secret=b"s" * 16) as client:
+            process.kill()
+            process.wait(30)
+            with pytest.raises(RendezvousError, match="is gone"):
+                client.get("k")
+            with pytest.raises(RendezvousError, match="is gone"):
+                client.check()
+
+
+FORKING = """
+import os
+from gradsync.errors import CommunicatorClosed
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.server import RendezvousServer
+with RendezvousServer(1, secret=b"s" * 16) as server:
+    client = RendezvousClient.connect(server.address, secret=b"s" * 16, rank=0, world_size=1)
+    child = os.fork()
+    if child == 0:
+        try:
+            client.barrier()
+        except CommunicatorClosed:
+            client.abandon()
+            client.close()
+            server.stop()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert client.barrier() == 1
+    client.check()
+    client.close()
+"""
+
+
+def test_child_of_a_fork_closes_without_harm() -> None:
+    # Python warns about a fork beside threads; what follows it here is safe.
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=100)

@@ -1,0 +1,177 @@
+"""Frames: round trips, and the refusal of everything altered, replayed, reflected, truncated or oversized."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.rendezvous.messages import (
+    MAX_NAME_BYTES,
+    MAX_TEXT_BYTES,
+    MAX_VALUE_BYTES,
+    SCHEMAS,
+    FieldError,
+    FrameType,
+    Message,
+    clip_text,
+)
+from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
+
+
+def make_sessions() -> tuple[Session, Session]:
+    up, down = b"u" * 32, b"d" * 32
+    client = Session(send_key=up, receive_key=down, send_sequence=2, receive_sequence=1, is_server=False)
+    server = Session(send_key=down, receive_key=up, send_sequence=1, receive_sequence=2, is_server=True)
+    return client, server
+
+
+def open_bytes(session: Session, data: bytes) -> Message | None:
+    reader = FrameReader()
+    reader.limit_bytes = MAX_FRAME_BYTES
+    reader.feed(data)
+    frame = reader.next_frame()
+    return None if frame is None else session.open(frame)
+
+
+keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=MAX_NAME_BYTES // 4)
+timeouts = st.integers(0, 10**12)
+members = st.none() | st.lists(st.integers(0, 1000), unique=True, max_size=20).map(sorted)
+requests = st.one_of(
+    st.tuples(st.just(FrameType.JOIN), st.integers(0, 9), st.integers(0, 2**31), st.integers(0, 2**31), timeouts),
+    st.tuples(st.just(FrameType.SET), keys, st.binary(max_size=2000)),
+    st.tuples(st.just(FrameType.GET), keys, timeouts),
+    st.tuples(st.just(FrameType.ADD), keys, st.integers(-(2**63), 2**63 - 1)),
+    st.tuples(st.just(FrameType.BARRIER), keys, members, timeouts),
+    st.tuples(st.just(FrameType.PUT_ID), keys, st.integers(0, 99), members, st.binary(min_size=128, max_size=128)),
+    st.tuples(st.just(FrameType.BYE)),
+)
+
+
+@given(st.lists(requests, max_size=6), st.integers(1, 40))
+def test_round_trip_in_any_chunks(messages: list[tuple], chunk_bytes: int) -> None:
+    client, server = make_sessions()
+    stream = b"".join(client.seal(*message) for message in messages)
+    reader = FrameReader()
+    reader.limit_bytes = MAX_FRAME_BYTES
+    opened = []
+    for start in range(0, len(stream), chunk_bytes):
+        reader.feed(stream[start : start + chunk_bytes])
+        while (frame := reader.next_frame()) is not None:
+            opened.append(server.open(frame))
+    assert [(m.type, *m.fields) for m in opened] == messages
+    assert [m.sequence for m in opened] == list(range(2, 2 + len(messages)))
+
+
+def test_mutated_frames_are_refused() -> None:
+    rng = random.Random(7)
+    client, _ = make_sessions()
+    sealed = client.seal(FrameType.SET, "key", b"value" * 10)
+    for _ in range(5000):
+        mutant = bytearray(sealed)
+        for _ in range(rng.randint(1, 3)):
+            mutant[rng.randrange(len(mutant))] ^= rng.randint(1, 255)
+        if bytes(mutant) == sealed:
+            continue
+        # A length that grew only asks for more bytes; nothing may ever come out.
+        with contextlib.suppress(FrameError):
+            assert open_bytes(make_sessions()[1], bytes(mutant)) is None
+
+
+def test_every_truncation_yields_nothing() -> None:
+    client, _ = make_sessions()
+    sealed = client.seal(FrameType.SET, "key", b"value")
+    for size in range(len(sealed)):
+        assert open_bytes(make_sessions()[1], sealed[:size]) is None
+
+
+def test_replayed_frame_is_refused() -> None:
+    client, server = make_sessions()
+    sealed = client.seal(FrameType.ADD, "n", 1)
+    assert open_bytes(server, sealed) is not None
+    with pytest.raises(FrameError, match=r"expected frame 3, got frame 2"):
+        open_bytes(server, sealed)
+
+
+def test_skipped_frame_is_refused() -> None:
+    client, server = make_sessions()
+    client.seal(FrameType.ADD, "n", 1)
+    with pytest.raises(FrameError, match="expected frame 2, got frame 3"):
+        open_bytes(server, client.seal(FrameType.ADD, "n", 1))
+
+
+def test_reflected_frame_is_refused() -> None:
+    client, _ = make_sessions()
+    with pytest.raises(FrameError, match="MAC"):
+        open_bytes(client, client.seal(FrameType.BYE))
+
+
+@pytest.mark.parametrize("announced_bytes", [0, 40, 513 - 4, 2**16, 2**32 - 1])
+def test_length_is_checked_before_anything_is_buffered(announced_bytes: int) -> None:
+    reader = FrameReader()
+    reader.feed(announced_bytes.to_bytes(4, "big"))
+    with pytest.raises(FrameError, match="a frame needs"):
+        reader.next_frame()
+
+
+def test_largest_value_fits_beside_the_longest_key() -> None:
+    client, server = make_sessions()
+    message = open_bytes(server, client.seal(FrameType.SET, "k" * MAX_NAME_BYTES, b"\0" * MAX_VALUE_BYTES))
+    assert message is not None
+    assert len(message.fields[1]) == MAX_VALUE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("frame_type", "fields"),
+    [
+        (FrameType.SET, ("key", "text")),
+        (FrameType.SET, (1, b"")),
+        (FrameType.SET, ("k" * (MAX_NAME_BYTES + 1), b"")),
+        (FrameType.SET, ("é" * MAX_NAME_BYTES, b"")),
+        (FrameType.SET, ("\ud800", b"")),
+        (FrameType.SET, ("key", b"\0" * (MAX_VALUE_BYTES + 1))),
+        (FrameType.SET, ("key",)),
+        (FrameType.ADD, ("key", True)),
+        (FrameType.ADD, ("key", 2**63)),
+        (FrameType.ADD, ("key", 1.0)),
+        (FrameType.GET, ("key", -1)),
+        (FrameType.BARRIER, ("", [1, 1], 0)),
+        (FrameType.BARRIER, ("", [2, 1], 0)),
+        (FrameType.BARRIER, ("", [-1], 0)),
+        (FrameType.PUT_ID, ("g", 0, None, b"\0" * 127)),
+        (FrameType.REPLY, (2, 1.5)),
+    ],
+)
+def test_fields_outside_their_schema_are_refused(frame_type: FrameType, fields: tuple) -> None:
+    client, server = make_sessions()
+    session = server if frame_type.from_server else client
+    before = session.next_send_sequence
+    with pytest.raises(FieldError):
+        session.seal(frame_type, *fields)
+    assert session.next_send_sequence == before
+
+
+def test_types_of_the_wrong_side_are_refused() -> None:
+    client, server = make_sessions()
+    sealed = client.seal(FrameType.REPLY, 2, None)
+    with pytest.raises(FrameError, match="REPLY does not belong here"):
+        open_bytes(server, sealed)
+
+
+def test_every_message_type_has_a_schema() -> None:
+    handshake = {FrameType.HELLO, FrameType.CHALLENGE, FrameType.PROOF}
+    assert set(SCHEMAS) == set(FrameType) - handshake
+
+
+def test_repr_shows_no_fields() -> None:
+    assert "secret" not in repr(Message(FrameType.SET, 1, ("k", b"secret")))
+
+
+@given(st.text(max_size=50), st.integers(10, 60))
+def test_clipped_text_fits(text: str, max_bytes: int) -> None:
+    assert len(clip_text(text * 5, max_bytes).encode()) <= max_bytes
+    assert clip_text("short") == "short"
+    assert len(clip_text("x" * 10**5).encode()) <= MAX_TEXT_BYTES

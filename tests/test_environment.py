@@ -1,0 +1,244 @@
+import logging
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from gradsync import environment
+from gradsync.environment import RankEnvironment, read_environment
+from gradsync.errors import InvalidArgument
+
+SECRET = "5a" * 32
+
+
+@pytest.fixture(autouse=True)
+def forget_secret(monkeypatch):
+    monkeypatch.setattr(environment, "_secret", None)
+
+
+def place(environ):
+    found = read_environment(dict(environ))
+    return found.rank, found.world_size, found.local_rank, found.local_world_size, found.source
+
+
+OURS = {
+    "GRADSYNC_RANK": "3",
+    "GRADSYNC_WORLD_SIZE": "4",
+    "GRADSYNC_LOCAL_RANK": "1",
+    "GRADSYNC_LOCAL_WORLD_SIZE": "2",
+}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "7",
+    "SLURM_NTASKS": "64",
+    "SLURM_STEP_NUM_TASKS": "9",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),1",
+}
+
+
+def test_nothing_set():
+    assert read_environment({}) is None
+    assert read_environment({"RANK": "", "WORLD_SIZE": " ", "MASTER_ADDR": "node0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (OURS, (3, 4, 1, 2, "gradsync")),
+        (TORCHRUN, (5, 8, 1, 4, "RANK")),
+        (OPEN_MPI, (2, 6, 2, 3, "Open MPI")),
+        (PMI, (1, 2, 0, 1, "PMI")),
+        (SLURM, (7, 9, 3, 4, "Slurm")),
+        (SLURM | {"SLURM_PROCID": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}, (8, 9, 0, 1, "Slurm")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1, 2, "RANK")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, (1, 2, 0, 2, "RANK")),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2, 0, 2, "PMI")),
+        ({"SLURM_STEPID": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, (1, 2, 1, 2, "Slurm")),
+        ({"RANK": " 1 ", "WORLD_SIZE": "2"}, (1, 2, 1, 2, "RANK")),
+    ],
+)
+def test_each_launcher(environ, expected):
+    assert place(environ) == expected
+
+
+def test_precedence_is_the_closest_launcher():
+    environ = SLURM | PMI | OPEN_MPI | TORCHRUN | OURS
+    order = []
+    for names in (OURS, TORCHRUN, OPEN_MPI, PMI, SLURM):
+        order.append(place(environ)[-1])
+        environ = {name: text for name, text in environ.items() if name not in names}
+    assert order == ["gradsync", "RANK", "Open MPI", "PMI", "Slurm"]
+    assert read_environment(environ) is None
+
+
+def test_command_in_a_slurm_batch_script_is_no_rank():
+    assert read_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"WORLD_SIZE": None}, "RANK='5' is set, but WORLD_SIZE is not"),
+        ({"RANK": None}, "WORLD_SIZE='8' is set, but RANK is not"),
+        ({"RANK": "x"}, "RANK needs to be an integer, got 'x'"),
+        ({"RANK": "1.0"}, "RANK needs to be an integer, got '1.0'"),
+        ({"RANK": "9" * 5000}, "RANK needs to be an integer"),
+        ({"RANK": "٣"}, "RANK needs to be an integer"),
+        ({"RANK": "8"}, "RANK needs to be 0 to WORLD_SIZE - 1 = 7, got 8"),
+        ({"RANK": "-1"}, "RANK needs to be 0 to WORLD_SIZE - 1 = 7, got -1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE needs to be at least 1, got 0"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK needs to be 0 to LOCAL_WORLD_SIZE - 1 = 3, got 4"),
+        ({"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": None}, "LOCAL_RANK needs to be 0 to 7, got 8"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE needs to be at most WORLD_SIZE=8, got 9"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT needs to be a port of 1 to 65535, got '65536'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT needs to be a port of 1 to 65535, got 'http'"),
+        ({"GRADSYNC_ADDRESS": "node0"}, "GRADSYNC_ADDRESS needs to be host:port"),
+    ],
+)
+def test_malformed_values_are_named(change, text):
+    environ = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
+    with pytest.raises(InvalidArgument, match=text):
+        read_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(2)"}, r"needs to read like 4\(x2\),1, got '4\(2\)'"),
+        ({"SLURM_NODEID": "3"}, "SLURM_NODEID=3 has no entry"),
+        ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID needs to be 0 to 3, got 4"),
+        ({"SLURM_STEP_NUM_TASKS": "7"}, "SLURM_PROCID needs to be 0 to SLURM_STEP_NUM_TASKS - 1 = 6, got 7"),
+    ],
+)
+def test_malformed_slurm_values_are_named(change, text):
+    with pytest.raises(InvalidArgument, match=text):
+        read_environment(SLURM | change)
+
+
+def test_everything_else():
+    environ = OURS | {
+        "GRADSYNC_ADDRESS": "127.0.0.1:4000",
+        "GRADSYNC_SECRET": SECRET,
+        "GRADSYNC_HOSTED": "1",
+        "GRADSYNC_BACKEND": "shm",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29500",
+    }
+    expected = RankEnvironment(
+        3, 4, 1, 2, "127.0.0.1:4000", bytes.fromhex(SECRET), True, "node0", 29500, "shm", "gradsync"
+    )
+    assert read_environment(environ) == expected
+    assert "GRADSYNC_SECRET" not in environ
+    assert "secret" not in repr(expected)
+    assert SECRET not in repr(expected)
+    assert repr(b"Z") not in repr(expected)
+    assert pickle.loads(pickle.dumps(expected)) == expected
+
+
+def test_defaults():
+    found = read_environment({"RANK": "0", "WORLD_SIZE": "1"})
+    assert (found.address, found.secret, found.hosted, found.backend) == (None, None, False, "auto")
+    assert (found.master_addr, found.master_port) == (None, None)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "node0:65535", "[::1]:4000"])
+def test_addresses(address):
+    assert environment.check_address(address) == address
+
+
+@pytest.mark.parametrize("address", ["", ":1", "node0:", "node0:0", "node0:65536", "node0:1x", "::1:4000", "[]:1"])
+def test_malformed_addresses(address):
+    with pytest.raises(InvalidArgument, match="address needs to be host:port"):
+        environment.check_address(address)
+
+
+def test_secret_leaves_the_environment_and_is_kept(monkeypatch):
+    monkeypatch.setenv("GRADSYNC_SECRET", SECRET)
+    assert environment.take_secret() == bytes.fromhex(SECRET)
+    assert "GRADSYNC_SECRET" not in os.environ
+    assert environment.take_secret() == bytes.fromhex(SECRET)
+    assert environment.take_secret({}) is None
+
+
+def test_held_secret_is_given(monkeypatch):
+    monkeypatch.delenv("GRADSYNC_SECRET", raising=False)
+    monkeypatch.delenv("GRADSYNC_SECRET_FILE", raising=False)
+    assert environment.take_secret() is None
+    environment.hold_secret(b"x" * 32)
+    assert environment.take_secret() == b"x" * 32
+
+
+def test_secret_file_comes_second(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(SECRET + "\n")
+    path.chmod(0o600)
+    assert environment.take_secret({"GRADSYNC_SECRET_FILE": str(path)}) == bytes.fromhex(SECRET)
+    both = {"GRADSYNC_SECRET_FILE": str(path), "GRADSYNC_SECRET": "ab" * 16}
+    assert environment.take_secret(both) == b"\xab" * 16
+
+
+@pytest.mark.parametrize("text", ["", "abc", "zz" * 32, "ab" * 15])
+def test_malformed_secret_is_not_quoted(text):
+    with pytest.raises(InvalidArgument, match="GRADSYNC_SECRET needs to hold a secret") as caught:
+        environment.take_secret({"GRADSYNC_SECRET": text})
+    assert not text or text not in str(caught.value)
+
+
+def test_blas_threads_share_the_cores(monkeypatch):
+    monkeypatch.setattr(environment, "usable_cores", lambda: 8)
+    shared = environment.blas_thread_variables(3, {"MKL_NUM_THREADS": "5"})
+    assert shared["OMP_NUM_THREADS"] == shared["OPENBLAS_NUM_THREADS"] == "2"
+    assert "MKL_NUM_THREADS" not in shared
+    assert environment.blas_thread_variables(9, {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_usable_cores():
+    assert environment.usable_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def logger():
+    found = logging.getLogger("gradsync")
+    level, handlers = found.level, found.handlers[:]
+    found.handlers[:] = []
+    yield found
+    found.setLevel(level)
+    found.handlers[:] = handlers
+
+
+def test_logging(logger, capsys):
+    environment.configure_logging({})
+    assert not logger.handlers
+    environment.configure_logging({"GRADSYNC_LOG": "info"})
+    environment.configure_logging({"GRADSYNC_LOG": "info"})
+    logger.info("taking shm")
+    logger.debug("unseen")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith("gradsync INFO: taking shm")
+
+
+def test_unknown_log_level(logger):
+    with pytest.raises(InvalidArgument, match=r"GRADSYNC_LOG needs to be debug, info.*got 'loud'"):
+        environment.configure_logging({"GRADSYNC_LOG": "loud"})
+
+
+def test_every_name_is_described():
+    names = [value for name, value in vars(environment).items() if name.isupper() and name[0] != "_"]
+    ours = [value for value in names if isinstance(value, str) and value.startswith("GRADSYNC_")]
+    assert len(ours) == len(set(ours)) == 10
+    lines = Path(environment.__file__).read_text(encoding="utf-8").splitlines()
+    for value in ours:
+        (index,) = [i for i, line in enumerate(lines) if line.endswith(f'= "{value}"')]
+        assert lines[index - 1].startswith("#: ")

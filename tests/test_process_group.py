@@ -1,0 +1,244 @@
+"""Joining and leaving the world: from arguments, from the environment, and the errors on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from contract import expect
+from gradsync import environment
+from rank_processes import run_ranks, run_ranks_for_outcomes
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(("GRADSYNC_", "SLURM_", "OMPI_", "PMI_")) or name in (
+            "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+        ):  # fmt: skip
+            monkeypatch.delenv(name)
+    yield
+    gs.destroy_process_group()
+
+
+def test_local_in_one_process() -> None:
+    assert not gs.is_initialized()
+    assert not gs.is_distributed()
+    gs.group_barrier()
+    with gs.init_process_group("local") as comm:
+        assert gs.is_initialized()
+        assert gs.get_communicator() is comm
+        assert gs.WORLD is comm
+        assert (comm.rank, comm.world_size, comm.backend, comm.device) == (0, 1, "local", "cpu")
+        assert not gs.is_distributed()
+    assert not gs.is_initialized()
+    assert comm.closed
+    with pytest.raises(gs.InvalidArgument, match="not initialised"):
+        gs.get_communicator()
+    gs.destroy_process_group()
+
+
+def test_auto_takes_local_for_a_world_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "gradsync"), gs.init_process_group(rank=0, world_size=1) as comm:
+        assert comm.backend == "local"
+    assert "backend local (one rank)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({}, gs.InvalidArgument, "gradsync run -n 2 script.py"),
+        ({"backend": "gloo"}, gs.InvalidArgument, "unknown backend 'gloo'"),
+        ({"rank": 2, "world_size": 2}, gs.InvalidArgument, "rank must be 0 to world_size - 1 = 1, got 2"),
+        ({"rank": -1, "world_size": 2}, gs.InvalidArgument, "got -1"),
+        ({"rank": "0", "world_size": 1}, gs.InvalidArgument, "got '0'"),
+        ({"rank": 0, "world_size": 0}, gs.InvalidArgument, "world_size must be"),
+        ({"rank": 0}, gs.InvalidArgument, "rank and world_size together"),
+        ({"world_size": 2}, gs.InvalidArgument, "rank and world_size together"),
+        ({"rank": 0, "world_size": 2}, gs.InvalidArgument, "MASTER_ADDR"),
+        ({"rank": 0, "world_size": 2, "address": "nowhere"}, gs.InvalidArgument, "host:port"),
+        ({"rank": 0, "world_size": 2, "backend": "local"}, gs.InvalidArgument, "for one rank"),
+        ({"rank": 0, "world_size": 1, "device": "cuda:0"}, gs.InvalidArgument, "device 'cpu', got 'cuda:0'"),
+        ({"rank": 0, "world_size": 1, "timeout_seconds": 0}, gs.InvalidArgument, "timeout_seconds"),
+        ({"rank": 0, "world_size": 2, "backend": "mpi"}, gs.BackendUnavailable, "mpi"),
+        (
+            {"rank": 0, "world_size": 2, "address": "192.0.2.1:9"},
+            gs.AuthenticationError,
+            "GRADSYNC_SECRET_FILE",
+        ),
+    ],
+)
+def test_bad_arguments_are_told_at_once(arguments: dict[str, Any], error: type, text: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(error, match=text):
+        gs.init_process_group(**arguments)
+    assert time.monotonic() - started < 5
+    assert not gs.is_initialized()
+
+
+def test_nccl_without_a_gpu_says_why() -> None:
+    from conftest import why_no_gpu
+
+    if why_no_gpu() is None:
+        pytest.skip("there is a GPU here")
+    with pytest.raises(gs.BackendUnavailable, match="'nccl' cannot run here: .+"):
+        gs.init_process_group("nccl", rank=0, world_size=1)
+
+
+def test_twice_is_an_error() -> None:
+    with gs.init_process_group("local"), pytest.raises(gs.InvalidArgument, match="initialised already"):
+        gs.init_process_group("local")
+
+
+def test_missing_master_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(gs.InvalidArgument, match="WORLD_SIZE"):
+        gs.init_process_group()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(gs.InvalidArgument, match="MASTER_ADDR"):
+        gs.init_process_group()
+
+
+def test_ranks_on_other_hosts_need_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(gs.BackendUnavailable, match="4 ranks with 2 on this host"):
+        gs.init_process_group()
+
+
+def test_unreachable_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as reserved:  # bound but not listening: connections are refused
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        monkeypatch.setenv(environment.ADDRESS, address)
+        monkeypatch.setenv(environment.HOSTED, "1")
+        monkeypatch.setenv(environment.SECRET, "00" * 32)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(gs.RendezvousTimeout, match=address):
+            gs.init_process_group(timeout_seconds=0.5)
+
+
+def test_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradsync.rendezvous.server import RendezvousServer
+
+    with RendezvousServer(2, secret=b"right" * 8) as server:
+        monkeypatch.setenv(environment.ADDRESS, server.address)
+        monkeypatch.setenv(environment.HOSTED, "1")
+        monkeypatch.setenv(environment.SECRET, (b"wrong" * 8).hex())
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(gs.AuthenticationError):
+            gs.init_process_group(timeout_seconds=10)
+
+
+def initialise_again(comm: Any) -> list[tuple[str, int]]:
+    from gradsync import process_group
+
+    seen = []
+    for _ in range(3):
+        generation = process_group._bootstrap.client.generation
+        array = np.ones(3)
+        gs.get_communicator().all_reduce(array)
+        seen.append((str(array[0]), generation))
+        gs.destroy_process_group()
+        expect(gs.CommunicatorClosed, comm.barrier)
+        comm = gs.init_process_group()
+    return seen
+
+
+def test_a_new_generation_after_destroy() -> None:
+    for seen in run_ranks(2, initialise_again):
+        assert [value for value, _ in seen] == ["2.0"] * 3
+        generations = [generation for _, generation in seen]
+        assert generations == sorted(set(generations))
+
+
+def fail_outside_collectives(comm: Any) -> str:
+    comm.barrier()
+    if comm.rank == 0:
+        raise ValueError("no data")
+    return str(expect(gs.RankFailed, comm.barrier))
+
+
+def test_an_exception_in_the_with_block_is_told_to_the_others() -> None:
+    failed, survivor = run_ranks_for_outcomes(2, fail_outside_collectives)
+    assert isinstance(failed.error, ValueError)
+    assert "ValueError: no data" in survivor.result
+
+
+SCRIPT = """
+import sys
+import numpy as np
+import gradsync as gs
+comm = gs.init_process_group(timeout_seconds=30)
+array = np.full(3, comm.rank + 1.0)
+comm.all_reduce(array)
+print(comm.backend, comm.rank, array[0])
+if "die" in sys.argv and comm.rank == 1:
+    raise KeyError("lost")
+comm.barrier()
+"""
+
+
+def start_plain_ranks(tmp_path: Path, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Starts ranks as a user without our launcher would: RANK, WORLD_SIZE and MASTER_* only."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(count):
+        variables = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "XDG_RUNTIME_DIR": str(tmp_path),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return processes
+
+
+def test_plain_ranks_without_our_launcher(tmp_path: Path) -> None:
+    (tmp_path / "gradsync-stale.secret").touch()
+    outputs = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2)]
+    assert [out for out, _ in outputs] == ["shm 0 3.0\n", "shm 1 3.0\n"], outputs
+    assert [path.name for path in tmp_path.glob("gradsync-*.secret")] == ["gradsync-stale.secret"]
+
+
+def test_plain_ranks_tell_an_uncaught_exception(tmp_path: Path) -> None:
+    (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, "die")]
+    assert "KeyError: 'lost'" in second
+    assert "RankFailed" in first
+    assert "lost" in first
+
+
+def test_a_stale_secret_on_the_same_address_is_replaced(tmp_path: Path) -> None:
+    first = start_plain_ranks(tmp_path, 2)
+    for process in first:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+    outputs = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2)]
+    assert [out for out, _ in outputs] == ["shm 0 3.0\n", "shm 1 3.0\n"], outputs
