@@ -57,10 +57,8 @@ OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
 }
 
 # Half precision is accumulated in float32, so that a sum over many ranks rounds once.
-_ACCUMULATE_IN: dict[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float32),
-    "bfloat16": np.dtype(np.float32),
-}
+_HALF_PRECISION = ("float16", "bfloat16")
+_FLOAT32 = np.dtype(np.float32)
 
 _UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
@@ -93,9 +91,16 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
 _accepted: set[tuple[ReduceOp, np.dtype[Any]]] = set()
 
 
+@lru_cache(maxsize=64)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Returns dtype.name, which NumPy makes anew, in several microseconds, each time."""
+    return str(dtype.name)
+
+
+@lru_cache(maxsize=64)
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype in which contributions of `dtype` are added up."""
-    return _ACCUMULATE_IN.get(dtype.name, dtype)
+    return _FLOAT32 if dtype.name in _HALF_PRECISION else dtype
 
 
 def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulator: Array | None = None) -> None:
@@ -113,21 +118,24 @@ def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array, accumu
     """
     ufunc = _UFUNCS[op]
     wide = accumulation_dtype(out.dtype)
-    if wide == out.dtype:
-        target = out
-    else:
-        target = np.empty(out.shape, wide) if accumulator is None else accumulator
+    if wide is out.dtype or wide == out.dtype:
+        _reduce_in_place(ufunc, op, contributions, out)
+        return
+    target = np.empty(out.shape, wide) if accumulator is None else accumulator
+    # Reading half precision as float32 is exact.
+    _reduce_in_place(ufunc, op, [contribution.astype(wide) for contribution in contributions], target)
+    np.copyto(out, target, casting="same_kind")
+
+
+def _reduce_in_place(ufunc: Callable[..., Any], op: ReduceOp, contributions: Sequence[Array], target: Array) -> None:
     if len(contributions) == 1:
         np.copyto(target, contributions[0])
     else:
-        # dtype= makes half precision be read as float32 from the first operand on; casting is exact.
-        ufunc(contributions[0], contributions[1], out=target, dtype=wide)
+        ufunc(contributions[0], contributions[1], out=target)
     for contribution in contributions[2:]:
-        ufunc(target, contribution, out=target, dtype=wide)
+        ufunc(target, contribution, out=target)
     if op is ReduceOp.MEAN:
         _divide(target, len(contributions))
-    if target is not out:
-        np.copyto(out, target, casting="same_kind")
 
 
 def _divide(values: Array, count: int) -> None:

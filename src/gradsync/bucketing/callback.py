@@ -22,7 +22,7 @@ from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_arrays import flat_copy_or_view, overlaps_itself
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch
-from gradsync.reduction import Array, ReduceOp, check_operation
+from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 _BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
@@ -219,13 +219,13 @@ class AllreduceCallback:
 
     def _spec(self, param: Any, native: Array) -> GradientSpec:
         """Returns the gradient's spec; the very object of the last step where nothing has changed."""
-        name = _display_name(param, self._arrived)
+        name, dtype = _display_name(param, self._arrived), dtype_name(native.dtype)
         if self._arrived < len(self._specs):
             known = self._specs[self._arrived]
-            if known.shape == native.shape and known.dtype == native.dtype.name and known.name == name:
+            if known.shape == native.shape and known.dtype == dtype and known.name == name:
                 return known
             del self._specs[self._arrived :]
-        spec = GradientSpec(name, native.shape, native.dtype.name, native.dtype.itemsize)
+        spec = GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
         self._specs.append(spec)
         return spec
 

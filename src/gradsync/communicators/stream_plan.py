@@ -64,8 +64,10 @@ def _chunk(sizes: tuple[int, ...], begin: int, end: int, itemsize: int, rank: in
     line = max(1, _CACHE_LINE_BYTES // itemsize)
     bounds = [min(length, -(-length * r // world_size // line) * line) for r in range(world_size)] + [length]
     low, high = bounds[rank], bounds[rank + 1]
-    others = [Region(a, b, pieces_between(sizes, begin + a, begin + b)) for a, b in ((0, low), (high, length)) if a < b]
-    return Chunk(Region(low, high, pieces_between(sizes, begin + low, begin + high)), tuple(others))
+    before, own, after = (
+        Region(a, b, pieces_between(sizes, begin + a, begin + b)) for a, b in ((0, low), (low, high), (high, length))
+    )
+    return Chunk(own, tuple(region for region in (before, after) if region.begin < region.end))
 
 
 def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece, ...]:

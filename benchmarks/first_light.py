@@ -1,0 +1,239 @@
+"""Measures what gradsync promises of its first version, two ranks, all contenders in one run.
+
+    python benchmarks/first_light.py            # writes benchmarks/results/first_light.json
+    python benchmarks/first_light.py --quick    # fewer rounds, writes nothing
+
+Contenders take turns, round by round, so that a change in the machine's mood meets all of them. A round counts with
+the time of its slowest rank; a contender counts with the median of its rounds. The exit code is 1 when a promise is
+not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import gradsync as gs
+from measurement import Seconds, provenance, slowest_rank
+from models import MODELS, element_count
+
+FOLDER = Path(__file__).parent
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, what it is held against, and what was promised of the two."""
+
+    what: str
+    detail: str
+    seconds: Seconds
+    baseline: str = ""
+    baseline_seconds: Seconds | None = None
+    must_ratio: float | None = None
+    must_seconds: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        return self.baseline_seconds and self.seconds.median / self.baseline_seconds.median
+
+    @property
+    def kept(self) -> bool | None:
+        """Whether the promise is kept; None where nothing was promised."""
+        if self.must_seconds is not None:
+            return self.seconds.median < self.must_seconds
+        if self.must_ratio is not None and self.ratio is not None:
+            return self.ratio <= self.must_ratio
+        return None
+
+
+# -- Synchronising gradients ---------------------------------------------------------------------------------
+
+
+def synchronisation(rounds: int, warm_up: int) -> list[Row]:
+    """Times the gradients of a step through AllreduceCallback against a plain copy, on both ranks at once."""
+    rows = []
+    for model, shapes in MODELS.items():
+        by_rank = gs.launch(time_gradients, (model, rounds, warm_up), RANKS)
+        count, mebibytes = len(shapes()), 4 * element_count(shapes()) / 2**20
+        rows.append(
+            Row(
+                f"synchronise {model}",
+                f"{count} float32 gradients of {mebibytes:.0f} MiB through AllreduceCallback, default settings",
+                Seconds.of(slowest_rank([times["synchronise"] for times in by_rank])),
+                "local copy",
+                Seconds.of(slowest_rank([times["copy"] for times in by_rank])),
+                must_ratio=2.0 if model == "ResNet-50" else None,
+            )
+        )
+    return rows
+
+
+def time_gradients(model: str, rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Runs on each rank. Returns the seconds of each round by contender."""
+    with gs.init_process_group() as comm:
+        # A backward pass produces gradients last first. Filling them, and the copies, touches every page.
+        gradients = [np.full(shape, comm.rank, np.float32) for shape in reversed(MODELS[model]())]
+        copies = [np.full_like(gradient, -1) for gradient in gradients]
+        callback = gs.AllreduceCallback("mean")
+
+        def synchronise() -> None:
+            with callback.backward():
+                futures = [callback(index, gradient) for index, gradient in enumerate(gradients)]
+            for future in futures:
+                future.result()
+
+        def copy() -> None:
+            for source, destination in zip(gradients, copies, strict=True):
+                np.copyto(destination, source)
+
+        times = take_turns({"synchronise": synchronise, "copy": copy}, rounds, warm_up, comm.barrier)
+        mean = (comm.world_size - 1) / 2
+        if not all((array == mean).all() for array in (*gradients, *copies)):
+            raise RuntimeError(f"rank {comm.rank}: the gradients of {model} are not the mean {mean} of all ranks")
+        return times
+
+
+def take_turns(
+    contenders: dict[str, Callable[[], object]], rounds: int, warm_up: int, together: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Times the contenders in turn; every second round backwards, so that none always follows the same one.
+
+    Args:
+        contenders: name -> what to time.
+        rounds: how many timings of each to return.
+        warm_up: how many to throw away before.
+        together: called before each timing, so that the ranks begin at once.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_ in range(warm_up + rounds):
+        for name in list(contenders)[:: 1 if round_ % 2 else -1]:
+            together()
+            began = time.perf_counter()
+            contenders[name]()
+            times[name].append(time.perf_counter() - began)
+    return {name: samples[warm_up:] for name, samples in times.items()}
+
+
+# -- Starting ------------------------------------------------------------------------------------------------
+
+
+def start_up(rounds: int, warm_up: int) -> list[Row]:
+    """Times `gradsync run` from before its process exists to the return of the first all-reduce on every rank."""
+    command = [*gradsync_command(), "run", "-n", str(RANKS), str(FOLDER / "first_all_reduce.py")]
+    samples = []
+    for _ in range(warm_up + rounds):
+        began = time.monotonic()
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        moments = [float(line) for line in run.stdout.split()]
+        if len(moments) != RANKS:
+            raise RuntimeError(f"expected a moment from each of {RANKS} ranks, got {run.stdout!r}")
+        samples.append(max(moments) - began)
+    detail = f"`gradsync run -n {RANKS}` from before its process exists to the first all-reduce of every rank"
+    return [Row(f"gradsync run -n {RANKS}, first all-reduce", detail, Seconds.of(samples[warm_up:]), must_seconds=0.5)]
+
+
+def gradsync_command() -> list[str]:
+    """Returns the installed command of this interpreter; the module where only the sources are there."""
+    installed = Path(sys.executable).with_name("gradsync")
+    return [str(installed)] if installed.exists() else [sys.executable, "-m", "gradsync"]
+
+
+def imports(rounds: int, warm_up: int) -> list[Row]:
+    """Times imports in fresh processes."""
+    sources = {
+        "python": "pass",
+        "numpy": "import numpy",
+        "gradsync": "import gradsync",
+        "names": "from gradsync import AllreduceCallback, bcast_list_, init_process_group",
+    }
+    contenders = {
+        name: lambda source=source: subprocess.run([sys.executable, "-c", source], check=True)
+        for name, source in sources.items()
+    }
+    times = take_turns(contenders, rounds, warm_up, lambda: None)
+    seconds = {name: Seconds.of(samples) for name, samples in times.items()}
+    ours = "import gradsync", "in a fresh process", seconds["gradsync"]
+    return [
+        Row(*ours, "import numpy", seconds["numpy"], must_ratio=1.3),
+        Row(*ours, "bare python", seconds["python"]),
+        Row("import of its main names", sources["names"], seconds["names"], "import numpy", seconds["numpy"]),
+    ]
+
+
+# -- The report ----------------------------------------------------------------------------------------------
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title="First light: medians of the slowest rank")
+    table.add_column("what")
+    table.add_column("time", justify="right")
+    table.add_column("against")
+    for heading in ("time", "ratio", "must"):
+        table.add_column(heading, justify="right")
+    table.add_column("ok")
+    for row in rows:
+        must = f"<= {row.must_ratio}" if row.must_ratio else f"< {row.must_seconds} s" if row.must_seconds else ""
+        table.add_row(
+            row.what,
+            str(row.seconds),
+            row.baseline,
+            str(row.baseline_seconds or ""),
+            f"{row.ratio:.2f}" if row.ratio else "",
+            must,
+            {None: "", True: "yes", False: "[red]NO[/red]"}[row.kept],
+        )
+    return table
+
+
+def as_json(rows: list[Row], made: dict[str, Any], settings: dict[str, int]) -> str:
+    results = [{**asdict(row), "ratio": row.ratio, "kept": row.kept} for row in rows]
+    made["machine"]["load_average_after"] = os.getloadavg()[0]
+    return json.dumps({**made, "settings": settings, "results": results}, indent=2) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what gradsync promises of its first version.")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes only with --output")
+    parser.add_argument("--only", choices=("imports", "start-up", "gradients"), help="one part; writes likewise")
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/first_light.json]")
+    options = parser.parse_args()
+    settings = {"ranks": RANKS, "gradient_rounds": 31, "start_up_rounds": 11, "import_rounds": 21, "warm_up": 3}
+    if options.quick:
+        settings |= {"gradient_rounds": 7, "start_up_rounds": 5, "import_rounds": 5, "warm_up": 1}
+    made = provenance("benchmarks/first_light.py")
+    parts = {
+        "imports": (imports, settings["import_rounds"]),
+        "start-up": (start_up, settings["start_up_rounds"]),
+        "gradients": (synchronisation, settings["gradient_rounds"]),
+    }
+    rows = [
+        row
+        for name, (measure, rounds) in parts.items()
+        if options.only in (None, name)
+        for row in measure(rounds, settings["warm_up"])
+    ]
+    Console().print(table_of(rows))
+    whole = not options.quick and options.only is None
+    output = options.output or (FOLDER / "results" / "first_light.json" if whole else None)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(as_json(rows, made, settings))
+        print(f"written to {os.path.relpath(output)}")
+    return 1 if any(row.kept is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

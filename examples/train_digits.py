@@ -1,0 +1,266 @@
+"""Train a digit classifier on several ranks, with gradsync between the backward pass and the optimiser.
+
+    gradsync run -n 2 examples/train_digits.py        # two ranks
+    python examples/train_digits.py                   # the same script in one process
+
+The data are scikit-learn's handwritten digits: 1,797 scans of 8 x 8 pixels, part of its installation. Read
+from the top: the data, the optimiser, the training loop, the report; the gradsync calls are numbered (1) to
+(5). The network is in digits_network.py. Arrays are NumPy's, or CuPy's where the communicator lives on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from sklearn.datasets import load_digits
+
+import gradsync as gs
+from digits_network import Array, Network
+from gradsync.environment import read_environment
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training depends on, besides the number of ranks."""
+
+    epochs: int = 30
+    global_batch: int = 60  # images in a step, over all ranks: 1 to 6 ranks divide it
+    learning_rate: float = 0.1  # falls linearly to zero
+    momentum: float = 0.9
+    threshold_bytes: int = 20 * 1024  # small, so that this small network fills three buckets
+    dtype: str = "float32"
+    seed: int = 0
+    quiet: bool = False
+
+
+# -- The data ------------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Images of shape (count, 8, 8, 1) with values 0 to 1, and their labels 0 to 9."""
+
+    images: Array
+    labels: Array
+
+
+def load_data(seed: int, dtype: str) -> tuple[Batch, Batch]:
+    """Returns the training and the test set: of each digit, one image in five is for the test."""
+    digits = load_digits()
+    images, labels = (digits.images[..., np.newaxis] / 16).astype(dtype), digits.target
+    rng = np.random.default_rng(seed)
+    is_test = np.zeros(len(labels), bool)
+    for digit in range(10):
+        members = rng.permutation(np.flatnonzero(labels == digit))
+        is_test[members[: len(members) // 5]] = True
+    return Batch(images[~is_test], labels[~is_test]), Batch(images[is_test], labels[is_test])
+
+
+def global_batches(train_set: Batch, size: int, rng: np.random.Generator) -> Iterator[Batch]:
+    """Yields the batches of one epoch: shuffled, and each image shifted by at most one pixel each way.
+
+    Every rank draws the same numbers, so all see the same batches. Images that would not fill a last batch
+    sit the epoch out; the next shuffle leaves out others.
+    """
+    padded = np.pad(train_set.images[..., 0], ((0, 0), (1, 1), (1, 1)))
+    shifted = np.lib.stride_tricks.sliding_window_view(padded, (8, 8), axis=(1, 2))  # [image, down, right]
+    order = rng.permutation(len(train_set.labels))
+    down, right = rng.integers(0, 3, (2, len(order)))
+    for begin in range(0, len(order) - size + 1, size):
+        of_step = slice(begin, begin + size)
+        images = shifted[order[of_step], down[of_step], right[of_step], :, :, np.newaxis]
+        yield Batch(images, train_set.labels[order[of_step]])
+
+
+def share_of(comm: gs.Communicator, xp: Any, batch: Batch) -> Batch:
+    """Returns this rank's part of a batch that all ranks hold, on the rank's device."""
+    mine = slice(comm.rank, None, comm.world_size)
+    return Batch(xp.asarray(batch.images[mine]), xp.asarray(batch.labels[mine]))
+
+
+# -- The optimiser -------------------------------------------------------------------------------------------
+
+
+class MomentumSGD:
+    """Stochastic gradient descent with momentum, which reads each gradient from its future."""
+
+    def __init__(self, parameters: dict[str, Array], momentum: float) -> None:
+        self.parameters, self.momentum = parameters, momentum
+        self.velocities = {name: parameter * 0 for name, parameter in parameters.items()}
+
+    def step(self, futures: dict[str, gs.GradientFuture], learning_rate: float) -> None:
+        """Updates every parameter in place."""
+        for name, future in futures.items():
+            velocity = self.velocities[name]
+            velocity *= self.momentum
+            velocity += future.result()
+            self.parameters[name] -= learning_rate * velocity
+
+
+# -- The training loop ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What a rank knows after training. All but the times are the same on all ranks."""
+
+    parameters: dict[str, Array]
+    identical: bool = False  # whether the parameters have the same bits on all ranks
+    steps: int = 0
+    accuracies: list[float] = field(default_factory=list)  # on the test set, after each epoch
+    seconds: float = 0.0
+    statistics: Any = None  # of the callback: all_reduces, bytes_all_reduced, communication_seconds
+
+
+def train(
+    comm: gs.Communicator,
+    settings: Settings,
+    on_step: Callable[[Network, Batch, dict[str, Array]], None] | None = None,
+) -> Result:
+    """Trains on this rank's share of every batch. Every rank must call it with the same settings.
+
+    Args:
+        comm: the ranks that train together.
+        settings: what to train.
+        on_step: looks on: called in each step with the network, the global batch and the reduced gradients.
+
+    Raises:
+        InvalidArgument: the ranks cannot share a global batch equally.
+    """
+    xp = importlib.import_module("numpy" if comm.device == "cpu" else "cupy")
+    train_set, test_set = load_data(settings.seed, settings.dtype)
+    steps_per_epoch = len(train_set.labels) // settings.global_batch
+    if settings.global_batch % comm.world_size or not steps_per_epoch:
+        # Only for equal shares is the mean over the ranks the mean over the batch.
+        raise gs.InvalidArgument(
+            f"{comm.label}: the global batch must be a multiple of the {comm.world_size} ranks, and at most "
+            f"{len(train_set.labels)} images, got {settings.global_batch}"
+        )
+
+    # (1) Each rank begins with other values, and all take those of rank 0.
+    network = Network(xp, settings.dtype, seed=settings.seed + comm.rank)
+    gs.bcast_list_(list(network.parameters.values()), root=0, communicator=comm)
+
+    # (2) What gets every gradient. It packs them into buckets, and reduces a bucket once that is full.
+    sync = gs.AllreduceCallback("mean", comm, threshold_bytes=settings.threshold_bytes)
+
+    optimiser = MomentumSGD(network.parameters, settings.momentum)
+    rng = np.random.default_rng(settings.seed)
+    result = Result(network.parameters)
+    began = time.monotonic()
+    with EpochProgress(comm, settings) as progress:
+        for _ in range(settings.epochs):
+            for batch in global_batches(train_set, settings.global_batch, rng):
+                share = share_of(comm, xp, batch)
+                logits = network.forward(share.images)
+                futures = {}
+                with sync.backward():  # (3) When this block ends, every gradient is reduced.
+                    for name, gradient in network.backward(logits, share.labels):
+                        futures[name] = sync(name, gradient)
+                if on_step is not None:
+                    on_step(network, batch, {name: future.result() for name, future in futures.items()})
+                optimiser.step(
+                    futures, settings.learning_rate * (1 - result.steps / (settings.epochs * steps_per_epoch))
+                )
+                result.steps += 1
+            result.accuracies.append(accuracy_on(test_set, comm, network))
+            progress.epoch_done(result.accuracies)
+    result.seconds = time.monotonic() - began
+    result.statistics = sync.statistics
+    result.identical = same_bits_on_all_ranks(comm, network)
+    return result
+
+
+def accuracy_on(test_set: Batch, comm: gs.Communicator, network: Network) -> float:
+    """Returns the share of right answers; each rank looks at its part of the set."""
+    share = share_of(comm, network.xp, test_set)
+    right = (network.forward(share.images).argmax(axis=1) == share.labels).sum(keepdims=True)
+    return int(comm.all_reduce(right, "sum")[0]) / len(test_set.labels)  # (4) Any array can be all-reduced.
+
+
+def same_bits_on_all_ranks(comm: gs.Communicator, network: Network) -> bool:
+    """Compares the parameters of all ranks as integers, so that not even the sign of a zero may differ."""
+    values = network.xp.concatenate([parameter.ravel() for parameter in network.parameters.values()])
+    bits = values.view(f"uint{8 * values.itemsize}")
+    lowest, highest = comm.all_reduce(bits.copy(), "min"), comm.all_reduce(bits.copy(), "max")
+    return bool((lowest == highest).all())
+
+
+# -- The report, and the command line ------------------------------------------------------------------------
+
+
+class EpochProgress(Progress):
+    """Rank 0's progress: a bar on a terminal, else a line every few epochs; nothing from other ranks."""
+
+    def __init__(self, comm: gs.Communicator, settings: Settings) -> None:
+        console = Console(quiet=settings.quiet or comm.rank != 0)
+        columns = TextColumn("epoch"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
+        super().__init__(*columns, console=console, disable=console.quiet or not console.is_terminal)
+        self.epochs, self.bar = settings.epochs, self.add_task("", total=settings.epochs)
+
+    def epoch_done(self, accuracies: list[float]) -> None:
+        """Shows the last epoch's test accuracy."""
+        done, text = len(accuracies), f"test accuracy {accuracies[-1]:.2%}"
+        self.update(self.bar, completed=done, description=text)
+        if not self.console.is_terminal and (done % 5 == 0 or done == self.epochs):
+            self.console.print(f"epoch {done}/{self.epochs}: {text}")
+
+
+def print_summary(comm: gs.Communicator, result: Result) -> None:
+    """Prints the closing table."""
+    statistics = result.statistics
+    elements = sum(parameter.size for parameter in result.parameters.values())
+    table = Table(title="Handwritten digits", show_header=False)
+    table.add_row("ranks", str(comm.world_size))
+    table.add_row("backend", f"{comm.backend}, on {comm.device}")
+    table.add_row("parameters", f"{elements:,} in {len(result.parameters)} arrays")
+    table.add_row("steps", f"{result.steps} in {result.seconds:.1f} s")
+    table.add_row("buckets", f"{statistics.all_reduces / result.steps:g} all-reduces a step")
+    table.add_row("bytes all-reduced", f"{statistics.bytes_all_reduced:,} on each rank")
+    share = statistics.communication_seconds / result.seconds
+    table.add_row("share of time in communication", f"{share:.1%}, waiting for other ranks included")
+    table.add_row("parameters on all ranks", "identical" if result.identical else "[red]DIFFERENT[/red]")
+    table.add_row("test accuracy", f"{result.accuracies[-1]:.2%}")
+    Console().print(table)
+
+
+def positive(text: str) -> int:
+    """Reads an integer of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"needs at least 1, got {number}")
+    return number
+
+
+def main() -> int:
+    """Runs one rank, and returns its exit code: 1 when the ranks end with different parameters."""
+    parser = argparse.ArgumentParser(
+        description="Train a digit classifier with gradsync.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add, backend = parser.add_argument, "local" if read_environment() is None else "auto"
+    add("--epochs", type=positive, default=Settings.epochs, help="passes over the data")
+    add("--global-batch", type=positive, default=Settings.global_batch, help="images a step")
+    add("--threshold-bytes", type=positive, default=Settings.threshold_bytes, help="of a bucket")
+    add("--dtype", choices=("float32", "float64"), default=Settings.dtype, help="of all arrays")
+    add("--seed", type=int, default=Settings.seed, help="of all random numbers")
+    add("--backend", default=backend, help="auto, nccl, shm, mpi or local")
+    add("--quiet", action="store_true", default=argparse.SUPPRESS, help="only the closing table")
+    options = vars(parser.parse_args())
+    with gs.init_process_group(options.pop("backend")) as comm:  # (5) Who am I? The environment knows.
+        result = train(comm, Settings(**options))
+        if comm.rank == 0:
+            print_summary(comm, result)
+    return 0 if result.identical else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The `gradsync` command: reads the command line and calls the launching layer or the rendezvous server."""
+
+from __future__ import annotations
+
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from gradsync import __version__
+from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
+
+if TYPE_CHECKING:
+    from gradsync.rendezvous.server import RendezvousServer
+
+_BACKENDS = ("auto", "shm", "nccl", "mpi", "local")
+
+
+class _Failure(click.ClickException):
+    """An error of ours, told on one line."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(" ".join(str(error).split("\n")))
+        self.exit_code: int = 2 if isinstance(error, InvalidArgument) else 1  # type: ignore[misc]
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"gradsync: error: {self.format_message()}", file=file or sys.stderr)
+
+
+class _Commands(click.Group):
+    """A group whose commands may raise our errors."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GradsyncError as error:
+            raise _Failure(error) from None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="gradsync")
+def main() -> None:
+    """Synchronises gradients between processes: launcher and rendezvous server."""
+
+
+@main.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Options for gradsync come before SCRIPT; everything after it is the script's.",
+)
+@click.option(
+    "-n",
+    "--nprocs",
+    type=click.IntRange(min=1),
+    help="Number of ranks.  [default: one per visible GPU, or per usable core where there is no GPU]",
+)
+@click.option("--backend", type=click.Choice(_BACKENDS), default="auto", show_default=True, help="How data moves.")
+@click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def run(nprocs: int | None, backend: str, as_module: bool, script: str, arguments: tuple[str, ...]) -> None:
+    """Runs SCRIPT in several rank processes on this machine.
+
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
+    environment, and calls gradsync.init_process_group() without arguments. When a rank fails, the others are
+    ended, its traceback comes last, and its exit code is the command's. Ctrl-C stops all ranks; a second one
+    kills them.
+    """
+    from gradsync.launching.outcome import print_failure
+    from gradsync.launching.supervisor import supervise
+    from gradsync.launching.targets import module_target, script_target
+
+    target = (module_target if as_module else script_target)(script, arguments)
+    outcome = supervise(target, nprocs or _default_process_count(), backend=backend)
+    sys.stdout.flush()
+    print_failure(outcome, sys.stderr)
+    sys.exit(outcome.exit_code)
+
+
+@main.command()
+@click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of ranks of the run.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0 takes a free one.  [default: 0]")
+@click.option("--secret-file", help="File with the secret of the run, yours alone (mode 0600).  [required]")
+def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
+    """Runs a rendezvous server by itself, for ranks that gradsync did not start.
+
+    Prints its address. Each rank needs it as GRADSYNC_ADDRESS, beside GRADSYNC_HOSTED=1 (so that rank 0
+    starts no server of its own) and the same secret as GRADSYNC_SECRET_FILE. Ends on Ctrl-C or SIGTERM.
+    """
+    from gradsync.rendezvous.server import RendezvousServer
+    from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_file
+
+    if secret_file is None:
+        raise InvalidArgument(
+            f"serve needs --secret-file, so that no other user can join the run; make one with: "
+            f"{HOW_TO_MAKE_A_SECRET_FILE}"
+        )
+    server = RendezvousServer(world_size, secret=read_secret_file(secret_file), host=host, port=port)
+    signals = _stop_on_termination(server)
+    click.echo(server.address)
+    try:
+        server.serve_forever()
+    except RendezvousError:
+        if not signals:  # else the signal came before the server began to serve
+            raise
+
+
+def _stop_on_termination(server: RendezvousServer) -> list[int]:
+    """Has SIGINT and SIGTERM stop the server; returns a list that collects them."""
+    import signal
+
+    came: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        came.append(number)
+        server.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return came
+
+
+def _default_process_count() -> int:
+    from gradsync.launching.visible_devices import default_process_count
+
+    return default_process_count()

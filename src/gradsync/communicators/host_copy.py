@@ -1,0 +1,73 @@
+"""Copying between host arrays at the speed of the cache, whatever their addresses.
+
+NumPy copies with memcpy, and glibc's memcpy moves 4 KB to about 1 MB with `rep movsb`. On AMD Zen 3 that instruction
+falls from 40 to 2.8 GB/s (measured) when the destination lies 1 to 63 bytes after the source, modulo the page size;
+page-aligned slots and large NumPy arrays, which begin 16 bytes into a page, meet in just that way. A ufunc copies
+with vector loads and stores and has no such case, so larger pieces go through np.positive on unsigned integers, which
+keeps every bit.
+
+Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/host_copy.py shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradsync.reduction import Array
+
+# Below, memcpy does not use `rep movsb`, and assignment costs less than a ufunc call.
+_UFUNC_FROM_BYTES = 4096
+
+_WORD_BY_ITEMSIZE: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+}
+
+
+def word_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype under which elements of `dtype` are copied: an unsigned integer of their size, if any."""
+    return _WORD_BY_ITEMSIZE.get(dtype.itemsize, dtype)
+
+
+def copy_words(source: Array, target: Array) -> None:
+    """Copies a 1-D array of words into another one of the same size."""
+    if source.nbytes >= _UFUNC_FROM_BYTES:
+        np.positive(source, target)
+    else:
+        target[...] = source
+
+
+def pack_words(sources: Sequence[Array], into: Array) -> None:
+    """Copies 1-D arrays of words one after the other into an array of their total size."""
+    if len(sources) == 1:
+        copy_words(sources[0], into)
+    elif max([source.nbytes for source in sources]) < _UFUNC_FROM_BYTES:
+        np.concatenate(sources, out=into)
+    else:
+        _walk(sources, into, packing=True)
+
+
+def split_words(packed: Array, targets: Sequence[Array]) -> None:
+    """Copies an array of words into 1-D arrays that together have its size: the inverse of pack_words."""
+    if len(targets) == 1:
+        copy_words(packed, targets[0])
+    else:
+        _walk(targets, packed, packing=False)
+
+
+def _walk(pieces: Sequence[Array], packed: Array, *, packing: bool) -> None:
+    """Walks the pieces and their places in the packed array."""
+    begin = 0
+    for piece in pieces:
+        end = begin + piece.size
+        place = packed[begin:end]
+        if packing:
+            copy_words(piece, place)
+        else:
+            copy_words(place, piece)
+        begin = end

@@ -1,0 +1,1 @@
+"""Launching: one supervisor engine and its thin faces."""

@@ -1,0 +1,50 @@
+"""Runs `gradsync` as a user would, in a process of its own."""
+
+import os
+import select
+import subprocess
+import sys
+import textwrap
+
+# A test run in the background of a shell ignores SIGINT, and so would everything that it starts.
+_START = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "sys.argv[0] = 'gradsync'; from gradsync.cli import main; main()"
+)
+
+
+def write_script(folder, source, name="script.py"):
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+def start(*arguments, env=os.environ, **options):
+    # Buffered output leaves each rank in one piece.
+    env = {name: value for name, value in env.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(
+        [sys.executable, "-c", _START, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        **options,
+    )
+
+
+def run(*arguments, **options):
+    with start(*arguments, **options) as process:
+        out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def has_ended(pid, timeout_seconds):
+    """Waits for the end of a process that is not a child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], timeout_seconds)[0])
+    finally:
+        os.close(descriptor)

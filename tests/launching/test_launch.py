@@ -1,0 +1,248 @@
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import command
+import pytest
+import rank_functions
+
+import gradsync as gs
+from gradsync.launching.launch import MainProcessError, WorkerError
+
+
+def test_results_by_rank_and_variables():
+    before = dict(os.environ)
+    results = gs.launch(rank_functions.place, (1, "two"), 2, master_port=4321)
+    assert dict(os.environ) == before
+    for rank, (variables, arguments) in enumerate(results):
+        assert arguments == (1, "two")
+        assert variables == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "4321",
+        }
+
+
+def test_variables_of_ranks_are_there_and_no_secret():
+    (variables,) = gs.launch(rank_functions.environment, (), 1)
+    assert variables["GRADSYNC_ADDRESS"].startswith("127.0.0.1:")
+    assert "OMP_NUM_THREADS" in variables
+    assert not [name for name in variables if "SECRET" in name]
+
+
+def test_failing_rank_ends_the_others_and_is_told():
+    with pytest.raises(WorkerError) as caught:
+        gs.launch(rank_functions.raise_on_rank_1, (), 2)
+    error = caught.value
+    assert (error.worker_id, error.exitcode) == (1, 1)
+    assert str(error).startswith("worker[1] failed with exitcode=1\n\nTraceback (most recent call last):\n")
+    assert str(error).endswith("ValueError: boom")
+    assert "gradsync/launching" not in str(error)
+    assert isinstance(error, gs.GradsyncError)
+    assert isinstance(error, multiprocessing.ProcessError)
+
+
+def test_killed_rank_is_named_by_signal():
+    with pytest.raises(WorkerError, match=r"worker\[1\] failed with exitcode=-9 \(SIGKILL\)$") as caught:
+        gs.launch(rank_functions.kill_rank_1, (), 2)
+    assert caught.value.exitcode == -signal.SIGKILL
+
+
+def test_exit_code_without_traceback():
+    with pytest.raises(WorkerError, match=r"failed with exitcode=7$"):
+        gs.launch(rank_functions.exit_with, (7,), 1)
+
+
+def test_exit_0_without_a_result_warns():
+    with pytest.warns(RuntimeWarning, match="rank 0 exited with code 0 before its function returned"):
+        assert gs.launch(rank_functions.exit_with, (0,), 1) == [None]
+
+
+@pytest.mark.parametrize("name", ["RankFailed", "CommunicatorClosed", "RendezvousTimeout", "CollectiveTimeout"])
+def test_consequence_never_hides_the_cause(name, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(WorkerError, match="ZeroDivisionError: the cause") as caught:
+        gs.launch(rank_functions.raise_consequence_then_cause, (name, str(tmp_path / "fifo")), 2)
+    assert caught.value.worker_id == 1
+
+
+def test_exception_that_does_not_unpickle_is_told_as_text():
+    with pytest.raises(WorkerError, match="Stubborn: 1"):
+        gs.launch(rank_functions.raise_stubborn, (), 1)
+
+
+def test_error_is_told_although_a_thread_keeps_the_rank_alive():
+    with pytest.raises(WorkerError, match="ValueError: with a thread"):
+        gs.launch(rank_functions.leave_thread_running_after_error, (), 1)
+
+
+def test_return_value_that_does_not_pickle_is_that_ranks_error():
+    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to pickle.*got function") as caught:
+        gs.launch(rank_functions.return_unpicklable_on_rank_1, (), 2)
+    assert caught.value.worker_id == 1
+
+
+def test_large_results_do_not_deadlock():
+    size = 8_000_000  # far more than a pipe holds
+    first, second = gs.launch(rank_functions.return_bytes, (size,), 2)
+    assert first == bytes(size)
+    assert second == b"\1" * size
+
+
+def test_queue_reaches_the_ranks():
+    queue = multiprocessing.get_context("spawn").Queue()
+    gs.launch(rank_functions.put, (queue,), 2)
+    assert sorted(queue.get(timeout=30) for _ in range(2)) == [0, 1]
+    queue.close()
+    queue.join_thread()
+
+
+def test_what_does_not_pickle_is_refused_before_any_process_starts(monkeypatch):
+    monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
+    with pytest.raises(gs.InvalidArgument, match="need to pickle to reach the ranks"):
+        gs.launch(lambda: 0, (), 2)
+    with pytest.raises(gs.InvalidArgument, match="need to pickle to reach the ranks"):
+        gs.launch(rank_functions.place, (threading.Lock(),), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((None, (), 2), "needs a function"),
+        ((rank_functions.place, 5, 2), "args as a tuple"),
+        ((rank_functions.place, "text", 2), "args as a tuple"),
+        ((rank_functions.place, (), 0), "at least 1, got 0"),
+        ((rank_functions.place, (), True), "at least 1, got True"),
+        ((rank_functions.place, (), "2"), "at least 1, got '2'"),
+    ],
+)
+def test_bad_arguments(arguments, text):
+    with pytest.raises(gs.InvalidArgument, match=text):
+        gs.launch(*arguments)
+
+
+def test_launch_in_a_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(gs.launch(rank_functions.place, (), 1)))
+    thread.start()
+    thread.join()
+    assert results[0][0]["RANK"] == "0"
+
+
+def test_nothing_is_left_behind():
+    gs.launch(rank_functions.place, (), 1)  # what stays loaded stays open
+    descriptors = os.listdir("/proc/self/fd")
+    children = list_children()
+    threads = threading.active_count()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    gs.launch(rank_functions.place, (), 2)
+    with pytest.raises(WorkerError):
+        gs.launch(rank_functions.exit_with, (1,), 2)
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+    assert threading.active_count() == threads
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert list_children() == children
+
+
+def list_children():
+    """Gives the ids of this process's children, and reaps none."""
+    children = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has ended meanwhile
+            if int(status.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                children.add(int(status.parent.name))
+    return children
+
+
+def test_errors_pickle():
+    worker = pickle.loads(pickle.dumps(WorkerError("worker[1] failed", exitcode=2, worker_id=1)))
+    assert (str(worker), worker.msg, worker.exitcode, worker.worker_id) == ("worker[1] failed",) * 2 + (2, 1)
+    main = pickle.loads(pickle.dumps(MainProcessError("received SIGTERM", signal_no=15)))
+    assert (str(main), main.signal_no) == ("received SIGTERM", 15)
+
+
+def run_python(script):
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_function_of_a_script(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os
+        import gradsync as gs
+        at_import = os.environ.get("OMP_NUM_THREADS"), os.environ.get("RANK")
+        class Result:
+            def __init__(self, value):
+                self.value = value
+        def work():
+            return Result((at_import, __name__))
+        if __name__ == "__main__":
+            os.environ.pop("OMP_NUM_THREADS", None)
+            for rank, result in enumerate(gs.launch(work, (), 2)):
+                (threads, rank_at_import), name = result.value
+                assert threads is not None and rank_at_import == str(rank), result.value
+                assert type(result) is Result
+            assert "RANK" not in os.environ
+        """,
+    )
+    assert run_python(script) == (0, "", "")
+
+
+def test_missing_main_guard_is_named(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import gradsync as gs
+        def work():
+            return 1
+        gs.launch(work, (), 2)
+        """,
+    )
+    code, _, err = run_python(script)
+    assert code == 1
+    assert 'put the launch under `if __name__ == "__main__":`' in err.splitlines()[-1]
+
+
+def test_interactive_function_is_refused():
+    source = "import gradsync as gs\ndef work(): pass\ngs.launch(work, (), 1)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "work is defined in an interactive session" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_the_main_process(tmp_path, number):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os, signal
+        import gradsync as gs
+        from gradsync.launching.launch import MainProcessError
+        def work():
+            os.write(1, b"%d\\n" % os.getpid())
+            signal.pause()
+        if __name__ == "__main__":
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                gs.launch(work, (), 2)
+            except MainProcessError as error:
+                print(error, error.signal_no)
+        """,
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(number)
+        out, _ = process.communicate()
+    assert out == f"the main process received {number.name}; all workers were ended {int(number)}\n"
+    assert all(command.has_ended(pid, 0) for pid in pids)

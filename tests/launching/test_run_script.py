@@ -1,0 +1,255 @@
+import os
+import signal
+import subprocess
+import sys
+
+import command
+import pytest
+
+RUN = ("run", "-n", 2)
+
+
+def test_script_runs_as_main_of_each_rank(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os, sys
+        import __main__, neighbour
+        assert __name__ == "__main__" and __main__.__file__ == __file__ == os.path.abspath(sys.argv[0])
+        assert sys.path[0] == os.path.dirname(os.path.realpath(__file__))
+        print(os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"], sys.argv[1:])
+        """,
+    )
+    command.write_script(tmp_path, "", "neighbour.py")
+    code, out, err = command.run(*RUN, script, "--lr", "1", "-n", "7", "--help")
+    assert (code, err) == (0, "")
+    expected = "2 ['--lr', '1', '-n', '7', '--help']"
+    assert sorted(out.splitlines()) == [f"0 {expected}", f"1 {expected}"]
+
+
+def test_module_runs_as_main_of_each_rank(tmp_path):
+    (tmp_path / "package").mkdir()
+    command.write_script(
+        tmp_path,
+        "import os, sys; print(os.environ['RANK'], __name__, __spec__.name, sys.argv[1:])",
+        "package/job.py",
+    )
+    code, out, err = command.run(*RUN, "-m", "package.job", "--x", cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"{r} __main__ package.job ['--x']" for r in range(2)]
+
+
+def test_directory_with_main_runs(tmp_path):
+    command.write_script(tmp_path, "print('here')", "__main__.py")
+    assert command.run(*RUN, tmp_path)[:2] == (0, "here\nhere\n")
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "text"),
+    [
+        ("sys.exit(3)", 3, "failed with exit code 3"),
+        ("os._exit(4)", 4, "failed with exit code 4"),
+        ("sys.exit('some text')", 1, "some text\ngradsync: rank 1 (pid"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        ("raise KeyboardInterrupt", 130, "failed with exit code 130"),
+    ],
+)
+def test_exit_code_of_the_failing_rank(tmp_path, statement, code, text):
+    script = command.write_script(
+        tmp_path,
+        f"""
+        import os, sys, signal
+        if os.environ["RANK"] == "1":
+            {statement}
+        signal.pause()
+        """,
+    )
+    result, out, err = command.run(*RUN, script)
+    assert (result, out) == (code, "")
+    assert text in err
+    assert "rank 1 (pid" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("statement", ["sys.exit(0)", "sys.exit()", "pass"])
+def test_success(tmp_path, statement):
+    script = command.write_script(tmp_path, f"import sys\n{statement}")
+    assert command.run(*RUN, script) == (0, "", "")
+
+
+def test_traceback_of_the_failing_rank_is_last_and_without_our_frames(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os, signal, sys
+        def work():
+            raise ValueError("boom")
+        if os.environ["RANK"] == "1":
+            print("before", file=sys.stderr)
+            work()
+        signal.pause()
+        """,
+    )
+    code, _, err = command.run(*RUN, script)
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[0] == "before"
+    assert lines[1].startswith("gradsync: rank 1 (pid ")
+    assert lines[1].endswith(") failed with exit code 1:")
+    assert lines[2] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: boom"
+    assert [line for line in lines if line.startswith("  File ")] == [
+        f'  File "{script}", line 7, in <module>',
+        f'  File "{script}", line 4, in work',
+    ]
+
+
+def test_syntax_error_shows_the_line_only(tmp_path):
+    script = command.write_script(tmp_path, "def broken(:")
+    code, _, err = command.run("run", "-n", 1, script)
+    assert code == 1
+    assert "gradsync/launching" not in err
+    assert err.splitlines()[-1].startswith("SyntaxError")
+
+
+def test_consequence_never_hides_the_cause(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        from gradsync.errors import RankFailed
+        if os.environ["RANK"] == "0":
+            open(sys.argv[1]).close()  # waits until rank 1 is there
+            raise RankFailed("rank 1 is gone\\nmore", rank=1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
+        open(sys.argv[1], "w").close()
+        time.sleep(0.3)  # the cause is told after its consequence
+        raise ZeroDivisionError("the cause")
+        """,
+    )
+    os.mkfifo(tmp_path / "fifo")
+    code, _, err = command.run(*RUN, script, tmp_path / "fifo")
+    assert code == 1
+    assert "then failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
+    assert err.splitlines()[-1] == "ZeroDivisionError: the cause"
+
+
+def test_failing_rank_ends_one_that_ignores_sigterm_and_its_children(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os, signal, subprocess, sys
+        if os.environ["RANK"] == "1":
+            sys.stdin.readline()
+            sys.exit(5)
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        print(child.pid, flush=True)
+        signal.pause()
+        """,
+    )
+    with command.start(*RUN, script, stdin=-1) as process:
+        grandchild = int(process.stdout.readline())
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait() == 5
+        assert command.has_ended(grandchild, 10)
+        process.communicate()
+
+
+def test_variables_of_a_rank(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os
+        secret = [n for n in os.environ if "SECRET" in n]
+        seen = os.environ["MASTER_PORT"] != os.environ["GRADSYNC_ADDRESS"].rpartition(":")[2]
+        print(secret, seen, os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"],
+              os.environ["GRADSYNC_BACKEND"], os.environ["GRADSYNC_HOSTED"])
+        """,
+    )
+    outer = {"GRADSYNC_SECRET": "ab" * 32, "GRADSYNC_SECRET_FILE": "nowhere", "MKL_NUM_THREADS": "7"}
+    environ = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")} | outer
+    code, out, err = command.run("run", "-n", 1, "--backend", "local", script, env=environ)
+    assert (code, err) == (0, "")
+    assert out == f"[] True {len(os.sched_getaffinity(0))} 7 local 1\n"
+
+
+def test_secret_is_hidden_from_environment_and_command_line(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os
+        from gradsync.environment import take_secret
+        secret = take_secret()
+        assert len(secret) == 32 and take_secret() == secret
+        for pid in (os.getpid(), os.getppid()):
+            for name in ("environ", "cmdline"):
+                content = open(f"/proc/{pid}/{name}", "rb").read()
+                assert secret not in content and secret.hex().encode() not in content
+        assert secret.hex() not in "".join(os.environ.values())
+        """,
+    )
+    assert command.run(*RUN, script) == (0, "", "")
+
+
+def test_programs_that_a_rank_starts_inherit_no_descriptor(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import subprocess, sys
+        code = "import os; print(sorted(os.listdir('/proc/self/fd'))[:-1])"
+        subprocess.run([sys.executable, "-c", code], close_fds=False, check=True)
+        """,
+    )
+    code, out, _ = command.run("run", "-n", 1, script)
+    assert (code, out) == (0, "['0', '1', '2']\n")
+
+
+def test_warning_options_of_the_interpreter_reach_the_ranks(tmp_path):
+    script = command.write_script(tmp_path, "import sys; print(sys.warnoptions, sys.flags.optimize)")
+    start = "import sys; sys.argv[0] = 'gradsync'; from gradsync.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-O", "-W", "error::UserWarning", "-c", start, "run", "-n", "1", script],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "error::UserWarning" in done.stdout
+    assert done.stdout.endswith("1\n")
+
+
+def test_custom_excepthook_still_runs(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import sys
+        sys.excepthook = lambda kind, error, trace: print("reported", kind.__name__, flush=True)
+        raise ValueError("boom")
+        """,
+    )
+    code, out, err = command.run("run", "-n", 1, script)
+    assert (code, out) == (1, "reported ValueError\n")
+    assert err.endswith("ValueError: boom\n")
+
+
+def test_fork_in_a_rank_reports_nothing_for_it(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os
+        child = os.fork()
+        if child == 0:
+            raise ValueError("in the child")
+        assert os.waitpid(child, 0)[1] != 0
+        """,
+    )
+    code, _, err = command.run("run", "-n", 1, script)
+    assert code == 0
+    assert "ValueError: in the child" in err
+
+
+def test_killed_signal_has_a_name_and_code(tmp_path):
+    script = command.write_script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    code, _, err = command.run("run", "-n", 1, script)
+    assert code == 128 + signal.SIGSEGV
+    assert "killed by SIGSEGV" in err

@@ -1,0 +1,122 @@
+import os
+import signal
+import time
+
+import command
+import pytest
+
+PATIENT = """
+    import os, signal
+    os.write(1, b"%d\\n" % os.getpid())
+    while True:
+        signal.pause()
+"""
+STUBBORN = """
+    import os, signal
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: os.write(1, b"got %d\\n" % n))
+    os.write(1, b"%d\\n" % os.getpid())
+    while True:
+        signal.pause()
+"""
+COUNTING = """
+    import os, signal, sys
+    def note(number, frame):
+        os.write(1, b"got %d\\n" % number)  # in one piece: both ranks write
+        sys.exit(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, note)
+    os.write(1, b"%d\\n" % os.getpid())
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.fixture
+def launched(tmp_path):
+    processes = []
+
+    def start(source):
+        script = command.write_script(tmp_path, source)
+        process = command.start("run", "-n", 2, script)
+        processes.append(process)
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        return process, pids
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_ctrl_c_ends_all_quietly(launched):
+    process, pids = launched(PATIENT)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "", "")
+    assert all(map(is_gone, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_is_forwarded_once(launched, number):
+    process, pids = launched(COUNTING)
+    process.send_signal(number)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (128 + number, "")
+    assert out == f"got {int(number)}\n" * 2
+    assert all(map(is_gone, pids))
+
+
+def test_second_ctrl_c_kills_at_once(launched):
+    process, pids = launched(STUBBORN)
+    process.send_signal(signal.SIGINT)
+    assert [process.stdout.readline() for _ in pids] == ["got 2\n"] * 2
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert time.monotonic() - start < 4  # well inside the grace of 5 s
+    assert process.returncode == 130
+    assert all(map(is_gone, pids))
+
+
+def test_sigterm_kills_stubborn_ranks_after_the_grace(launched):
+    process, pids = launched(STUBBORN)
+    process.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    process.communicate()
+    assert time.monotonic() - start > 4
+    assert process.returncode == 143
+    assert all(map(is_gone, pids))
+
+
+def test_killed_launcher_leaves_no_rank(launched):
+    process, pids = launched(STUBBORN)
+    process.kill()
+    process.wait()
+    assert all(command.has_ended(pid, 10) for pid in pids)
+
+
+def test_ctrl_c_while_the_ranks_boot_is_quiet(tmp_path):
+    # sitecustomize runs long before our own code in the rank.
+    command.write_script(
+        tmp_path,
+        """
+        import os, sys
+        if "GRADSYNC_RANK" in os.environ:
+            os.kill(os.getppid(), 2) if os.environ["GRADSYNC_RANK"] == "0" else None
+            import time; time.sleep(0.2)  # the forwarded signal comes meanwhile
+        """,
+        "sitecustomize.py",
+    )
+    script = command.write_script(tmp_path, "import signal; signal.pause()")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    code, out, err = command.run("run", "-n", 2, script, env=os.environ | {"PYTHONPATH": path})
+    assert (code, out, err) == (130, "", "")

@@ -1,0 +1,134 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import gradsync
+
+START = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from gradsync.cli import main; main(prog_name='gradsync')"
+)
+
+
+def gradsync_command(*arguments, **options):
+    command = [sys.executable, "-c", START, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("5a" * 32)
+    path.chmod(0o600)
+    return path
+
+
+def test_version():
+    assert gradsync_command("--version") == (0, f"gradsync, version {gradsync.__version__}\n", "")
+
+
+def test_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "gradsync", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(f"version {gradsync.__version__}\n")
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("serve",)])
+def test_help(command):
+    code, out, err = gradsync_command(*command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(" ".join(("Usage: gradsync", *command)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("run", "nowhere.py"), "script 'nowhere.py' does not exist (looked in "),
+        (("run", "-m", "no_such_module.x"), "module 'no_such_module.x' does not exist"),
+        (("run", "-m", ""), "module '' does not exist"),
+        (("run", "."), "script '.' is a directory without a __main__.py"),
+        (("serve", "--world-size", "2"), "serve needs --secret-file"),
+        (
+            ("serve", "--world-size", "2", "--secret-file", "nowhere"),
+            "secret file 'nowhere' cannot be opened",
+        ),
+    ],
+)
+def test_mistakes_are_told_on_one_line(tmp_path, arguments, text):
+    code, out, err = gradsync_command(*arguments, cwd=tmp_path, env=absolute_path_environment())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"gradsync: error: {text}")
+    assert err.count("\n") == 1
+
+
+def absolute_path_environment():
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("run", "-n", "0", "x.py"), "0 is not in the range x>=1"),
+        (("run", "-n", "two", "x.py"), "'two' is not a valid integer"),
+        (("run", "--backend", "gloo", "x.py"), "'gloo' is not one of"),
+        (("run", "--bakend", "shm", "x.py"), "--bakend"),
+        (("run",), "Missing argument 'SCRIPT'"),
+        (("serve", "--world-size", "0"), "0 is not in the range"),
+        (("jump",), "No such command 'jump'"),
+    ],
+)
+def test_wrong_options(arguments, text):
+    code, out, err = gradsync_command(*arguments)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_prints_its_address_and_ends_cleanly(secret_file, number):
+    command = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", str(secret_file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert re.fullmatch(r"127\.0\.0\.1:\d+\n", process.stdout.readline())
+            process.send_signal(number)
+            assert process.communicate(timeout=60) == ("", "")
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+def test_serve_serves_ranks_that_gradsync_did_not_start(secret_file):
+    rank = (
+        "import gradsync as gs, numpy\n"
+        "communicator = gs.init_process_group('shm')\n"
+        "print(communicator.all_reduce(numpy.ones(1)))\n"
+        "gs.destroy_process_group()"
+    )
+    command = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", str(secret_file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = server.stdout.readline().strip()
+            environ = os.environ | {
+                "GRADSYNC_ADDRESS": address,
+                "GRADSYNC_HOSTED": "1",
+                "GRADSYNC_SECRET_FILE": str(secret_file),
+                "WORLD_SIZE": "2",
+            }
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, "-c", rank],
+                    env=environ | {"RANK": str(number)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for number in range(2)
+            ]
+            outputs = [process.communicate(timeout=60)[0] for process in ranks]
+        finally:
+            server.kill()
+    assert outputs == ["[2.]\n"] * 2

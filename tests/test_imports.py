@@ -1,0 +1,100 @@
+"""Imports go down only, importing gradsync costs next to nothing, and no file outgrows its role."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradsync as gs
+
+SOURCE = Path(gs.__file__).parent
+
+# Each layer may import itself and what stands above it in this list. A name is a module or a package.
+LAYERS = [
+    ("errors",),
+    ("reduction",),
+    ("secret_file",),
+    ("environment", "rendezvous", "bucketing.plan", "bucketing.flat_buffer", "bucketing.future"),
+    ("communicators",),
+    ("bucketing.callback", "bucketing.parameters"),
+    ("bootstrap",),
+    ("process_group",),
+    ("launching",),
+    ("cli",),
+    ("__main__",),
+]
+
+
+def layer_of(module: str) -> int:
+    for number, names in enumerate(LAYERS):
+        if any(module == name or module.startswith(name + ".") for name in names):
+            return number
+    raise AssertionError(f"{module} is in no layer: add it to LAYERS")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        if parts[-1] != "__init__":
+            found[".".join(parts)] = path
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of ours that a file imports anywhere, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {name.removeprefix("gradsync.") for name in names if name.startswith("gradsync.")}
+    return {name for name in ours if name in modules()}
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_go_down_only(module: str) -> None:
+    for imported in imports_of(modules()[module]):
+        assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}, which is above it"
+
+
+def test_the_callback_knows_no_concrete_communicator() -> None:
+    concrete = {
+        "communicators.local",
+        "communicators.shared_memory",
+        "communicators.nccl",
+        "communicators.mpi",
+    }
+    assert not imports_of(modules()["bucketing.callback"]) & concrete
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+def test_importing_gradsync_is_light() -> None:
+    heavy = {"cupy", "multiprocessing", "msgpack", "numpy", "click", "rich"}
+    assert not loaded_after("import gradsync") & heavy
+
+
+def test_a_process_group_needs_no_multiprocessing() -> None:
+    loaded = loaded_after("import gradsync as gs; gs.init_process_group('local'); gs.AllreduceCallback")
+    assert not loaded & {"cupy", "multiprocessing", "click", "rich"}
+
+
+def test_every_public_name_loads() -> None:
+    for name in gs.__all__:
+        if name != "WORLD":
+            assert getattr(gs, name) is not None
+    assert set(gs.__all__) <= set(dir(gs))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = gs.nothing
