@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where writing byte code is switched off, every start of a rank would compile the library again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-gpu lint bench clean
 help:            ## list the targets

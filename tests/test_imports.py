@@ -17,9 +17,10 @@ SOURCE = Path(gs.__file__).parent
 LAYERS = [
     ("errors",),
     ("reduction",),
-    ("secret_file",),
+    ("secret_file", "launcher_variables"),
     ("environment", "rendezvous", "bucketing.plan", "bucketing.flat_buffer", "bucketing.future"),
     ("communicators",),
+    ("bucketing.step_agreements", "bucketing.pending"),
     ("bucketing.callback", "bucketing.parameters"),
     ("bootstrap",),
     ("process_group",),

@@ -31,6 +31,7 @@ _HOME = {
     "WORLD": "gradsync.process_group",
     "launch": "gradsync.launching.launch",
     "WorkerError": "gradsync.launching.launch",
+    "MainProcessError": "gradsync.launching.launch",
     "launcher": "gradsync.launching.launcher",
     **dict.fromkeys(
         (

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import secrets
 import stat
-import tempfile
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gradsync.environment import (
     ADDRESS,
@@ -26,8 +25,10 @@ from gradsync.environment import (
 )
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.server import RendezvousServer
 from gradsync.secret_file import read_secret_file
+
+if TYPE_CHECKING:
+    from gradsync.rendezvous.server import RendezvousServer
 
 _LOOK_FOR_SECRET_EVERY_SECONDS = 0.02
 
@@ -108,6 +109,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _host(where: str, secret: bytes | None, place: RankEnvironment, deadline: float) -> Bootstrap:
+    # Only a hosting rank pays for these imports: every rank's start-up counts.
+    import secrets
+
+    from gradsync.rendezvous.server import RendezvousServer
+
     host, _, port = where.rpartition(":")
     made_secret = secret is None
     secret = secret or secrets.token_bytes(32)
@@ -163,6 +169,8 @@ def _secret_path(where: str) -> str:
     """Returns where the secret for a loopback address lies, in a directory that only this user can enter."""
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     if not os.path.isdir(base):
+        import tempfile  # here for the same reason as in _host
+
         base = os.path.join(tempfile.gettempdir(), f"gradsync-{os.geteuid()}")
         os.makedirs(base, mode=0o700, exist_ok=True)
         status = os.lstat(base)

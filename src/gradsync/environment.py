@@ -13,6 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from gradsync.errors import InvalidArgument
+from gradsync.launcher_variables import LauncherVariables, Place, find_place, value_of
 from gradsync.secret_file import parse_secret, read_secret_file
 
 #: This process's rank, 0 .. world size - 1; set by our launcher, beside RANK.
@@ -36,6 +37,8 @@ SECRET_FILE = "GRADSYNC_SECRET_FILE"
 #: Level of the `gradsync` logger: debug, info, warning, error or critical.
 LOG = "GRADSYNC_LOG"
 
+_OURS = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)
+
 _BLAS_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -46,33 +49,6 @@ _BLAS_VARIABLES = (
 )
 
 _secret: bytes | None = None
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The variables in which one launcher tells a process who it is."""
-
-    name: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-
-
-# The launcher closest to the process comes first: `mpiexec` inside a Slurm job starts its daemons through
-# `srun`, so that its ranks also inherit Slurm variables, which describe those daemons.
-_SOURCES = (
-    _Source("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE),
-    _Source("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    _Source(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Source("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
 
 
 @dataclass(frozen=True)
@@ -127,13 +103,8 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     Raises:
         InvalidArgument: a variable is malformed, out of range, or lacks its counterpart; the text names it.
     """
-    for source in _SOURCES:
-        if _value(environ, source.rank) is not None or _value(environ, source.world_size) is not None:
-            place = _read_place(environ, source)
-            return _complete(environ, source.name, *place)
-    if _value(environ, "SLURM_PROCID") is not None and _in_slurm_step(environ):
-        return _complete(environ, "Slurm", *_read_slurm_place(environ))
-    return None
+    place = find_place(environ, _OURS)
+    return None if place is None else _complete(environ, place)
 
 
 def hold_secret(secret: bytes) -> None:
@@ -160,7 +131,7 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
     text = environ.pop(SECRET, None)
     if text is not None:
         secret = parse_secret(text, SECRET)
-    elif path := _value(environ, SECRET_FILE):
+    elif path := value_of(environ, SECRET_FILE):
         secret = read_secret_file(path)
     else:
         return _secret if environ is os.environ else None
@@ -197,7 +168,7 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         InvalidArgument: GRADSYNC_LOG is not a level.
     """
-    text = _value(environ, LOG)
+    text = value_of(environ, LOG)
     if text is None:
         return
     level = text.upper()
@@ -230,114 +201,25 @@ def check_address(text: str, name: str = "address") -> str:
     return text
 
 
-def _complete(
-    environ: MutableMapping[str, str],
-    source: str,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
-) -> RankEnvironment:
+def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:
     """Adds to a place what is read alike for every launcher."""
-    address = _value(environ, ADDRESS)
-    port = _value(environ, "MASTER_PORT")
+    address = value_of(environ, ADDRESS)
+    port = value_of(environ, "MASTER_PORT")
     if port is not None and not _is_port(port):
         raise InvalidArgument(f"MASTER_PORT needs to be a port of 1 to 65535, got {port!r}")
     return RankEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
         address=None if address is None else check_address(address, ADDRESS),
         secret=take_secret(environ),
-        hosted=_value(environ, HOSTED) == "1",
-        master_addr=_value(environ, "MASTER_ADDR"),
+        hosted=value_of(environ, HOSTED) == "1",
+        master_addr=value_of(environ, "MASTER_ADDR"),
         master_port=None if port is None else int(port),
-        backend=_value(environ, BACKEND) or "auto",
-        source=source,
+        backend=value_of(environ, BACKEND) or "auto",
+        source=place.source,
     )
-
-
-def _read_place(environ: Mapping[str, str], source: _Source) -> tuple[int, int, int, int]:
-    """Reads (rank, world size, local rank, local world size) from one launcher's variables."""
-    rank, world_size = _read_pair(environ, source.rank, source.world_size)
-    if _value(environ, source.local_rank) is None:
-        return rank, world_size, rank, world_size
-    if _value(environ, source.local_world_size) is None:
-        return rank, world_size, _read_below(environ, source.local_rank, world_size), world_size
-    local_rank, local_world_size = _read_pair(environ, source.local_rank, source.local_world_size)
-    if local_world_size > world_size:
-        raise InvalidArgument(
-            f"{source.local_world_size} needs to be at most {source.world_size}={world_size}, got {local_world_size}"
-        )
-    return rank, world_size, local_rank, local_world_size
-
-
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Tells whether `srun` started this process: a plain command in a batch script has SLURM_PROCID=0 too."""
-    return _value(environ, "SLURM_STEP_ID") is not None or _value(environ, "SLURM_STEPID") is not None
-
-
-def _read_slurm_place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Reads (rank, world size, local rank, local world size) of an `srun` step."""
-    # SLURM_NTASKS may still describe the whole allocation where the step is smaller.
-    tasks = "SLURM_NTASKS" if _value(environ, "SLURM_STEP_NUM_TASKS") is None else "SLURM_STEP_NUM_TASKS"
-    rank, world_size = _read_pair(environ, "SLURM_PROCID", tasks)
-    if _value(environ, "SLURM_LOCALID") is None:
-        return rank, world_size, rank, world_size
-    local_world_size = _slurm_tasks_here(environ) or world_size
-    return rank, world_size, _read_below(environ, "SLURM_LOCALID", local_world_size), local_world_size
-
-
-def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Gives this node's entry of SLURM_STEP_TASKS_PER_NODE, which reads like "4(x2),1", or None."""
-    name = "SLURM_STEP_TASKS_PER_NODE"
-    text = _value(environ, name)
-    if text is None:
-        return None
-    if not re.fullmatch(r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*", text):
-        raise InvalidArgument(f"{name} needs to read like 4(x2),1, got {text!r}")
-    node = _read_integer(environ, "SLURM_NODEID") if _value(environ, "SLURM_NODEID") else 0
-    for entry in text.split(","):
-        tasks, _, repeat = entry.rstrip(")").partition("(x")
-        node -= int(repeat or 1)
-        if node < 0:
-            return int(tasks)
-    raise InvalidArgument(f"SLURM_NODEID={environ['SLURM_NODEID']} has no entry in {name}={text!r}")
-
-
-def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    """Reads a rank and the size that bounds it."""
-    for name, other in ((rank_name, size_name), (size_name, rank_name)):
-        if _value(environ, name) is None:
-            raise InvalidArgument(f"{other}={environ[other]!r} is set, but {name} is not; set both or neither")
-    size = _read_integer(environ, size_name)
-    if size < 1:
-        raise InvalidArgument(f"{size_name} needs to be at least 1, got {size}")
-    rank = _read_integer(environ, rank_name)
-    if not 0 <= rank < size:
-        raise InvalidArgument(f"{rank_name} needs to be 0 to {size_name} - 1 = {size - 1}, got {rank}")
-    return rank, size
-
-
-def _read_below(environ: Mapping[str, str], name: str, limit: int) -> int:
-    """Reads an integer of 0 .. limit - 1."""
-    value = _read_integer(environ, name)
-    if not 0 <= value < limit:
-        raise InvalidArgument(f"{name} needs to be 0 to {limit - 1}, got {value}")
-    return value
-
-
-def _read_integer(environ: Mapping[str, str], name: str) -> int:
-    text = environ[name].strip()
-    if not re.fullmatch(r"-?[0-9]{1,9}", text):
-        raise InvalidArgument(f"{name} needs to be an integer, got {text!r}")
-    return int(text)
-
-
-def _value(environ: Mapping[str, str], name: str) -> str | None:
-    """Gives a variable's text; an empty one counts as not set."""
-    return environ.get(name, "").strip() or None
 
 
 def _is_port(text: str) -> bool:

@@ -19,6 +19,7 @@ from gradsync.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
+from gradsync.rendezvous import client_connection
 from gradsync.rendezvous.server import RendezvousServer
 
 
@@ -300,7 +301,9 @@ def test_wrong_world_size_and_duplicate_rank() -> None:
 
 
 @pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 200, b""])
-def test_another_service_on_the_port(greeting: bytes) -> None:
+def test_another_service_on_the_port(greeting: bytes, monkeypatch) -> None:
+    monkeypatch.setattr(client_connection, "_FLOOD_SECONDS", 0.1)
+
     def serve():
         listener.settimeout(0.2)
         while not done.is_set():

@@ -11,15 +11,13 @@ import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from gradsync.bucketing.future import GradientFuture
+from gradsync.bucketing.pending import PendingGradient, display_name, key_of, prepare
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
-from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.host_arrays import flat_copy_or_view, overlaps_itself
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch
 from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name
@@ -45,17 +43,6 @@ class Statistics:
     all_reduces: int = 0
     bytes_all_reduced: int = 0
     communication_seconds: float = 0.0
-
-
-class _Pending(NamedTuple):
-    """A gradient that waits for its bucket."""
-
-    future: GradientFuture
-    parameter: Any  # held until the flush, so that its identity stays its own
-    source: Array  # flat
-    target: Array  # flat; the source itself where the result may be written in place
-    write_back: Array | None  # where the target's values go afterwards, for layouts that are not contiguous
-    result: Any  # what the future gives
 
 
 class AllreduceCallback:
@@ -95,8 +82,8 @@ class AllreduceCallback:
         self._group = group
         self._backend = backend
         self._planner = BucketPlanner(threshold_bytes)
-        self._agreements = _StepAgreements(self.op)
-        self._pending: dict[int, _Pending] = {}  # by arrival number
+        self._agreements = StepAgreements(self.op)
+        self._pending: dict[int, PendingGradient] = {}  # by arrival number
         self._keys: set[Hashable] = set()
         self._specs: list[GradientSpec] = []  # of the last step: a repeated step makes no new ones
         self._arrived = 0
@@ -131,20 +118,20 @@ class AllreduceCallback:
         communicator = self._communicator()
         native = communicator.native_array(grad, "the gradient")
         check_operation(self.op, native.dtype)
-        key = _key_of(param)
+        key = key_of(param)
         if key in self._keys:
             raise InvalidArgument(
-                f"{communicator.label}: {_display_name(param, self._arrived)} was handed over twice before a flush: "
+                f"{communicator.label}: {display_name(param, self._arrived)} was handed over twice before a flush: "
                 "add its gradients up first, or flush in between"
             )
-        future = GradientFuture(f"the gradient of {_display_name(param, self._arrived)}")
+        future = GradientFuture(f"the gradient of {display_name(param, self._arrived)}")
         if not self._synchronising:
             self._agreements.local_gradients += 1
             future.resolve(grad)
             return future
         spec = self._spec(param, native)
         self._keys.add(key)
-        self._pending[self._arrived] = _prepare(future, param, grad, native)
+        self._pending[self._arrived] = prepare(future, param, grad, native)
         self._arrived += 1
         self.statistics.gradients += 1
         for bucket in self._planner.add(spec):
@@ -219,7 +206,7 @@ class AllreduceCallback:
 
     def _spec(self, param: Any, native: Array) -> GradientSpec:
         """Returns the gradient's spec; the very object of the last step where nothing has changed."""
-        name, dtype = _display_name(param, self._arrived), dtype_name(native.dtype)
+        name, dtype = display_name(param, self._arrived), dtype_name(native.dtype)
         if self._arrived < len(self._specs):
             known = self._specs[self._arrived]
             if known.shape == native.shape and known.dtype == dtype and known.name == name:
@@ -267,92 +254,3 @@ class AllreduceCallback:
 
 
 make_allreduce_cb = AllreduceCallback
-
-
-class _StepAgreements:
-    """The events of a step, each as an Agreement; a step that repeats the last one makes no new ones."""
-
-    def __init__(self, op: ReduceOp) -> None:
-        self._op = op.value
-        self._known: list[tuple[Any, Agreement]] = []
-        self._index = 0
-        self.local_passes = 0
-        self.local_gradients = 0
-
-    def begin_step(self) -> None:
-        self._index = 0
-        self.local_passes = self.local_gradients = 0
-
-    def bucket(self, bucket: Bucket) -> Agreement:
-        """Returns the agreement to reduce this bucket next."""
-        # Specs of a repeated step are the same objects, which tuple comparison sees at a glance.
-        specs = tuple([slot.spec for slot in bucket.slots])
-        return self._next((specs, self.local_passes, self.local_gradients), self._describe_bucket)
-
-    def flush(self, gradients: int) -> Agreement:
-        """Returns the agreement that the step ends here."""
-        return self._next((gradients, self.local_passes, self.local_gradients), self._describe_flush)
-
-    def _next(self, event: tuple[Any, int, int], describe: Any) -> Agreement:
-        index, self._index = self._index, self._index + 1
-        if index < len(self._known):
-            known, agreement = self._known[index]
-            if known == event:
-                return agreement
-            del self._known[index:]
-        digest = digest_of("gradients", index, self._op, event)
-        agreement = Agreement(digest, lambda: describe(event), index)
-        self._known.append((event, agreement))
-        return agreement
-
-    def _describe_bucket(self, event: tuple[tuple[GradientSpec, ...], int, int]) -> str:
-        specs = event[0]
-        total_bytes = sum(spec.size_bytes for spec in specs)
-        lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in specs]
-        headline = f"all_reduce ({self._op}) of a bucket of {len(specs)} gradients, {total_bytes} bytes{_after(event)}"
-        return "\n".join([headline, *lines])
-
-    def _describe_flush(self, event: tuple[int, int, int]) -> str:
-        return f"flush ({self._op}) after {event[0]} gradients{_after(event)}"
-
-
-def _after(event: tuple[Any, int, int]) -> str:
-    _, passes, gradients = event
-    return f", after {passes} local passes with {gradients} gradients (no_sync)" if passes or gradients else ""
-
-
-def _prepare(future: GradientFuture, param: Any, grad: Any, native: Array) -> _Pending:
-    """Decides where the reduced values go."""
-    source = flat_copy_or_view(native)
-    if not native.flags.writeable or overlaps_itself(native):
-        result = np.empty_like(source).reshape(native.shape)
-        return _Pending(future, param, source, result.reshape(-1), None, result)
-    if native.flags.c_contiguous:
-        return _Pending(future, param, source, source, None, grad)
-    return _Pending(future, param, source, source, native, grad)
-
-
-def _is_array(param: Any) -> bool:
-    return hasattr(param, "shape") and hasattr(param, "dtype")
-
-
-def _key_of(param: Any) -> Hashable:
-    """Returns what tells parameters of one process apart."""
-    if _is_array(param):
-        return ("array", id(param))
-    try:
-        hash(param)
-    except TypeError:
-        raise InvalidArgument(
-            f"a parameter is named by a hashable value or by its array, got {type(param).__name__}"
-        ) from None
-    return ("name", param)
-
-
-def _display_name(param: Any, position: int) -> str:
-    """Returns a name that is the same on all ranks: never one made from an address in memory."""
-    if isinstance(param, (str, int, bytes, type(None))) and not _is_array(param):
-        return repr(param)
-    if isinstance(param, tuple) and all(isinstance(part, (str, int, bytes, type(None))) for part in param):
-        return repr(param)
-    return f"#{position}"

@@ -25,7 +25,7 @@ from gradsync.rendezvous.messages import (
 )
 from gradsync.rendezvous.request_channel import RequestChannel, check_timeout
 
-_JOIN_ATTEMPTS = 5
+_JOIN_ATTEMPTS = 50
 
 
 class RendezvousClient:

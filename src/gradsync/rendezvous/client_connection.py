@@ -21,7 +21,10 @@ from gradsync.rendezvous.sockets import parse_address, tune_stream
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
 
 _HANDSHAKE_SECONDS = 5.0
-_HANDSHAKE_ATTEMPTS = 5  # a busy server may drop a stranger: worth a few attempts, not the whole deadline
+# A server that is flooded drops its oldest strangers, and looks from here like a service that ends each connection:
+# several attempts over several seconds tell them apart.
+_HANDSHAKE_ATTEMPTS = 5
+_FLOOD_SECONDS = 5.0
 _DIAL_SECONDS = 5.0
 _FIRST_BACKOFF_SECONDS = 0.005
 _LAST_BACKOFF_SECONDS = 0.5
@@ -201,6 +204,7 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
     started = time.monotonic()
     backoff_seconds = _FIRST_BACKOFF_SECONDS
     handshakes = 0
+    give_up_at = deadline
     while True:
         try:
             stream = _connect(address, min(deadline, time.monotonic() + _DIAL_SECONDS))
@@ -211,7 +215,9 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
             connection, cause = _try_handshake(stream, address, secret, deadline, who)
             if connection is not None:
                 return connection
-            if handshakes >= _HANDSHAKE_ATTEMPTS:
+            if handshakes == 1:
+                give_up_at = time.monotonic() + _FLOOD_SECONDS
+            if handshakes >= _HANDSHAKE_ATTEMPTS and time.monotonic() >= give_up_at:
                 raise RendezvousError(
                     f"{who}: {address} accepts connections but ends each before a handshake ({cause}): "
                     "another service or run holds this port"

@@ -1,0 +1,61 @@
+"""What the ranks agree on in a backward pass: one event for each bucket, and one for the flush."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradsync.bucketing.plan import Bucket, GradientSpec
+from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.reduction import ReduceOp
+
+
+class StepAgreements:
+    """The events of a step, each as an Agreement; a step that repeats the last one makes no new ones."""
+
+    def __init__(self, op: ReduceOp) -> None:
+        self._op = op.value
+        self._known: list[tuple[Any, Agreement]] = []
+        self._index = 0
+        self.local_passes = 0
+        self.local_gradients = 0
+
+    def begin_step(self) -> None:
+        self._index = 0
+        self.local_passes = self.local_gradients = 0
+
+    def bucket(self, bucket: Bucket) -> Agreement:
+        """Returns the agreement to reduce this bucket next."""
+        # Specs of a repeated step are the same objects, which tuple comparison sees at a glance.
+        specs = tuple([slot.spec for slot in bucket.slots])
+        return self._next((specs, self.local_passes, self.local_gradients), self._describe_bucket)
+
+    def flush(self, gradients: int) -> Agreement:
+        """Returns the agreement that the step ends here."""
+        return self._next((gradients, self.local_passes, self.local_gradients), self._describe_flush)
+
+    def _next(self, event: tuple[Any, int, int], describe: Any) -> Agreement:
+        index, self._index = self._index, self._index + 1
+        if index < len(self._known):
+            known, agreement = self._known[index]
+            if known == event:
+                return agreement
+            del self._known[index:]
+        digest = digest_of("gradients", index, self._op, event)
+        agreement = Agreement(digest, lambda: describe(event), index)
+        self._known.append((event, agreement))
+        return agreement
+
+    def _describe_bucket(self, event: tuple[tuple[GradientSpec, ...], int, int]) -> str:
+        specs = event[0]
+        total_bytes = sum(spec.size_bytes for spec in specs)
+        lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in specs]
+        headline = f"all_reduce ({self._op}) of a bucket of {len(specs)} gradients, {total_bytes} bytes{_after(event)}"
+        return "\n".join([headline, *lines])
+
+    def _describe_flush(self, event: tuple[int, int, int]) -> str:
+        return f"flush ({self._op}) after {event[0]} gradients{_after(event)}"
+
+
+def _after(event: tuple[Any, int, int]) -> str:
+    _, passes, gradients = event
+    return f", after {passes} local passes with {gradients} gradients (no_sync)" if passes or gradients else ""
