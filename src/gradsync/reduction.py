@@ -35,15 +35,15 @@ class ReduceOp(str, enum.Enum):
         Raises:
             InvalidArgument: no operator has that name.
         """
-        if isinstance(value, cls):
-            return value
-        try:
-            return cls(value.lower())
-        except (ValueError, AttributeError):
-            names = ", ".join(op.value for op in cls)
-            raise InvalidArgument(f"unknown reduce operation {value!r}: use one of {names}") from None
+        op = _OPS_BY_NAME.get(value)
+        if op is None and isinstance(value, str):
+            op = _OPS_BY_NAME.get(value.lower())
+        if op is None:
+            raise InvalidArgument(f"unknown reduce operation {value!r}: use one of {', '.join(op.value for op in cls)}")
+        return op
 
 
+_OPS_BY_NAME: dict[Any, ReduceOp] = {key: op for op in ReduceOp for key in (op, op.value)}
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX})
 _ALL = frozenset(ReduceOp)
 

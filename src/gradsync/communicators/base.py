@@ -14,8 +14,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +54,7 @@ class Communicator(ABC):
         # Called in place of close() or abort() when a `with` block ends; for process_group.py.
         self.on_exit: Callable[[BaseException | None], None] | None = None
         self._turn = threading.Lock()
+        self._context = _Turn(self)
         _of_this_process.add(self)
 
     # -- Collectives -------------------------------------------------------------------------------------------
@@ -172,6 +172,8 @@ class Communicator(ABC):
             InvalidArgument: not an array, or not on this communicator's device.
             UnsupportedDtype: the elements are Python objects.
         """
+        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; spares making the label
+            return array
         return as_host_array(array, f"{self.label}: {what}")
 
     def agree(self, agreement: Agreement) -> None:
@@ -237,7 +239,7 @@ class Communicator(ABC):
     # -- Checks ------------------------------------------------------------------------------------------------
 
     def _checked_target(self, method: str, source: Array, target: Array) -> Array:
-        if target.shape != source.shape or target.dtype != source.dtype:
+        if target is not source and (target.shape != source.shape or target.dtype != source.dtype):
             raise InvalidArgument(
                 f"{self.label}: {method} needs out of shape {source.shape} and dtype {source.dtype}, "
                 f"got shape {target.shape} and dtype {target.dtype}"
@@ -255,31 +257,10 @@ class Communicator(ABC):
         if not isinstance(root, int) or not 0 <= root < self.world_size:
             raise InvalidArgument(f"{self.label}: root must be 0 to {self.world_size - 1}, got {root!r}")
 
-    @contextmanager
-    def turn(self, what: str) -> Iterator[None]:
-        """Holds the communicator for one collective; breaks it for all ranks when the collective fails midway."""
-        if self._closed_because is not None:
-            raise CommunicatorClosed(
-                f"{self.label}: {what} on a {self.backend} communicator that cannot be used: {self._closed_because}"
-            )
-        if not self._turn.acquire(blocking=False):
-            raise InvalidArgument(
-                f"{self.label}: {what} while another thread is inside a collective of this communicator: "
-                f"one thread at a time may use it"
-            )
-        try:
-            yield
-        except PlanMismatch:
-            raise
-        except BaseException as error:
-            # Who passes on another rank's failure must not be taken for its cause.
-            culprit = error.rank if isinstance(error, RankFailed) else None
-            self.abort(f"{type(error).__name__} in {what}: {error}", culprit=culprit)
-            raise
-        finally:
-            self._turn.release()
-            if self._closed_because is not None:
-                self._release_when_idle()
+    def turn(self, what: str) -> _Turn:
+        """Returns a context that holds the communicator for one collective, named `what` in errors."""
+        self._context.what = what
+        return self._context
 
     def _release_when_idle(self) -> None:
         """Releases once; leaves it to the thread inside a collective, where there is one."""
@@ -318,6 +299,43 @@ class Communicator(ABC):
 
     def _forget_after_fork(self) -> None:
         """Drops, in a forked child, what must not be shared with the parent, without any I/O."""
+
+
+class _Turn:
+    """Holds a communicator for one collective; breaks it for all ranks when the collective fails midway."""
+
+    __slots__ = ("_communicator", "what")
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.what = ""
+
+    def __enter__(self) -> None:
+        communicator = self._communicator
+        if communicator._closed_because is not None:
+            raise CommunicatorClosed(
+                f"{communicator.label}: {self.what} on a {communicator.backend} communicator that cannot be used: "
+                f"{communicator._closed_because}"
+            )
+        if not communicator._turn.acquire(False):
+            raise InvalidArgument(
+                f"{communicator.label}: {self.what} while another thread is inside a collective of this communicator: "
+                f"one thread at a time may use it"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        communicator = self._communicator
+        try:
+            if error is not None and not isinstance(error, PlanMismatch):
+                # Who passes on another rank's failure must not be taken for its cause.
+                culprit = error.rank if isinstance(error, RankFailed) else None
+                communicator.abort(f"{type(error).__name__} in {self.what}: {error}", culprit=culprit)
+        finally:
+            communicator._turn.release()
+            if communicator._closed_because is not None:
+                communicator._release_when_idle()
 
 
 # A forked child has the parent's memory but not its place in the group.
