@@ -92,7 +92,7 @@ def test_nccl_without_a_gpu_says_why() -> None:
 
     if why_no_gpu() is None:
         pytest.skip("there is a GPU here")
-    with pytest.raises(gs.BackendUnavailable, match="'nccl' cannot run here: .+"):
+    with pytest.raises(gs.BackendUnavailable, match="'nccl' cannot run here: .+ use 'shm'"):
         gs.init_process_group("nccl", rank=0, world_size=1)
 
 

@@ -7,7 +7,46 @@ multiprocessing nor msgpack.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradsync.bucketing.callback import AllreduceCallback as AllreduceCallback
+    from gradsync.bucketing.callback import make_allreduce_cb as make_allreduce_cb
+    from gradsync.bucketing.flat_buffer import get_offsets as get_offsets
+    from gradsync.bucketing.flat_buffer import param_pack_concat as param_pack_concat
+    from gradsync.bucketing.flat_buffer import param_pack_split as param_pack_split
+    from gradsync.bucketing.future import GradientFuture as GradientFuture
+    from gradsync.bucketing.parameters import bcast_list_ as bcast_list_
+    from gradsync.bucketing.parameters import pack_allreduce_split as pack_allreduce_split
+    from gradsync.communicators.base import Communicator as Communicator
+    from gradsync.errors import AuthenticationError as AuthenticationError
+    from gradsync.errors import BackendUnavailable as BackendUnavailable
+    from gradsync.errors import CollectiveTimeout as CollectiveTimeout
+    from gradsync.errors import CommunicatorClosed as CommunicatorClosed
+    from gradsync.errors import FutureNotReady as FutureNotReady
+    from gradsync.errors import GradientCancelled as GradientCancelled
+    from gradsync.errors import GradsyncError as GradsyncError
+    from gradsync.errors import InvalidArgument as InvalidArgument
+    from gradsync.errors import NcclError as NcclError
+    from gradsync.errors import NonFiniteGradient as NonFiniteGradient
+    from gradsync.errors import PlanMismatch as PlanMismatch
+    from gradsync.errors import RankFailed as RankFailed
+    from gradsync.errors import RendezvousError as RendezvousError
+    from gradsync.errors import RendezvousTimeout as RendezvousTimeout
+    from gradsync.errors import UnsupportedDtype as UnsupportedDtype
+    from gradsync.launching.launch import MainProcessError as MainProcessError
+    from gradsync.launching.launch import WorkerError as WorkerError
+    from gradsync.launching.launch import launch as launch
+    from gradsync.launching.launcher import launcher as launcher
+    from gradsync.process_group import destroy_process_group as destroy_process_group
+    from gradsync.process_group import get_communicator as get_communicator
+    from gradsync.process_group import group_barrier as group_barrier
+    from gradsync.process_group import init_process_group as init_process_group
+    from gradsync.process_group import is_distributed as is_distributed
+    from gradsync.process_group import is_initialized as is_initialized
+
+    # The world's communicator; there is one between init_process_group() and destroy_process_group().
+    WORLD: Communicator
 
 __version__ = "0.1.0"
 
@@ -28,7 +67,6 @@ _HOME = {
     "get_communicator": "gradsync.process_group",
     "is_distributed": "gradsync.process_group",
     "group_barrier": "gradsync.process_group",
-    "WORLD": "gradsync.process_group",
     "launch": "gradsync.launching.launch",
     "WorkerError": "gradsync.launching.launch",
     "MainProcessError": "gradsync.launching.launch",
@@ -55,17 +93,25 @@ _HOME = {
     ),
 }
 
+# WORLD comes and goes with the process group, so `import *`, help() and hasattr() must do without it.
 __all__ = ["__version__", *_HOME]
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> object:
+    if name == "WORLD":
+        from gradsync import process_group
+
+        return process_group.world_attribute()
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'gradsync' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    if name != "WORLD":  # changes with every init and destroy
-        globals()[name] = value
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # a type checker must not take every name for granted
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from dataclasses import replace
-from typing import Any
 
 from gradsync.bootstrap import Bootstrap, join
 from gradsync.communicators.base import Communicator
@@ -133,10 +132,12 @@ def group_barrier(communicator: Communicator | None = None) -> None:
         communicator.barrier()
 
 
-def __getattr__(name: str) -> Any:
-    if name == "WORLD":
-        return get_communicator()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def world_attribute() -> Communicator:
+    """Returns gs.WORLD; its absence is an AttributeError too, so that hasattr() and inspection work."""
+    communicator = get_world()
+    if communicator is None:
+        raise AttributeError("gs.WORLD exists after gs.init_process_group() and until gs.destroy_process_group()")
+    return communicator
 
 
 def _check_seconds(**values: float) -> None:
@@ -178,7 +179,10 @@ def _choose_backend(wanted: str, place: RankEnvironment) -> tuple[str, str]:
     if wanted not in BACKENDS:
         raise InvalidArgument(f"unknown backend {wanted!r} in GRADSYNC_BACKEND: use one of {', '.join(BACKENDS)}")
     if wanted == "nccl":
-        raise BackendUnavailable(f"backend 'nccl' cannot run here: {_why_no_nccl()}")
+        raise BackendUnavailable(
+            f"backend 'nccl' cannot run here: this version has no NCCL communicator "
+            f"({_gpu_state()}); use 'shm' on one host"
+        )
     if wanted == "mpi":
         raise BackendUnavailable("backend 'mpi' is not part of this version; use 'shm' on one host")
     if wanted == "local" and place.world_size != 1:
@@ -198,17 +202,16 @@ def _choose_backend(wanted: str, place: RankEnvironment) -> tuple[str, str]:
     return "shm", "all ranks are on this host"
 
 
-def _why_no_nccl() -> str:
-    """Looks for what NCCL needs, in order, and returns the first thing that is missing."""
+def _gpu_state() -> str:
+    """Says whether NCCL could run on this machine: CuPy, then a device."""
     try:
         import cupy
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}); pip install 'gradsync[cuda12]'"
+        return f"CuPy cannot be imported: {error}"
     try:
-        devices = cupy.cuda.runtime.getDeviceCount()
+        return f"CuPy sees {cupy.cuda.runtime.getDeviceCount()} GPUs"
     except Exception as error:
-        return f"no usable GPU ({error})"
-    return f"this version has no NCCL communicator yet ({devices} GPUs seen)"
+        return f"no usable GPU: {error}"
 
 
 def _destroy_because_of(error: BaseException | None) -> None:

@@ -44,6 +44,20 @@ class ReduceOp(str, enum.Enum):
 
 
 _OPS_BY_NAME: dict[Any, ReduceOp] = {key: op for op in ReduceOp for key in (op, op.value)}
+
+
+def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
+    """Returns the operator that gradients are reduced with: "sum" or "mean", in any case.
+
+    Raises:
+        InvalidArgument: anything else.
+    """
+    op = _OPS_BY_NAME.get(value.lower() if isinstance(value, str) else value)
+    if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
+        raise InvalidArgument(f'reduce_method must be "sum" or "mean", got {value!r}')
+    return op
+
+
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX})
 _ALL = frozenset(ReduceOp)
 

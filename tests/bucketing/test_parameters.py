@@ -61,6 +61,8 @@ def broadcast_wrongly(comm: Any) -> str:
         expect(gs.InvalidArgument, lambda: gs.bcast_list_([read_only]), "array 0 is read-only")
     expect(gs.InvalidArgument, lambda: gs.bcast_list_([first], root=2), "root must be 0 to 1")
     expect(gs.InvalidArgument, lambda: gs.bcast_list_([1.0]), "array 0")
+    expect(gs.InvalidArgument, lambda: gs.bcast_list_({"w": first}), "pass list(parameters.values())")
+    expect(gs.InvalidArgument, lambda: gs.bcast_list_(first), "pass [array]")
     gs.bcast_list_([first])
     assert (first == 0).all()
     return str(error).partition(":")[2]
@@ -96,5 +98,7 @@ def test_pack_allreduce_split_refuses() -> None:
         gs.pack_allreduce_split([np.ones(1)], [(1,)], comm, "max")
     with pytest.raises(gs.InvalidArgument, match="one dtype"):
         gs.pack_allreduce_split([np.ones(1), np.ones(1, "f4")], [(1,), (1,)], comm)
+    with pytest.raises(gs.InvalidArgument, match="as many elements"):
+        gs.pack_allreduce_split([np.ones(2)], [(3,)], comm)
     with pytest.raises(gs.InvalidArgument, match="at least one"):
         gs.pack_allreduce_split([], [], comm)

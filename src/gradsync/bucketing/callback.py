@@ -7,7 +7,10 @@ data moves.
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
+import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +22,11 @@ from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import group_or_world
-from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch
-from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name
+from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, UnsupportedDtype
+from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, parse_reduce_method
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
+_log = logging.getLogger("gradsync")
 _BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
 
 
@@ -72,9 +76,7 @@ class AllreduceCallback:
         *,
         threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
     ) -> None:
-        self.op = ReduceOp.parse(reduce_method)
-        if self.op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise InvalidArgument(f'reduce_method must be "sum" or "mean", got {reduce_method!r}')
+        self.op = parse_reduce_method(reduce_method)
         if backend is not None and backend not in _BACKENDS:
             raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(_BACKENDS)}")
         if group is not None:
@@ -89,6 +91,7 @@ class AllreduceCallback:
         self._arrived = 0
         self._synchronising = True
         self.statistics = Statistics()
+        weakref.finalize(self, _tell_forgotten, self._pending)
 
     @property
     def threshold_bytes(self) -> int:
@@ -116,13 +119,12 @@ class AllreduceCallback:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
         communicator = self._communicator()
-        native = communicator.native_array(grad, "the gradient")
-        check_operation(self.op, native.dtype)
+        native = self._accepted(param, grad, communicator)
         key = key_of(param)
         if key in self._keys:
             raise InvalidArgument(
                 f"{communicator.label}: {display_name(param, self._arrived)} was handed over twice before a flush: "
-                "add its gradients up first, or flush in between"
+                "add its gradients up first, or end each pass with flush() or `with callback.backward()`"
             )
         future = GradientFuture(f"the gradient of {display_name(param, self._arrived)}")
         if not self._synchronising:
@@ -204,6 +206,19 @@ class AllreduceCallback:
             )
         return communicator
 
+    def _accepted(self, param: Any, grad: Any, communicator: Communicator) -> Array:
+        """Returns the gradient as a native array that can be reduced; errors name the gradient."""
+        try:
+            native = communicator.native_array(grad, "the gradient")
+            check_operation(self.op, native.dtype)
+        except (InvalidArgument, UnsupportedDtype) as error:
+            name = display_name(param, self._arrived)
+            advice = ""
+            if isinstance(error, UnsupportedDtype) and self.op is ReduceOp.MEAN:
+                advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
+            raise type(error)(f"{communicator.label}: the gradient of {name}: {error}{advice}") from None
+        return native
+
     def _spec(self, param: Any, native: Array) -> GradientSpec:
         """Returns the gradient's spec; the very object of the last step where nothing has changed."""
         name, dtype = display_name(param, self._arrived), dtype_name(native.dtype)
@@ -254,3 +269,14 @@ class AllreduceCallback:
 
 
 make_allreduce_cb = AllreduceCallback
+
+
+def _tell_forgotten(pending: dict[int, PendingGradient]) -> None:
+    """Warns when a callback goes, or the program ends, with gradients that were never reduced."""
+    if pending and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
+        _log.warning(
+            "%d gradients were handed over and never reduced, beginning with %s: end each backward pass with flush() "
+            "or `with callback.backward()`",
+            len(pending),
+            next(iter(pending.values())).future,
+        )

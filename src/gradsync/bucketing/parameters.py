@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_arrays import flat_copy_or_view, overlaps_itself
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
-from gradsync.reduction import Array, ReduceOp
+from gradsync.reduction import Array, parse_reduce_method
 
 # Large enough to amortise a collective, small enough to stay a passing allocation.
 _BROADCAST_BUFFER_BYTES = 32 * 1024**2
@@ -45,6 +45,9 @@ def bcast_list_(arrays: Sequence[Any], root: int = 0, communicator: Communicator
     communicator = group_or_world(communicator)
     if not isinstance(root, int) or not 0 <= root < communicator.world_size:
         raise InvalidArgument(f"{communicator.label}: root must be 0 to {communicator.world_size - 1}, got {root!r}")
+    if isinstance(arrays, Mapping) or hasattr(arrays, "dtype"):
+        kind = "a mapping: pass list(parameters.values())" if isinstance(arrays, Mapping) else "one array: pass [array]"
+        raise InvalidArgument(f"{communicator.label}: bcast_list_ needs a list of arrays, got {kind}")
     natives = [communicator.native_array(array, f"bcast_list_, array {i}") for i, array in enumerate(arrays)]
     if communicator.rank != root:
         for index, native in enumerate(natives):
@@ -102,11 +105,14 @@ def pack_allreduce_split(
         UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduce.
     """
     communicator = group_or_world(group)
-    op = ReduceOp.parse(reduce_method)
-    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise InvalidArgument(f'reduce_method must be "sum" or "mean", got {reduce_method!r}')
+    op = parse_reduce_method(reduce_method)
     natives = [communicator.native_array(array, "pack_allreduce_split") for array in pack_list]
     offsets = get_offsets(shapes)
+    if offsets != get_offsets([native.shape for native in natives]):
+        raise InvalidArgument(
+            f"{communicator.label}: pack_allreduce_split needs shapes with as many elements as the arrays: the arrays "
+            f"have shapes {[native.shape for native in natives]}, got {[tuple(shape) for shape in shapes]}"
+        )
     flat = param_pack_concat(natives, offsets)
     communicator.all_reduce(flat, op)
     return param_pack_split(flat, offsets, shapes)

@@ -49,13 +49,20 @@ class StepAgreements:
         specs = event[0]
         total_bytes = sum(spec.size_bytes for spec in specs)
         lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in specs]
-        headline = f"all_reduce ({self._op}) of a bucket of {len(specs)} gradients, {total_bytes} bytes{_after(event)}"
+        of_what = f"{_count(len(specs), 'gradient')}, {total_bytes} bytes"
+        headline = f"all_reduce ({self._op}) of a bucket of {of_what}{_after(event)}"
         return "\n".join([headline, *lines])
 
     def _describe_flush(self, event: tuple[int, int, int]) -> str:
-        return f"flush ({self._op}) after {event[0]} gradients{_after(event)}"
+        return f"flush ({self._op}) after {_count(event[0], 'gradient')}{_after(event)}"
 
 
 def _after(event: tuple[Any, int, int]) -> str:
     _, passes, gradients = event
-    return f", after {passes} local passes with {gradients} gradients (no_sync)" if passes or gradients else ""
+    if not passes and not gradients:
+        return ""
+    return f", after {_count(passes, 'local pass', 'local passes')} with {_count(gradients, 'gradient')} (no_sync)"
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -33,11 +33,20 @@ def as_host_array(array: Any, who: str) -> Array:
     elif hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         native = _from_dlpack(array, who)
     else:
-        kind = "a sparse array" if hasattr(array, "tocoo") else f"{type(array).__name__}"
-        raise InvalidArgument(f"{who} needs a NumPy array or one that speaks DLPack, got {kind}")
+        raise InvalidArgument(f"{who} needs a NumPy array or one that speaks DLPack, got {_kind_of(array)}")
     if native.dtype.hasobject:
         raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype})")
     return native
+
+
+def _kind_of(array: Any) -> str:
+    if hasattr(array, "tocoo"):
+        return "a sparse array"
+    if isinstance(array, np.generic):
+        return f"a NumPy scalar ({array.dtype}): make it an array with numpy.asarray(...)"
+    if isinstance(array, (list, tuple, int, float, complex)):
+        return f"a {type(array).__name__}: make it an array with numpy.asarray(...)"
+    return type(array).__name__
 
 
 def _from_dlpack(array: Any, who: str) -> Array:

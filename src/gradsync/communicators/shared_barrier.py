@@ -141,7 +141,11 @@ class SharedBarrier:
             state = self._words[peer * _WORDS_PER_RANK + _STATE]
             # A rank may arrive and then close: its arrival is read again after its state.
             if state == _CLOSED and self._words[peer * _WORDS_PER_RANK + _ARRIVALS] < self.round:
-                self._raise_failed(peer, f"rank {peer} closed the communicator while this rank still needed it")
+                self._raise_failed(
+                    peer,
+                    f"rank {peer} closed the communicator while this rank still needed it; "
+                    "do all ranks make the same number of steps?",
+                )
         self._look_for_aborts()
         if expired and missing:
             names = ", ".join(map(str, missing))
