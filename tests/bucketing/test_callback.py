@@ -346,7 +346,7 @@ def test_a_second_thread_is_told() -> None:
         except gs.InvalidArgument as error:
             errors.append(str(error))
 
-    with comm.turn("all_reduce"):
+    with comm.lifetime.turn("all_reduce"):
         thread = threading.Thread(target=use)
         thread.start()
         thread.join(30)

@@ -10,9 +10,6 @@ data moves, and can go on.
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -22,7 +19,8 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement, agreement_on
 from gradsync.communicators.host_arrays import as_host_array, flat_copy_or_view, overlaps_itself
-from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, RankFailed
+from gradsync.communicators.lifetime import Lifetime
+from gradsync.errors import InvalidArgument, PlanMismatch
 from gradsync.reduction import Array, ReduceOp, check_operation
 
 if TYPE_CHECKING:
@@ -49,13 +47,9 @@ class Communicator(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._closed_because: str | None = None
-        self._released = False
+        self.lifetime = Lifetime(self)
         # Called in place of close() or abort() when a `with` block ends; for process_group.py.
         self.on_exit: Callable[[BaseException | None], None] | None = None
-        self._turn = threading.Lock()
-        self._context = _Turn(self)
-        _of_this_process.add(self)
 
     # -- Collectives -------------------------------------------------------------------------------------------
 
@@ -91,7 +85,7 @@ class Communicator(ABC):
         result = array if out is None else out
         target = self._checked_target("all_reduce", source, source if out is None else self.native_array(out, "out"))
         agreement = agreement_on("all_reduce", source.shape, source.dtype, op.value)
-        with self.turn("all_reduce"):
+        with self.lifetime.turn("all_reduce"):
             flat_source = flat_copy_or_view(source)
             flat_target = target.reshape(-1) if target.flags.c_contiguous else np.empty_like(flat_source)
             self._all_reduce_list([flat_source], [flat_target], op, agreement)
@@ -123,7 +117,7 @@ class Communicator(ABC):
         if self.rank != root:
             self._checked_target("broadcast", native, native)
         agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
-        with self.turn("broadcast"):
+        with self.lifetime.turn("broadcast"):
             flat = flat_copy_or_view(native)
             self._broadcast(flat, root, agreement)
             if self.rank != root and not native.flags.c_contiguous:
@@ -136,7 +130,7 @@ class Communicator(ABC):
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        with self.turn("barrier"):
+        with self.lifetime.turn("barrier"):
             self._agree(agreement_on("barrier", (), None, ""))
 
     # -- For the layers above: bucketing -----------------------------------------------------------------------
@@ -158,7 +152,7 @@ class Communicator(ABC):
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        with self.turn("all_reduce"):
+        with self.lifetime.turn("all_reduce"):
             self._all_reduce_list(sources, targets, op, agreement)
 
     def native_array(self, array: Any, what: str) -> Array:
@@ -182,7 +176,7 @@ class Communicator(ABC):
         Raises:
             PlanMismatch: the ranks' digests differ.
         """
-        with self.turn("agree"):
+        with self.lifetime.turn("agree"):
             self._agree(agreement)
 
     # -- Life and death ----------------------------------------------------------------------------------------
@@ -190,17 +184,14 @@ class Communicator(ABC):
     @property
     def closed(self) -> bool:
         """Whether the communicator can no longer be used."""
-        return self._closed_because is not None
+        return self.lifetime.ended_because is not None
 
     def close(self) -> None:
         """Releases the communicator in order. Not collective, never blocks on other ranks, may be repeated.
 
         A rank that still needs this one afterwards gets RankFailed.
         """
-        if self._closed_because is None:
-            self._closed_because = "it was closed"
-            self._announce_close()
-        self._release_when_idle()
+        self.lifetime.close()
 
     def abort(self, reason: str, *, culprit: int | None = None) -> None:
         """Breaks the communicator for all ranks at once: those inside or entering a collective get RankFailed.
@@ -209,10 +200,7 @@ class Communicator(ABC):
             reason: told to every rank, e.g. "ValueError in the backward pass".
             culprit: the rank that the others' RankFailed names; None is this rank.
         """
-        if self._closed_because is None:
-            self._closed_because = f"it was aborted: {reason}"
-            self._announce_abort(reason, culprit)
-        self._release_when_idle()
+        self.lifetime.abort(reason, culprit)
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +216,8 @@ class Communicator(ABC):
             self.abort(f"{type(error).__name__}: {error}")
 
     def __repr__(self) -> str:
-        state = "" if self._closed_because is None else f", closed: {self._closed_because}"
+        ended = self.lifetime.ended_because
+        state = "" if ended is None else f", closed: {ended}"
         return f"<{type(self).__name__} rank {self.rank}/{self.world_size} on {self.device} ({self.backend}){state}>"
 
     @property
@@ -257,21 +246,6 @@ class Communicator(ABC):
         if not isinstance(root, int) or not 0 <= root < self.world_size:
             raise InvalidArgument(f"{self.label}: root must be 0 to {self.world_size - 1}, got {root!r}")
 
-    def turn(self, what: str) -> _Turn:
-        """Returns a context that holds the communicator for one collective, named `what` in errors."""
-        self._context.what = what
-        return self._context
-
-    def _release_when_idle(self) -> None:
-        """Releases once; leaves it to the thread inside a collective, where there is one."""
-        if self._turn.acquire(blocking=False):
-            try:
-                if not self._released:
-                    self._released = True
-                    self._release()
-            finally:
-                self._turn.release()
-
     # -- Hooks: what a backend writes --------------------------------------------------------------------------
 
     @abstractmethod
@@ -296,58 +270,3 @@ class Communicator(ABC):
 
     def _release(self) -> None:
         """Gives back descriptors, memory and threads. Called once, with no collective running; must not block."""
-
-    def _forget_after_fork(self) -> None:
-        """Drops, in a forked child, what must not be shared with the parent, without any I/O."""
-
-
-class _Turn:
-    """Holds a communicator for one collective; breaks it for all ranks when the collective fails midway."""
-
-    __slots__ = ("_communicator", "what")
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self.what = ""
-
-    def __enter__(self) -> None:
-        communicator = self._communicator
-        if communicator._closed_because is not None:
-            raise CommunicatorClosed(
-                f"{communicator.label}: {self.what} on a {communicator.backend} communicator that cannot be used: "
-                f"{communicator._closed_because}"
-            )
-        if not communicator._turn.acquire(False):
-            raise InvalidArgument(
-                f"{communicator.label}: {self.what} while another thread is inside a collective of this communicator: "
-                f"one thread at a time may use it"
-            )
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        communicator = self._communicator
-        try:
-            if error is not None and not isinstance(error, PlanMismatch):
-                # Who passes on another rank's failure must not be taken for its cause.
-                culprit = error.rank if isinstance(error, RankFailed) else None
-                communicator.abort(f"{type(error).__name__} in {self.what}: {error}", culprit=culprit)
-        finally:
-            communicator._turn.release()
-            if communicator._closed_because is not None:
-                communicator._release_when_idle()
-
-
-# A forked child has the parent's memory but not its place in the group.
-_of_this_process: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-def _disown_after_fork() -> None:
-    for communicator in list(_of_this_process):
-        communicator._closed_because = "it belongs to the process that this one was forked from"
-        communicator._turn = threading.Lock()
-        communicator._forget_after_fork()
-    _of_this_process.clear()
-
-
-os.register_at_fork(after_in_child=_disown_after_fork)

@@ -104,9 +104,6 @@ class SharedMemoryCommunicator(Communicator):
             self._memory.release()
             self._mapping.close()
 
-    def _forget_after_fork(self) -> None:
-        self._released = True  # the mapping is shared with the parent: nothing may be written into it
-
 
 def segment_bytes(world_size: int) -> int:
     """Returns how much memory the ranks share."""

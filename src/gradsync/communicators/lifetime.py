@@ -1,0 +1,125 @@
+"""Who may use a communicator, and how it ends: one collective at a time, until it is closed, aborted or forked away."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, RankFailed
+
+if TYPE_CHECKING:
+    from gradsync.communicators.base import Communicator
+
+
+class Lifetime:
+    """The state of one communicator between its making and its release.
+
+    Args:
+        communicator: whose hooks _announce_close, _announce_abort and _release are called.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._lock = threading.Lock()
+        self._turn = _Turn(self)
+        self._released = False
+        self.ended_because: str | None = None  # None while it may be used
+        _of_this_process.add(communicator)
+
+    def turn(self, what: str) -> _Turn:
+        """Returns a context that holds the communicator for one collective, named `what` in errors."""
+        self._turn.what = what
+        return self._turn
+
+    def close(self) -> None:
+        """Ends it in order; see Communicator.close."""
+        if self.ended_because is None:
+            self.ended_because = "it was closed"
+            self._communicator._announce_close()
+        self._release_when_idle()
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        """Ends it for all ranks; see Communicator.abort."""
+        if self.ended_because is None:
+            self.ended_because = f"it was aborted: {reason}"
+            self._communicator._announce_abort(reason, culprit)
+        self._release_when_idle()
+
+    def disown(self) -> None:
+        """Ends it in a forked child, which has the parent's memory but not its place in the group."""
+        self.ended_because = "it belongs to the process that this one was forked from"
+        self._lock = threading.Lock()  # the parent's thread that may hold it is not here
+        self._released = True  # what there is to release is the parent's
+
+    def enter(self, what: str) -> None:
+        """Begins a collective.
+
+        Raises:
+            CommunicatorClosed: it has ended.
+            InvalidArgument: another thread is inside a collective.
+        """
+        if self.ended_because is not None:
+            raise CommunicatorClosed(
+                f"{self._communicator.label}: {what} on a {self._communicator.backend} communicator that cannot be "
+                f"used: {self.ended_because}"
+            )
+        if not self._lock.acquire(False):
+            raise InvalidArgument(
+                f"{self._communicator.label}: {what} while another thread is inside a collective of this "
+                "communicator: one thread at a time may use it"
+            )
+
+    def leave(self, what: str, error: BaseException | None) -> None:
+        """Ends a collective; one that failed midway ends the communicator for all ranks."""
+        try:
+            if error is not None and not isinstance(error, PlanMismatch):
+                # Who passes on another rank's failure must not be taken for its cause.
+                culprit = error.rank if isinstance(error, RankFailed) else None
+                self.abort(f"{type(error).__name__} in {what}: {error}", culprit)
+        finally:
+            self._lock.release()
+            if self.ended_because is not None:
+                self._release_when_idle()
+
+    def _release_when_idle(self) -> None:
+        """Releases once; leaves it to the thread inside a collective, where there is one."""
+        if self._lock.acquire(False):
+            try:
+                if not self._released:
+                    self._released = True
+                    self._communicator._release()
+            finally:
+                self._lock.release()
+
+
+class _Turn:
+    """The context of one collective; one object serves all, because collectives do not nest."""
+
+    __slots__ = ("_lifetime", "what")
+
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
+        self.what = ""
+
+    def __enter__(self) -> None:
+        self._lifetime.enter(self.what)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lifetime.leave(self.what, error)
+
+
+_of_this_process: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _disown_after_fork() -> None:
+    for communicator in list(_of_this_process):
+        communicator.lifetime.disown()
+    _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_disown_after_fork)
