@@ -47,3 +47,13 @@ def test_attributes_survive_pickling() -> None:
 )
 def test_is_also_the_built_in(kind: type, builtin: type) -> None:
     assert issubclass(kind, builtin)
+
+
+def test_describe_never_raises() -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert errors.describe(ValueError("x")) == "ValueError: x"
+    assert errors.describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert "cannot be made: RuntimeError" in errors.describe(Broken())

@@ -20,7 +20,7 @@ LAYERS = [
     ("secret_file", "launcher_variables"),
     ("environment", "rendezvous", "bucketing.plan", "bucketing.flat_buffer", "bucketing.future"),
     ("communicators",),
-    ("bucketing.step_agreements", "bucketing.pending"),
+    ("bucketing.step_agreements", "bucketing.pending", "bucketing.claimed_memory"),
     ("bucketing.callback", "bucketing.parameters"),
     ("bootstrap",),
     ("process_group",),

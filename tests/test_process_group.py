@@ -148,7 +148,7 @@ def initialise_again(comm: Any) -> list[tuple[str, int]]:
 
     seen = []
     for _ in range(3):
-        generation = process_group._bootstrap.client.generation
+        generation = process_group._client.generation
         array = np.ones(3)
         gs.get_communicator().all_reduce(array)
         seen.append((str(array[0]), generation))
@@ -192,10 +192,10 @@ comm.barrier()
 """
 
 
-def start_plain_ranks(tmp_path: Path, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
+def start_plain_ranks(tmp_path: Path, count: int, *arguments: str, script: str = SCRIPT) -> list[subprocess.Popen[str]]:
     """Starts ranks as a user without our launcher would: RANK, WORLD_SIZE and MASTER_* only."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    path = tmp_path / "script.py"
+    path.write_text(script)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -211,7 +211,7 @@ def start_plain_ranks(tmp_path: Path, count: int, *arguments: str) -> list[subpr
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(script), *arguments],
+                [sys.executable, str(path), *arguments],
                 env=variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -242,3 +242,24 @@ def test_a_stale_secret_on_the_same_address_is_replaced(tmp_path: Path) -> None:
         process.communicate(timeout=30)
     outputs = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2)]
     assert [out for out, _ in outputs] == ["shm 0 3.0\n", "shm 1 3.0\n"], outputs
+
+
+AGAIN = """
+import sys, time
+import gradsync as gs
+for _ in range(4):
+    comm = gs.init_process_group(timeout_seconds=30)
+    comm.barrier()
+    if comm.rank == int(sys.argv[1]):
+        time.sleep(0.2)
+    gs.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("slow", ["0", "1"])
+def test_plain_ranks_form_generation_after_generation(tmp_path: Path, slow: str) -> None:
+    processes = start_plain_ranks(tmp_path, 2, slow, script=AGAIN)
+    outputs = [p.communicate(timeout=60) for p in processes]
+    assert outputs == [("done\n", "")] * 2
+    assert not list(tmp_path.glob("gradsync-*.secret"))

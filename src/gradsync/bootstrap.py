@@ -34,32 +34,46 @@ _LOOK_FOR_SECRET_EVERY_SECONDS = 0.02
 
 
 @dataclass
-class Bootstrap:
-    """This rank's connection to the others.
+class Host:
+    """A rendezvous server that this rank hosts.
 
     Attributes:
-        client: joined: all ranks are there.
-        server: the server, when this rank hosts it.
+        where: its address, as the ranks know it.
+        world_size: number of ranks.
+        secret: the run's secret.
+        server: running.
         secret_path: the secret's file, when this rank made it.
     """
 
-    client: RendezvousClient
-    server: RendezvousServer | None = None
-    secret_path: str | None = None
+    where: str
+    world_size: int
+    secret: bytes
+    server: RendezvousServer
+    secret_path: str | None
 
-    def close(self, *, wait_seconds: float = 5.0) -> None:
-        """Leaves in order; a hosting rank gives the others `wait_seconds` to leave first."""
-        self.client.close()
-        _stop_hosting(self.server, self.secret_path, wait_seconds)
+    def close(self, *, wait_seconds: float) -> None:
+        """Stops hosting, after giving the others `wait_seconds` to leave."""
+        # The file goes first: once the port is free, a later run may put its own there.
+        if self.secret_path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.secret_path)
+        self.server.wait_until_empty(wait_seconds)
+        self.server.stop()
 
 
-def join(place: RankEnvironment, address: str | None, timeout_seconds: float) -> Bootstrap:
+def join(
+    place: RankEnvironment, address: str | None, timeout_seconds: float, host: Host | None = None
+) -> tuple[RendezvousClient, Host | None]:
     """Meets the other ranks.
 
     Args:
         place: this rank's place.
         address: host:port from the caller, or None for the environment's.
         timeout_seconds: for all of it.
+        host: what this process hosts already; used again where it fits, else closed.
+
+    Returns:
+        The joined client, and what this process hosts now.
 
     Raises:
         InvalidArgument: no address is known, or it is malformed.
@@ -70,6 +84,9 @@ def join(place: RankEnvironment, address: str | None, timeout_seconds: float) ->
     """
     where = _address(place, address)
     deadline = time.monotonic() + timeout_seconds
+    if host is not None and (host.where, host.world_size) != (where, place.world_size):
+        host.close(wait_seconds=0.0)
+        host = None
     secret = place.secret or take_secret()
     hosted_for_us = place.hosted and where == place.address
     if secret is None and (hosted_for_us or not _is_loopback(where)):
@@ -78,8 +95,14 @@ def join(place: RankEnvironment, address: str | None, timeout_seconds: float) ->
             f"put one into a file of mode 0600 and name it in {SECRET_FILE} on every rank (address {where})"
         )
     if place.rank != 0 or hosted_for_us:
-        return Bootstrap(_connect(where, secret, place, deadline))
-    return _host(where, secret, place, deadline)
+        return _connect(where, secret, place, deadline), host
+    hosting = host or _start_hosting(where, secret, place)
+    try:
+        return _connect(where, hosting.secret, place, deadline), hosting
+    except BaseException:
+        if hosting is not host:
+            hosting.close(wait_seconds=0.0)
+        raise
 
 
 def _address(place: RankEnvironment, address: str | None) -> str:
@@ -108,43 +131,24 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _host(where: str, secret: bytes | None, place: RankEnvironment, deadline: float) -> Bootstrap:
+def _start_hosting(where: str, secret: bytes | None, place: RankEnvironment) -> Host:
     # Only a hosting rank pays for these imports: every rank's start-up counts.
     import secrets
 
     from gradsync.rendezvous.server import RendezvousServer
 
-    host, _, port = where.rpartition(":")
+    address, _, port = where.rpartition(":")
     made_secret = secret is None
     secret = secret or secrets.token_bytes(32)
     # The port is bound before the secret is written: only the port's owner may name the secret.
-    server = RendezvousServer(place.world_size, secret=secret, host=host.strip("[]"), port=int(port))
-    path = None
+    server = RendezvousServer(place.world_size, secret=secret, host=address.strip("[]"), port=int(port))
     try:
-        server.start()
         path = _write_secret(where, secret) if made_secret else None
-        client = RendezvousClient.connect(
-            where,
-            secret=secret,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout_seconds=max(0.1, deadline - time.monotonic()),
-        )
     except BaseException:
-        _stop_hosting(server, path, 0.0)
-        raise
-    return Bootstrap(client, server, path)
-
-
-def _stop_hosting(server: RendezvousServer | None, secret_path: str | None, wait_seconds: float) -> None:
-    if server is not None:
-        if wait_seconds:
-            server.wait_until_empty(wait_seconds)
         server.stop()
-    if secret_path is not None:
-        # A later run on the same address may have replaced and removed it.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(secret_path)
+        raise
+    server.start()
+    return Host(where, place.world_size, secret, server, path)
 
 
 def _connect(where: str, secret: bytes | None, place: RankEnvironment, deadline: float) -> RendezvousClient:

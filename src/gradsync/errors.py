@@ -131,3 +131,12 @@ class FutureNotReady(GradsyncError, RuntimeError):
 
 class GradientCancelled(GradsyncError, RuntimeError):
     """The backward pass that this gradient belongs to ended with an exception; the gradient was not reduced."""
+
+
+def describe(error: BaseException) -> str:
+    """Returns "ValueError: text" for telling other ranks; never raises, whatever the error's own __str__ does."""
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its text cannot be made: {type(broken).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -11,18 +11,22 @@ import os
 import sys
 from dataclasses import replace
 
-from gradsync.bootstrap import Bootstrap, join
+from gradsync.bootstrap import Host, join
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.shared_memory import check_platform, connect_shared_memory
 from gradsync.communicators.world import get_world, group_or_world, set_world
 from gradsync.environment import RankEnvironment, configure_logging, read_environment
-from gradsync.errors import BackendUnavailable, InvalidArgument, PlanMismatch
+from gradsync.errors import BackendUnavailable, InvalidArgument, PlanMismatch, describe
+from gradsync.rendezvous.client import RendezvousClient
 
 BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
 
+_LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
+
 _log = logging.getLogger("gradsync")
-_bootstrap: Bootstrap | None = None
+_client: RendezvousClient | None = None
+_host: Host | None = None  # kept from one generation to the next: others may come back to it before this rank does
 
 
 def init_process_group(
@@ -57,7 +61,7 @@ def init_process_group(
         BackendUnavailable: the backend cannot run here; the text says why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks did not meet.
     """
-    global _bootstrap
+    global _client, _host
     configure_logging()
     if get_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
@@ -73,14 +77,15 @@ def init_process_group(
     if chosen == "local":
         communicator = LocalCommunicator()
     else:
-        _bootstrap = join(place, address, timeout_seconds)
+        _client, _host = join(place, address, timeout_seconds, _host)
         try:
             communicator = connect_shared_memory(
-                _bootstrap.client,
+                _client,
                 timeout_seconds=timeout_seconds,
                 collective_timeout_seconds=collective_timeout_seconds,
             )
-        except BaseException:
+        except BaseException as error:
+            _client.report_failure(f"in init_process_group: {describe(error)}")
             _leave()
             raise
     communicator.on_exit = _destroy_because_of
@@ -91,7 +96,7 @@ def init_process_group(
 def destroy_process_group() -> None:
     """Leaves the group in order; may be repeated. A later init_process_group() forms a new generation.
 
-    A rank that hosts the rendezvous waits up to 5 s for the others to leave first.
+    A rank that hosts the rendezvous goes on hosting until its process ends.
     """
     communicator = get_world()
     set_world(None)
@@ -217,34 +222,42 @@ def _gpu_state() -> str:
 def _destroy_because_of(error: BaseException | None) -> None:
     """Ends the group when its `with` block ends."""
     communicator = get_world()
-    if error is not None and not isinstance(error, PlanMismatch) and _bootstrap is not None:
-        reason = f"{type(error).__name__}: {error}"
-        if communicator is not None:
-            communicator.abort(reason)
-        _bootstrap.client.report_failure(reason)
-    destroy_process_group()
+    try:
+        # PlanMismatch is raised on every rank: nobody needs to be told.
+        if error is not None and not isinstance(error, PlanMismatch) and _client is not None:
+            reason = describe(error)
+            if communicator is not None:
+                communicator.abort(reason)
+            _client.report_failure(reason)
+    finally:
+        destroy_process_group()
 
 
 def _leave() -> None:
-    global _bootstrap
-    bootstrap, _bootstrap = _bootstrap, None
-    if bootstrap is not None:
-        bootstrap.close()
+    global _client
+    client, _client = _client, None
+    if client is not None:
+        client.close()
 
 
 def _leave_at_exit() -> None:
     """Leaves at interpreter exit; by an uncaught exception where there is one, so that the others are told."""
-    _destroy_because_of(getattr(sys, "last_value", None))
+    try:
+        _destroy_because_of(getattr(sys, "last_value", None))
+    finally:
+        if _host is not None:
+            _host.close(wait_seconds=_LEAVING_SECONDS)
 
 
 def _forget_after_fork() -> None:
     """The child of a fork is no rank; its copy of the control connection must not hide the parent's death."""
-    global _bootstrap
-    bootstrap, _bootstrap = _bootstrap, None
-    if bootstrap is not None:
-        bootstrap.client.abandon()
-        if bootstrap.server is not None:
-            bootstrap.server.abandon()
+    global _client, _host
+    client, _client = _client, None
+    host, _host = _host, None
+    if client is not None:
+        client.abandon()
+    if host is not None:
+        host.server.abandon()
 
 
 atexit.register(_leave_at_exit)

@@ -361,3 +361,36 @@ def test_forced_packing_gives_the_same_results() -> None:
         futures = {name: callback(name, gradient) for name, gradient in gradients.items()}
     for name, future in futures.items():
         np.testing.assert_array_equal(future.result(), wanted[name])
+
+
+def test_gradients_that_share_memory_are_refused() -> None:
+    base = np.ones(1000)
+    square = np.ones((4, 4))
+    read_only = np.broadcast_to(np.float64(1), (8,))
+    pairs = [(base, base), (base[:600], base[500:]), (square, square.T), (base[::2], base[10:13]), (base, base[3:4])]
+    for first, second in pairs:
+        callback = gs.AllreduceCallback("mean", LocalCommunicator(), threshold_bytes=16)
+        callback("a", first)
+        with pytest.raises(gs.InvalidArgument, match="gradient of 'b' shares memory with the gradient of 'a'"):
+            callback("b", second)
+        callback.flush()
+    fine = [(base[:500], base[500:]), (base[::2], base[1::2]), (read_only, read_only), (base[:0], base)]
+    for first, second in fine:
+        callback = gs.AllreduceCallback("mean", LocalCommunicator())
+        for _ in range(2):
+            callback("a", first)
+            callback("b", second)
+            callback.flush()
+
+
+def reduce_temporaries(comm: Any) -> None:
+    """Gradients that nobody keeps must not be taken for one another when memory is used again."""
+    callback = gs.AllreduceCallback("sum", comm, threshold_bytes=4000)
+    for _ in range(20):
+        with callback.backward():
+            for i in range(30):
+                callback(i, np.full(1000, 1.0))
+
+
+def test_temporaries_are_no_overlap() -> None:
+    run_ranks(2, reduce_temporaries)

@@ -132,7 +132,7 @@ def count_resources(comm: Any) -> list[tuple[int, int, int]]:
     counts = []
     from gradsync import process_group
 
-    client = process_group._bootstrap.client
+    client = process_group._client
     for cycle in range(12):
         with shared_memory.connect_shared_memory(client, group=f"cycle {cycle}") as extra:
             array = np.full(300_000, float(extra.rank))
@@ -178,3 +178,93 @@ def soak(comm: Any, steps: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_soak(world_size: int) -> None:
     run_ranks(world_size, soak, 1500, timeout=100)
+
+
+def reduce_into_overlapping_out(comm: Any) -> None:
+    for size in (1000, 1_000_000):
+        base = np.ones(size + 1, np.float32)
+        comm.all_reduce(base[:-1], out=base[1:])
+        assert (base[1:] == comm.world_size).all()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_out_may_overlap_the_source(world_size: int) -> None:
+    run_ranks(world_size, reduce_into_overlapping_out)
+
+
+def arrive_one_after_the_other(comm: Any) -> float:
+    """Rank r arrives r * 0.3 s late; rank 3 never does within the others' deadline of 0.5 s."""
+    started = time.monotonic()
+    time.sleep(0.3 * comm.rank if comm.rank < 3 else 3.0)
+    arrived = time.monotonic()
+    expect(gs.GradsyncError, comm.barrier)
+    assert arrived >= started
+    return time.monotonic() - started
+
+
+def test_one_deadline_for_all_ranks() -> None:
+    first, *_ = run_ranks(4, arrive_one_after_the_other, collective_timeout_seconds=0.5)
+    assert first < 0.5 + 0.3 * 2 + 1.0  # never the sum of a deadline for each rank, plus what a busy machine adds
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def abort_with_odd_text(comm: Any) -> str:
+    if comm.rank == 0:
+        comm.abort("bad \udcff byte")
+        return ""
+    return str(expect(gs.RankFailed, comm.barrier))
+
+
+def fail_without_words(comm: Any) -> None:
+    with gs.AllreduceCallback("mean", comm).backward():
+        if comm.rank == 0:
+            raise Unspeakable
+    raise AssertionError("rank 0 was not missed")
+
+
+def test_abort_survives_any_text() -> None:
+    assert "rank 0 aborted: bad" in run_ranks(2, abort_with_odd_text)[1]
+    failed, told = run_ranks_for_outcomes(2, fail_without_words)
+    assert "Unspeakable" in failed.traceback_text
+    assert isinstance(told.error, gs.RankFailed)
+
+
+def fail_while_joining(comm: Any) -> str:
+    from gradsync import process_group
+    from gradsync.communicators import shared_memory
+
+    gs.destroy_process_group()
+    if comm.rank == 1:
+
+        def refuse(descriptor: int) -> None:
+            os.close(descriptor)
+            raise gs.BackendUnavailable("no room")
+
+        shared_memory.map_segment = refuse
+    started = time.monotonic()
+    error = expect(gs.GradsyncError, gs.init_process_group)
+    assert time.monotonic() - started < 10
+    assert process_group._client is None
+    return f"{type(error).__name__}: {error}"
+
+
+def test_a_failure_inside_init_reaches_the_others() -> None:
+    told, failed = run_ranks(2, fail_while_joining)
+    assert failed == "BackendUnavailable: no room"
+    assert told.startswith("RankFailed")
+    assert "no room" in told
+
+
+def raise_on_overflow(comm: Any) -> None:
+    np.seterr(all="raise")
+    array = np.full(300_000, 3e38, np.float32)
+    comm.all_reduce(array)
+    assert np.isinf(array).all() == (comm.world_size > 1)
+
+
+def test_overflow_is_no_exception() -> None:
+    run_ranks(2, raise_on_overflow)

@@ -11,18 +11,19 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from gradsync.bucketing.claimed_memory import ClaimedMemory
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.pending import PendingGradient, display_name, key_of, prepare
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import group_or_world
-from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, UnsupportedDtype
+from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, UnsupportedDtype, describe
 from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, parse_reduce_method
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
@@ -87,6 +88,7 @@ class AllreduceCallback:
         self._agreements = StepAgreements(self.op)
         self._pending: dict[int, PendingGradient] = {}  # by arrival number
         self._keys: set[Hashable] = set()
+        self._memory = ClaimedMemory()
         self._specs: list[GradientSpec] = []  # of the last step: a repeated step makes no new ones
         self._arrived = 0
         self._synchronising = True
@@ -114,7 +116,8 @@ class AllreduceCallback:
             A future that gives the reduced gradient; not ready until the bucket is full or flushed.
 
         Raises:
-            InvalidArgument: the parameter was handed over before in this step, is not hashable, or no array came.
+            InvalidArgument: the parameter was handed over before in this step, is not hashable, no array came, or
+                one that shares memory with an earlier gradient of the step.
             UnsupportedDtype: e.g. the mean of integers.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
@@ -131,6 +134,7 @@ class AllreduceCallback:
             self._agreements.local_gradients += 1
             future.resolve(grad)
             return future
+        self._memory.claim(native, future)
         spec = self._spec(param, native)
         self._keys.add(key)
         self._pending[self._arrived] = prepare(future, param, grad, native)
@@ -172,10 +176,10 @@ class AllreduceCallback:
         try:
             yield
         except BaseException as error:
-            self._fail_step(GradientCancelled(f"the backward pass ended with {type(error).__name__}: {error}"))
+            self._fail_step(GradientCancelled(f"the backward pass ended with {describe(error)}"))
             communicator = self._communicator()
             if self._synchronising and communicator.world_size > 1 and not isinstance(error, PlanMismatch):
-                communicator.abort(f"{type(error).__name__} in the backward pass: {error}")
+                communicator.abort(f"in the backward pass: {describe(error)}")
             raise
         self.flush()
 
@@ -250,8 +254,7 @@ class AllreduceCallback:
         self.statistics.bytes_all_reduced += bucket.size_bytes
         for slot in bucket.slots:
             del self._pending[slot.position]
-        for entry in entries:
-            entry.future.resolve(entry.result)
+        _resolve(entries)
 
     def _fail_step(self, error: BaseException) -> None:
         pending = list(self._pending.values())
@@ -265,10 +268,23 @@ class AllreduceCallback:
         self._agreements.begin_step()
         self._pending.clear()
         self._keys.clear()
+        self._memory.clear()
         self._arrived = 0
 
 
 make_allreduce_cb = AllreduceCallback
+
+
+def _resolve(entries: Sequence[PendingGradient]) -> None:
+    """Resolves every future, even where a done-callback ends in SystemExit or KeyboardInterrupt; then raises that."""
+    interruption: BaseException | None = None
+    for entry in entries:
+        try:
+            entry.future.resolve(entry.result)
+        except BaseException as error:
+            interruption = interruption or error
+    if interruption is not None:
+        raise interruption
 
 
 def _tell_forgotten(pending: dict[int, PendingGradient]) -> None:

@@ -44,6 +44,11 @@ class GradientFuture:
         # Only this thread can launch the bucket, so it must not wait for itself.
         self._launcher = threading.get_ident()
 
+    @property
+    def name(self) -> str:
+        """How error messages call the gradient."""
+        return self._name
+
     def done(self) -> bool:
         """Whether the gradient is reduced, failed or cancelled; never blocks."""
         return self._callbacks is None

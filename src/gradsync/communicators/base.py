@@ -20,7 +20,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement, agreement_on
 from gradsync.communicators.host_arrays import as_host_array, flat_copy_or_view, overlaps_itself
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.errors import InvalidArgument, PlanMismatch
+from gradsync.errors import InvalidArgument, PlanMismatch, describe
 from gradsync.reduction import Array, ReduceOp, check_operation
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ class Communicator(ABC):
         agreement = agreement_on("all_reduce", source.shape, source.dtype, op.value)
         with self.lifetime.turn("all_reduce"):
             flat_source = flat_copy_or_view(source)
+            if target is not source and np.may_share_memory(source, target):
+                flat_source = flat_source.copy()  # results would overwrite values that are still to be read
             flat_target = target.reshape(-1) if target.flags.c_contiguous else np.empty_like(flat_source)
             self._all_reduce_list([flat_source], [flat_target], op, agreement)
             if not target.flags.c_contiguous:
@@ -213,7 +215,7 @@ class Communicator(ABC):
         elif error is None or isinstance(error, PlanMismatch) or self.world_size == 1:
             self.close()
         else:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(describe(error))
 
     def __repr__(self) -> str:
         ended = self.lifetime.ended_because

@@ -8,7 +8,14 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, RankFailed
+from gradsync.errors import (
+    CollectiveTimeout,
+    CommunicatorClosed,
+    InvalidArgument,
+    PlanMismatch,
+    RankFailed,
+    describe,
+)
 
 if TYPE_CHECKING:
     from gradsync.communicators.base import Communicator
@@ -25,6 +32,7 @@ class Lifetime:
         self._communicator = communicator
         self._lock = threading.Lock()
         self._turn = _Turn(self)
+        self._inside = ""
         self._released = False
         self.ended_because: str | None = None  # None while it may be used
         _of_this_process.add(communicator)
@@ -61,24 +69,28 @@ class Lifetime:
             CommunicatorClosed: it has ended.
             InvalidArgument: another thread is inside a collective.
         """
-        if self.ended_because is not None:
-            raise CommunicatorClosed(
-                f"{self._communicator.label}: {what} on a {self._communicator.backend} communicator that cannot be "
-                f"used: {self.ended_because}"
-            )
         if not self._lock.acquire(False):
             raise InvalidArgument(
-                f"{self._communicator.label}: {what} while another thread is inside a collective of this "
+                f"{self._communicator.label}: {what} while another thread is inside {self._inside} of this "
                 "communicator: one thread at a time may use it"
             )
+        # Whoever interrupts from here on, Ctrl-C included, must not leave the lock behind.
+        try:
+            self._inside = what
+            if self.ended_because is not None:  # looked at under the lock: close() releases only when it is free
+                raise CommunicatorClosed(
+                    f"{self._communicator.label}: {what} on a {self._communicator.backend} communicator that cannot "
+                    f"be used: {self.ended_because}"
+                )
+        except BaseException:
+            self._lock.release()
+            raise
 
     def leave(self, what: str, error: BaseException | None) -> None:
         """Ends a collective; one that failed midway ends the communicator for all ranks."""
         try:
             if error is not None and not isinstance(error, PlanMismatch):
-                # Who passes on another rank's failure must not be taken for its cause.
-                culprit = error.rank if isinstance(error, RankFailed) else None
-                self.abort(f"{type(error).__name__} in {what}: {error}", culprit)
+                self.abort(f"in {what}: {describe(error)}", _culprit_of(error))
         finally:
             self._lock.release()
             if self.ended_because is not None:
@@ -111,6 +123,13 @@ class _Turn:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lifetime.leave(self.what, error)
+
+
+def _culprit_of(error: BaseException) -> int | None:
+    """Returns the rank that the error is about: who passes on another's failure must not be taken for its cause."""
+    if isinstance(error, CollectiveTimeout) and error.missing_ranks:
+        return error.missing_ranks[0]
+    return error.rank if isinstance(error, RankFailed) else None
 
 
 _of_this_process: weakref.WeakSet[Communicator] = weakref.WeakSet()

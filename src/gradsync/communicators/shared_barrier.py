@@ -97,14 +97,17 @@ class SharedBarrier:
         self.round = arrived = self.round + 1
         words[self._line + _DIGESTS + (arrived & 1)] = digest
         words[self._line + _ARRIVALS] = arrived  # publishes the digest and all data written before
+        deadline = 0.0
         for arrivals in self._arrivals:
             if words[arrivals] < arrived:
-                self._wait_for(arrivals)
+                # One deadline for all, made only where there is something to wait for.
+                deadline = deadline or time.monotonic() + self._timeout_seconds
+                self._wait_for(arrivals, deadline)
         if words[self._aborted]:  # a late rank must not take the arrival of one that has given up for success
             self._look_for_aborts()
         self._completed = arrived
 
-    def _wait_for(self, arrivals: int) -> None:
+    def _wait_for(self, arrivals: int, deadline: float) -> None:
         words, wanted = self._words, self.round
         for _ in range(_SPINS):
             if words[arrivals] >= wanted:
@@ -112,7 +115,6 @@ class SharedBarrier:
         now = time.monotonic()
         sleep_from = now + _YIELD_FOR_SECONDS
         look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
-        deadline = now + self._timeout_seconds
         while words[arrivals] < wanted:
             if now < sleep_from:
                 os.sched_yield()
@@ -207,7 +209,7 @@ class _TextBoard:
         self._bytes_per_rank = bytes_per_rank
 
     def write(self, rank: int, text: str) -> None:
-        data = text.encode()[: self._bytes_per_rank - 4]
+        data = text.encode(errors="backslashreplace")[: self._bytes_per_rank - 4]
         begin = rank * self._bytes_per_rank
         self._memory[begin + 4 : begin + 4 + len(data)] = data
         self._memory[begin : begin + 4] = len(data).to_bytes(4, "little")

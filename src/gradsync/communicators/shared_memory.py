@@ -7,6 +7,7 @@ way to a communicator.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import sys
 import time
@@ -70,7 +71,9 @@ class SharedMemoryCommunicator(Communicator):
     ) -> None:
         total_bytes = sum([source.nbytes for source in sources])
         reduction = self._exchange if total_bytes <= SMALL_BYTES else self._write_back
-        reduction.all_reduce(sources, targets, op, agreement)
+        # Overflow and NaN are the caller's business; as exceptions they would hit some ranks and not others.
+        with np.errstate(all="ignore"):
+            reduction.all_reduce(sources, targets, op, agreement)
 
     def _broadcast(self, flat: Array, root: int, agreement: Agreement) -> None:
         if not flat.size:
@@ -96,6 +99,8 @@ class SharedMemoryCommunicator(Communicator):
         self._barrier.announce_abort(reason, culprit)
 
     def _release(self) -> None:
+        # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
+        del self._exchange, self._write_back
         self._exchange_slots.release()
         self._stream_slots.release()
         self._barrier.release()
@@ -103,6 +108,7 @@ class SharedMemoryCommunicator(Communicator):
         with contextlib.suppress(BufferError):
             self._memory.release()
             self._mapping.close()
+        del self._memory, self._mapping
 
 
 def segment_bytes(world_size: int) -> int:
@@ -119,6 +125,8 @@ def connect_shared_memory(
 ) -> SharedMemoryCommunicator:
     """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
 
+    Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
+
     Args:
         client: this rank's connection, joined.
         group: a name not used before in this generation.
@@ -132,16 +140,16 @@ def connect_shared_memory(
     check_platform()
     deadline = time.monotonic() + timeout_seconds
     key = f"shm/{group}"
-    try:
-        if client.rank == 0:
-            descriptor = create_segment(segment_bytes(client.world_size))
+    if client.rank == 0:
+        descriptor = create_segment(segment_bytes(client.world_size))
+        try:
             _offer(client, key, descriptor, deadline)
-        else:
-            ticket = client.get(key, timeout_seconds=timeout_seconds)
-            descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
-    except BackendUnavailable as error:
-        client.report_failure(str(error))
-        raise
+        except BaseException:
+            os.close(descriptor)
+            raise
+    else:
+        ticket = client.get(key, timeout_seconds=timeout_seconds)
+        descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
     communicator = SharedMemoryCommunicator(
         descriptor,
         client.rank,

@@ -6,7 +6,8 @@ Write-back, for large ones: every rank publishes what others own, reduces the sl
 back into the others' memory, from where they fetch it. Each rank reads and reduces 1/n of everything, whatever n.
 
 Either way an element is reduced in rank order, so all ranks get the same bits, and the same inputs give the same bits
-from run to run, whatever the size of the list they came in.
+from run to run. The size of the list does not matter either, but for complex products, which NumPy rounds differently
+in vector and scalar code.
 """
 
 from __future__ import annotations

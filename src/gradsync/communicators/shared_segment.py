@@ -69,11 +69,17 @@ def _available_memory_bytes() -> float:
 
 
 def map_segment(descriptor: int) -> mmap.mmap:
-    """Maps the whole segment for reading and writing, and closes the descriptor."""
+    """Maps the whole segment for reading and writing, and closes the descriptor.
+
+    Raises:
+        BackendUnavailable: this process has no room for it.
+    """
     try:
         # Populated at once: a first touch in the middle of a collective costs more than the collective.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags)
+    except OSError as error:
+        raise BackendUnavailable(f"cannot map the shared memory: {error}") from error
     finally:
         os.close(descriptor)
 
