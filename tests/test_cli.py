@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 import gradsync
+from gradsync.cli import main
 
 START = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -50,6 +52,8 @@ def test_help(command):
         (("run", "nowhere.py"), "script 'nowhere.py' does not exist (looked in "),
         (("run", "-m", "no_such_module.x"), "module 'no_such_module.x' does not exist"),
         (("run", "-m", ""), "module '' does not exist"),
+        (("run", "python", "x.py"), "leave out 'python': gradsync starts Python itself"),
+        (("run", sys.executable, "x.py"), f"leave out {sys.executable!r}"),
         (("run", "."), "script '.' is a directory without a __main__.py"),
         (("serve", "--world-size", "2"), "serve needs --secret-file"),
         (
@@ -100,6 +104,40 @@ def test_serve_prints_its_address_and_ends_cleanly(secret_file, number):
             assert process.returncode == 0
         finally:
             process.kill()
+
+
+def test_ctrl_c_before_the_ranks_start_ends_with_130(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradsync.launching.targets.script_target", interrupted)
+    result = CliRunner().invoke(main, ["run", "x.py"])
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_serve_tells_a_person_what_the_ranks_need(secret_file):
+    terminal, stdout = os.openpty()
+    command = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", secret_file.name]
+    with subprocess.Popen(
+        command,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=secret_file.parent,
+        env=absolute_path_environment(),
+    ) as process:
+        try:
+            os.close(stdout)
+            lines = [process.stderr.readline() for _ in range(3)]
+            address = os.read(terminal, 100).decode().strip()
+        finally:
+            process.kill()
+            os.close(terminal)
+    assert lines == [
+        f"export GRADSYNC_ADDRESS={address}\n",
+        "export GRADSYNC_HOSTED=1\n",
+        f"export GRADSYNC_SECRET_FILE={secret_file}\n",
+    ]
 
 
 def test_serve_serves_ranks_that_gradsync_did_not_start(secret_file):

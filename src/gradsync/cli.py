@@ -9,6 +9,7 @@ import click
 
 from gradsync import __version__
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
+from gradsync.launching.rank_main import EXIT_CODE_INTERRUPTED
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
@@ -35,6 +36,8 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except GradsyncError as error:
             raise _Failure(error) from None
+        except KeyboardInterrupt:  # before or after the supervisor listens: click would exit with 1
+            sys.exit(EXIT_CODE_INTERRUPTED)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,7 +56,13 @@ def main() -> None:
     type=click.IntRange(min=1),
     help="Number of ranks.  [default: one per visible GPU, or per usable core where there is no GPU]",
 )
-@click.option("--backend", type=click.Choice(_BACKENDS), default="auto", show_default=True, help="How data moves.")
+@click.option(
+    "--backend",
+    type=click.Choice(_BACKENDS),
+    default="auto",
+    show_default=True,
+    help="How data moves; nccl and mpi come in a later version.",
+)
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
@@ -70,13 +79,13 @@ def run(nprocs: int | None, backend: str, as_module: bool, script: str, argument
     from gradsync.launching.targets import module_target, script_target
 
     target = (module_target if as_module else script_target)(script, arguments)
-    outcome = supervise(target, nprocs or _default_process_count(), backend=backend)
+    outcome = supervise(target, nprocs or _default_process_count(), backend=backend, notices=sys.stderr)
     sys.stdout.flush()
     print_failure(outcome, sys.stderr)
     sys.exit(outcome.exit_code)
 
 
-@main.command()
+@main.command(short_help="Runs a rendezvous server by itself.")
 @click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of ranks of the run.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0 takes a free one.  [default: 0]")
@@ -98,11 +107,25 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
     server = RendezvousServer(world_size, secret=read_secret_file(secret_file), host=host, port=port)
     signals = _stop_on_termination(server)
     click.echo(server.address)
+    if sys.stdout.isatty():
+        _print_exports(server.address, secret_file)
     try:
         server.serve_forever()
     except RendezvousError:
         if not signals:  # else the signal came before the server began to serve
             raise
+
+
+def _print_exports(address: str, secret_file: str) -> None:
+    """Tells a person what to type before starting a rank; on stderr, for stdout is the address alone."""
+    import os
+    import shlex
+
+    from gradsync import environment
+
+    click.echo(f"export {environment.ADDRESS}={shlex.quote(address)}", err=True)
+    click.echo(f"export {environment.HOSTED}=1", err=True)
+    click.echo(f"export {environment.SECRET_FILE}={shlex.quote(os.path.abspath(secret_file))}", err=True)
 
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:

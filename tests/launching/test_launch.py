@@ -108,10 +108,24 @@ def test_queue_reaches_the_ranks():
 
 def test_what_does_not_pickle_is_refused_before_any_process_starts(monkeypatch):
     monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
-    with pytest.raises(gs.InvalidArgument, match="need to pickle to reach the ranks"):
+    with pytest.raises(gs.InvalidArgument, match=r"<lambda> needs to pickle.*not as a lambda"):
         gs.launch(lambda: 0, (), 2)
-    with pytest.raises(gs.InvalidArgument, match="need to pickle to reach the ranks"):
-        gs.launch(rank_functions.place, (threading.Lock(),), 2)
+    for argument in (threading.Lock(), lambda: 0):
+        with pytest.raises(gs.InvalidArgument, match=r"^the arguments of place need to pickle to reach the ranks: "):
+            gs.launch(rank_functions.place, (argument,), 2)
+
+
+def test_launch_inside_a_rank_is_refused_before_any_process_starts(monkeypatch):
+    monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
+    monkeypatch.setenv("GRADSYNC_RANK", "1")
+    for call in (lambda: gs.launch(rank_functions.place, (), 2), lambda: rank_functions.rank_in_group(1)):
+        with pytest.raises(gs.InvalidArgument, match="starts its own ranks; run it with python, not with gradsync run"):
+            call()
+
+
+def test_arguments_and_number_of_ranks_have_defaults(monkeypatch):
+    monkeypatch.setattr("gradsync.launching.launch.default_process_count", lambda: 1)
+    assert [arguments for _, arguments in gs.launch(rank_functions.place)] == [()]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +226,24 @@ def test_missing_main_guard_is_named(tmp_path):
     code, _, err = run_python(script)
     assert code == 1
     assert 'put the launch under `if __name__ == "__main__":`' in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("call", ["gs.launch(work, (), 2)", "gs.launcher(n_gpus=2)(work)()"])
+def test_function_under_the_main_guard_is_told_where_to_go(tmp_path, call):
+    script = command.write_script(
+        tmp_path,
+        f"""
+        import gradsync as gs
+        if __name__ == "__main__":
+            def work():
+                return 1
+            {call}
+        """,
+    )
+    code, _, err = run_python(script)
+    assert code == 1
+    assert "define it above the `if __name__` line, at the top level of its module" in err.splitlines()[-1]
+    assert "AttributeError" not in err
 
 
 def test_interactive_function_is_refused():

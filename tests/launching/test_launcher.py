@@ -46,7 +46,7 @@ def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatc
         inner()
     with pytest.raises(gs.InvalidArgument, match="not as a lambda or inside another function"):
         gs.launcher(lambda: 0)()
-    with pytest.raises(gs.InvalidArgument, match="need to pickle"):
+    with pytest.raises(gs.InvalidArgument, match="arguments of rank_in_group need to pickle"):
         rank_functions.rank_in_group(sys.stdout)
 
 
@@ -69,7 +69,7 @@ def test_bad_options_are_refused_at_decoration(options, text):
 
 
 def test_decorating_what_is_no_function():
-    with pytest.raises(gs.InvalidArgument, match="needs a function, got 3"):
+    with pytest.raises(gs.InvalidArgument, match=r"needs a function, got 3; for 3 ranks write launcher\(n_gpus=3\)"):
         gs.launcher(3)
 
 

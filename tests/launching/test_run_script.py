@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,8 +131,45 @@ def test_consequence_never_hides_the_cause(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     code, _, err = command.run(*RUN, script, tmp_path / "fifo")
     assert code == 1
-    assert "then failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
+    assert ") also failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
     assert err.splitlines()[-1] == "ZeroDivisionError: the cause"
+
+
+def test_error_of_user_code_outside_with_reaches_the_other_ranks(tmp_path):
+    for statement, told in (("raise ValueError('boom')", "ValueError: boom"), ("sys.exit(3)", "SystemExit: 3")):
+        script = command.write_script(
+            tmp_path,
+            f"""
+            import signal, sys
+            import gradsync as gs
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
+            communicator = gs.init_process_group()
+            if communicator.rank == 1:
+                {statement}
+            communicator.barrier()
+            """,
+        )
+        _, _, err = command.run(*RUN, script)
+        (line,) = [line for line in err.splitlines() if line.startswith("gradsync: rank 0 ")]
+        assert "also failed: gradsync.errors.RankFailed:" in line
+        assert line.endswith(told), err
+
+
+def test_rank_that_ended_normally_while_it_was_needed_is_named(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import signal
+        import gradsync as gs
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
+        communicator = gs.init_process_group()
+        if communicator.rank != 1:
+            communicator.barrier()
+        """,
+    )
+    code, _, err = command.run("run", "-n", 3, script)
+    assert code == 1
+    assert re.search(r"^gradsync: rank 1 \(pid \d+\) had ended with exit code 0$", err, re.MULTILINE), err
 
 
 def test_failing_rank_ends_one_that_ignores_sigterm_and_its_children(tmp_path):

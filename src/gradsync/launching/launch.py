@@ -10,6 +10,7 @@ from gradsync.errors import GradsyncError, InvalidArgument
 from gradsync.launching.outcome import load_results, signal_name
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_target
+from gradsync.launching.visible_devices import default_process_count
 
 
 class WorkerError(GradsyncError, ProcessError):
@@ -42,8 +43,8 @@ class MainProcessError(GradsyncError, ProcessError):
 
 def launch(
     func: Callable[..., Any],
-    args: Sequence[Any],
-    nprocs: int,
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
     master_addr: str = "localhost",
     master_port: int | None = None,
 ) -> list[Any]:
@@ -57,7 +58,7 @@ def launch(
     Args:
         func: a function at the top level of a module or script.
         args: its positional arguments; they pickle.
-        nprocs: number of processes.
+        nprocs: number of processes; by default one per visible GPU, or per usable core where there is no GPU.
         master_addr: MASTER_ADDR, for the function's own use.
         master_port: MASTER_PORT, for the function's own use; a free port by default.
 
@@ -75,7 +76,8 @@ def launch(
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise InvalidArgument(f"launch needs args as a tuple, got {args!r}; one argument is written (value,)")
     target = function_target(func, args, {}, getattr(func, "__qualname__", repr(func)))
-    outcome = supervise(target, nprocs, master_addr=master_addr, master_port=master_port)
+    count = default_process_count() if nprocs is None else nprocs
+    outcome = supervise(target, count, master_addr=master_addr, master_port=master_port)
     if outcome.signal_number is not None:
         name = signal_name(outcome.signal_number)
         raise MainProcessError(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 from gradsync.errors import InvalidArgument, RankFailed
 from gradsync.launching.outcome import Outcome, load_results
+from gradsync.launching.rank_main import HOW_TO_DEFINE
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_target
 from gradsync.launching.visible_devices import default_process_count
@@ -84,7 +85,8 @@ def launcher(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., list[Any]]:
         if not callable(function):
-            raise InvalidArgument(f"launcher needs a function, got {function!r}")
+            hint = f"; for {function} ranks write launcher(n_gpus={function})" if isinstance(function, int) else ""
+            raise InvalidArgument(f"launcher needs a function, got {function!r}{hint}")
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> list[Any]:
@@ -156,7 +158,10 @@ def _run_in_group(module: str, name: str, backend: str, args: tuple[Any, ...], k
     from gradsync.process_group import destroy_process_group, init_process_group, is_initialized
 
     importlib.import_module(module)
-    function = _find(module, name)
+    try:
+        function = _find(module, name)
+    except AttributeError:
+        raise InvalidArgument(f"{name} is not found in {module} of this rank; {HOW_TO_DEFINE}") from None
     init_process_group(backend)
     try:
         return function(*args, **kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -82,18 +84,20 @@ def signal_name(number: int) -> str:
 
 
 def print_failure(outcome: Outcome, stream: TextIO) -> None:
-    """Tells why a run failed: first the consequences, a line each, and last the cause with its traceback."""
+    """Tells why a run failed: what else failed, a line for equal errors, and last the cause with its traceback."""
     root = outcome.root_cause
     if root is None:
         return
     if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
         return  # ranks that end because they were asked to are no news
-    lines = [
-        f"gradsync: rank {rank.rank} (pid {rank.pid}) then failed: {rank.error.summary}\n"
-        for rank in outcome.ranks
-        if rank is not root and rank.error is not None
+    others = [rank for rank in outcome.ranks if rank is not root]
+    lines = [f"gradsync: {line}\n" for line in _also_failed(others)]
+    lines += [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
+    lines += [
+        f"gradsync: rank {rank.rank} (pid {rank.pid}) had ended with exit code 0\n"
+        for rank in others
+        if rank.exit_code == 0 and rank.rank in _missed_ranks(outcome)
     ]
-    lines += [f"gradsync: {rank.describe()}\n" for rank in outcome.ranks if rank is not root and rank.exit_code is None]
     text = root.error.text if root.error else ""
     lines.append(f"gradsync: {root.describe()}{':' if text else ''}\n{text}")
     stream.write("".join(lines))
@@ -126,8 +130,39 @@ def load_results(outcome: Outcome) -> list[Any]:
         except Exception as error:
             raise InvalidArgument(
                 f"the return value of rank {rank.rank} does not unpickle in the launching process: {error!r}"
-            ) from error
+            ) from None
     return results
+
+
+def _also_failed(ranks: Iterable[RankOutcome]) -> list[str]:
+    """Gives a line for each different error, with all ranks that it ended."""
+    by_text: dict[str, list[RankOutcome]] = {}
+    for rank in ranks:
+        if rank.error is not None:
+            text = re.sub(rf"\brank {rank.rank}/\d+: ", "", rank.error.summary, count=1).rstrip(": ")
+            by_text.setdefault(text, []).append(rank)
+    return [
+        f"rank{'s' * several} {_ranges(rank.rank for rank in group)} "
+        f"(pid{'s' * several} {_ranges(rank.pid for rank in group)}) also failed: {text}"
+        for text, group in by_text.items()
+        for several in [len(group) > 1]
+    ]
+
+
+def _missed_ranks(outcome: Outcome) -> set[int | None]:
+    """Gives the ranks whose absence others failed of."""
+    return {rank.error.missed_rank for rank in outcome.ranks if rank.error is not None}
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Gives "0, 2-15" for these numbers."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def _distance_from_cause(rank: RankOutcome) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from gradsync.launching import report_pipe
 
 EXIT_CODE_INTERRUPTED = 130
+#: What a function needs for a rank to find it, which imports the script under another name.
+HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
 _PR_SET_PDEATHSIG = 1
 # Modules between the interpreter and the user's code: in a traceback they only hide the user's own lines.
 _SHIM_MODULES = frozenset(
@@ -56,13 +58,17 @@ def main() -> NoReturn:
         result = _RUNNERS[start["kind"]](start)
         if result is not None and os.getpid() == process_id:
             report_pipe.write_frame(report_descriptor, report_pipe.RESULT, result)
-    except SystemExit:
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _remember(error)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _remember(error)
         sys.exit(EXIT_CODE_INTERRUPTED)
     except BaseException as error:
         if os.getpid() != process_id:
             raise  # a process that the user's code forked: not this rank
+        _remember(error)
         _report_error(report_descriptor, error)
         sys.exit(1)
     sys.exit(0)
@@ -186,6 +192,12 @@ def _load_call(start: dict[str, Any]) -> Any:
     try:
         spawn.prepare(pickle.loads(start["preparation"]))
         return pickle.loads(start["call"])
+    except AttributeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # the user's own module raised it, not pickle
+        from gradsync.errors import InvalidArgument
+
+        raise InvalidArgument(f"{error}; {HOW_TO_DEFINE}") from None
     finally:
         del current._inheriting
         _importing_main = False
@@ -196,6 +208,13 @@ _RUNNERS: dict[str, Callable[[dict[str, Any]], bytes | None]] = {
     "module": _run_module,
     "function": _run_function,
 }
+
+
+def _remember(error: BaseException) -> None:
+    """Leaves an error where the interpreter would: the exit hook of the process group tells it to the others."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
 
 
 def _report_error(descriptor: int, error: BaseException) -> None:
@@ -210,7 +229,13 @@ def _report_error(descriptor: int, error: BaseException) -> None:
     error.__traceback__ = trace
     text = "".join(traceback.format_exception(type(error), error, trace))
     summary = traceback.format_exception_only(type(error), error)[-1].split("\n")[0]
-    body = {"text": text, "summary": summary, "is_consequence": _is_consequence(error)}
+    consequence = _consequence_in(error)
+    body = {
+        "text": text,
+        "summary": summary,
+        "is_consequence": consequence is not None,
+        "missed_rank": getattr(consequence, "rank", None),
+    }
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
     try:
@@ -219,14 +244,14 @@ def _report_error(descriptor: int, error: BaseException) -> None:
         sys.stderr.write(text)  # nobody is left to show it
 
 
-def _is_consequence(error: BaseException | None) -> bool:
-    """Tells whether an error, or one that led to it, says that another rank is gone."""
+def _consequence_in(error: BaseException | None) -> BaseException | None:
+    """Gives the error, or the one among those that led to it, that says that another rank is gone."""
     errors = sys.modules.get("gradsync.errors")
-    kinds = tuple(getattr(errors, name) for name in _CONSEQUENCES) if errors else ()
+    kinds: tuple[type[BaseException], ...] = tuple(getattr(errors, name) for name in _CONSEQUENCES) if errors else ()
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, kinds):
-            return True
+            return error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return False
+    return None

@@ -35,11 +35,13 @@ class ErrorReport:
         text: the traceback, without our own frames.
         summary: its last line.
         is_consequence: whether it only tells that another rank is gone.
+        missed_rank: the rank that it says is gone, where it names one.
     """
 
     text: str
     summary: str
     is_consequence: bool
+    missed_rank: int | None = None
 
 
 def start_record(target: Target, secret: bytes) -> int:

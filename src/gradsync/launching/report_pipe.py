@@ -10,7 +10,7 @@ import os
 
 #: The body is the pickled return value.
 RESULT = b"R"
-#: The body is a marshalled dict of `text`, `summary` and `is_consequence`.
+#: The body is a marshalled dict of `text`, `summary`, `is_consequence` and `missed_rank`.
 ERROR = b"E"
 
 _HEADER_BYTES = 9

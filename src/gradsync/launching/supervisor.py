@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from typing import TextIO
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
@@ -29,6 +30,7 @@ def supervise(
     master_addr: str = "127.0.0.1",
     master_port: int | None = None,
     rendezvous_port: int = 0,
+    notices: TextIO | None = None,
 ) -> Outcome:
     """Runs a target in `n_ranks` processes on this machine, to the end of all of them.
 
@@ -42,6 +44,7 @@ def supervise(
         master_addr: MASTER_ADDR in the ranks, for the user's own use.
         master_port: MASTER_PORT in the ranks, for the user's own use; a free port by default.
         rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.
+        notices: where a Ctrl-C is answered with a line.
 
     Returns:
         How every rank ended. A failing rank is no exception here.
@@ -57,7 +60,7 @@ def supervise(
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         secret = os.urandom(32)
         environs = [rank_environment(rank, n_ranks, address, master_addr, port, backend) for rank in range(n_ranks)]
-        with Watch(signals) as watch:
+        with Watch(signals, notices) as watch:
             start = start_record(target, secret)
             try:
                 for rank, environ in enumerate(environs):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from typing import Any
 
+from gradsync import environment
 from gradsync.errors import InvalidArgument
 from gradsync.launching import rank_main
 
@@ -33,8 +34,11 @@ def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
     """Prepares a script.
 
     Raises:
-        InvalidArgument: there is no such file.
+        InvalidArgument: there is no such file, or it is the interpreter.
     """
+    is_interpreter = os.path.basename(path).rstrip(".0123456789") == "python" and not os.path.isdir(path)
+    if is_interpreter and (not os.path.exists(path) or os.access(path, os.X_OK)):
+        raise InvalidArgument(f"leave out {path!r}: gradsync starts Python itself, as in gradsync run -n 2 script.py")
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "__main__.py")):
             raise InvalidArgument(f"script {path!r} is a directory without a __main__.py")
@@ -72,13 +76,17 @@ def function_target(
         name: what errors and `ps` call the function.
 
     Raises:
-        InvalidArgument: the function or an argument does not pickle, or this process is itself a rank that
-            imports the launching script.
+        InvalidArgument: the function or an argument does not pickle, or this process is itself a rank.
     """
     if rank_main.is_importing_main():
         raise InvalidArgument(
             "a rank imports the script that launched it, to find the function in it, and came to the launch "
             'again; put the launch under `if __name__ == "__main__":`'
+        )
+    if rank := os.environ.get(environment.RANK):
+        raise InvalidArgument(
+            f"{name} was launched inside rank {rank}: this script starts its own ranks; run it with python, "
+            "not with gradsync run"
         )
     from multiprocessing import context, spawn
     from multiprocessing.reduction import ForkingPickler
@@ -100,13 +108,25 @@ def function_target(
             "tracker_descriptor": _resource_tracker_descriptor(inherited),
         }
     except Exception as error:
+        if _pickles(function):
+            raise InvalidArgument(f"the arguments of {name} need to pickle to reach the ranks: {error}") from None
         raise InvalidArgument(
-            f"{name} and its arguments need to pickle to reach the ranks: {error}; define the function "
-            "at the top level of a module or script, not as a lambda or inside another function"
-        ) from error
+            f"{name} needs to pickle to reach the ranks: {error}; define it at the top level of a module or "
+            "script, not as a lambda or inside another function"
+        ) from None
     finally:
         context.set_spawning_popen(None)
     return Target(record, (name,), tuple(inherited.descriptors))
+
+
+def _pickles(function: Callable[..., Any]) -> bool:
+    from multiprocessing.reduction import ForkingPickler
+
+    try:
+        ForkingPickler.dumps(function)
+    except Exception:
+        return False
+    return True
 
 
 def _module_exists(name: str) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import selectors
 import signal
 import time
+from typing import TextIO
 
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import RankProcess
@@ -32,8 +33,9 @@ _END: tuple[_Step, ...] = ((_GRACE_SECONDS, signal.SIGKILL), (_UNKILLABLE_SECOND
 class Watch:
     """The started ranks of a run. None of them is left when the context ends."""
 
-    def __init__(self, signals: SignalInbox) -> None:
+    def __init__(self, signals: SignalInbox, notices: TextIO | None = None) -> None:
         self._signals = signals
+        self._notices = notices
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.descriptor, selectors.EVENT_READ)
         self._ranks: list[RankProcess] = []
@@ -115,12 +117,19 @@ class Watch:
             if self._told_to_stop:  # the ranks are on their way out already
                 self._plan(((0.0, signal.SIGKILL), _END[1]))
             elif number == signal.SIGINT:
+                self._answer_interrupt()
                 self._plan(((0.0, number), (_GRACE_SECONDS, signal.SIGTERM), *_END))
             else:
                 self._plan(((0.0, number), *_END))
         elif number == signal.SIGINT:
             self._plan(((0.0, signal.SIGKILL), _END[1]))
         self._take_due_step()
+
+    def _answer_interrupt(self) -> None:
+        if self._notices is not None and self._running:
+            ranks, them = ("1 rank", "it") if len(self._running) == 1 else (f"{len(self._running)} ranks", "them")
+            with contextlib.suppress(OSError):  # nobody reads it
+                print(f"gradsync: stopping {ranks} (Ctrl-C again kills {them})", file=self._notices, flush=True)
 
     def _plan(self, steps: tuple[_Step, ...]) -> None:
         self._steps = list(steps)

@@ -1,0 +1,35 @@
+import io
+
+from gradsync.launching.outcome import Outcome, RankOutcome, print_failure
+from gradsync.launching.rank_process import ErrorReport
+
+
+def told(*ranks):
+    stream = io.StringIO()
+    print_failure(Outcome(ranks), stream)
+    return stream.getvalue().splitlines()
+
+
+def failed(rank, summary, *, missed_rank=None, is_consequence=True):
+    error = ErrorReport(f"Traceback\n{summary}\n", summary, is_consequence, missed_rank)
+    return RankOutcome(rank, 100 + rank, 1, error=error, order=rank)
+
+
+def test_equal_failures_share_a_line_and_the_cause_is_last():
+    consequences = [failed(rank, f"RankFailed: rank {rank}/17: rank 1 failed:") for rank in range(17) if rank != 1]
+    cause = failed(1, "ValueError: boom", is_consequence=False)
+    consequences[-1] = failed(16, "RankFailed: something else")
+    assert told(consequences[0], cause, *consequences[1:]) == [
+        "gradsync: ranks 0, 2-15 (pids 100, 102-115) also failed: RankFailed: rank 1 failed",
+        "gradsync: rank 16 (pid 116) also failed: RankFailed: something else",
+        "gradsync: rank 1 (pid 101) failed with exit code 1:",
+        "Traceback",
+        "ValueError: boom",
+    ]
+
+
+def test_rank_that_had_ended_is_named_where_it_was_missed():
+    ended = RankOutcome(1, 101, 0)
+    line = "gradsync: rank 1 (pid 101) had ended with exit code 0"
+    assert told(failed(0, "RankFailed: x", missed_rank=1), ended)[0] == line
+    assert line not in told(failed(0, "RankFailed: x"), ended)
