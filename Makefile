@@ -15,7 +15,7 @@ $(BIN)/python:
 
 # Two stamps, so that `make demo` does not wait for the test tools.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	@echo "Installing gradsync into $(VENV) (once) ..."
+	@echo "Installing gradsync and scikit-learn into $(VENV) (once, about 20 s) ..."
 	$(BIN)/python -m pip install --quiet -e '.[examples]'
 	@touch $@
 
@@ -27,7 +27,7 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
-test: $(VENV)/.dev  ## run the tests
+test: $(VENV)/.dev  ## run the tests (about two minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (they skip with a reason where there is none)
@@ -39,8 +39,10 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev  ## time the library; results as JSON under benchmarks/results
-	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist --override-ini addopts= -q
+	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist --override-ini addopts= -q \
+		--benchmark-json=benchmarks/results/pytest_benchmark.json
 	$(BIN)/python benchmarks/first_light.py
 
 clean:           ## remove .venv and caches
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -61,11 +61,19 @@ def render(text: str) -> str:
     text = re.sub(
         r"(<!-- output: (\S+) -->\n```text\n).*?(```\n)", lambda m: m[1] + play(m[2]) + m[3], text, flags=re.DOTALL
     )
-    return re.sub(r"(<!-- table: (\S+) -->\n)(\n?\|[^\n]*\n)*\n*", lambda m: m[1] + "\n" + table(m[2]) + "\n", text)
+    return re.sub(
+        r"(<!-- table: (\S+) -->\n).*?(<!-- end -->\n)",
+        lambda m: m[1] + "\n" + table(m[2]) + m[3],
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def play(scene: str) -> str:
-    """Runs a scene on two ranks and returns what it prints."""
+    """Runs a scene on two ranks and returns what it prints, without the lines of ranks that failed as a consequence.
+
+    Which way such a rank learns of the failure first, and so its words, is a matter of microseconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "train.py").write_text(SCENES[scene])
         done = subprocess.run(
@@ -77,6 +85,7 @@ def play(scene: str) -> str:
             check=False,
         )
         output = (done.stdout + done.stderr).replace(folder + "/", "")
+    output = re.sub(r"^gradsync: rank.* also failed: .*\n", "", output, flags=re.MULTILINE)
     return re.sub(r"pid \d+", "pid 4242", output)
 
 

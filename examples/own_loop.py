@@ -8,7 +8,7 @@ with gs.init_process_group() as comm:  # who am I: told by `gradsync run`, torch
     y = x @ [1.0, 2.0, 3.0] + 4.0
     weights, bias = rng.normal(size=3), rng.normal(size=1)
     gs.bcast_list_([weights, bias], root=0)  # ... and all begin with rank 0's parameters
-    sync = gs.AllreduceCallback("mean")  # packs gradients into buckets of up to 10 MB
+    sync = gs.AllreduceCallback("mean")  # packs gradients into buckets of up to 10 MiB
 
     for _ in range(100):
         error = x @ weights + bias - y

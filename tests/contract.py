@@ -81,7 +81,7 @@ def check_every_operation_and_dtype(comm: Any) -> None:
 
 def check_refused_operations(comm: Any) -> None:
     for name, operations in OPERATIONS_BY_DTYPE.items():
-        for op in set(ReduceOp) - operations:
+        for op in sorted(set(ReduceOp) - operations, key=lambda op: op.value):
             array = contribution(comm.rank, (3,), name)
             expect(gs.UnsupportedDtype, lambda a=array, o=op: comm.all_reduce(a, o.value))
     for dtype in ("datetime64[s]", "U4", ">f4", "O"):
@@ -224,7 +224,7 @@ def check_many_calls_in_a_row(comm: Any) -> None:
             assert (array == n * step + n * (n - 1) // 2).all()
 
 
-def check_same_bits_from_run_to_run(comm: Any) -> None:
+def check_same_bits_from_call_to_call(comm: Any) -> None:
     for size in (1000, 100_000):
         first = contribution(comm.rank, (size,), "float32")
         second = first.copy()

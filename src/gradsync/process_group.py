@@ -1,6 +1,7 @@
 """The world of this process: who it is, how it met the others, and its communicator.
 
-The only module with state of its own (beside the slot in communicators/world.py, which it alone fills).
+Holds the process group: its rendezvous client, the server if this rank hosts it, and, in the slot of
+communicators/world.py that it alone fills, its communicator.
 """
 
 from __future__ import annotations

@@ -35,15 +35,19 @@ class ReduceOp(str, enum.Enum):
         Raises:
             InvalidArgument: no operator has that name.
         """
-        op = _OPS_BY_NAME.get(value)
-        if op is None and isinstance(value, str):
-            op = _OPS_BY_NAME.get(value.lower())
+        op = _find(value)
         if op is None:
             raise InvalidArgument(f"unknown reduce operation {value!r}: use one of {', '.join(op.value for op in cls)}")
         return op
 
 
-_OPS_BY_NAME: dict[Any, ReduceOp] = {key: op for op in ReduceOp for key in (op, op.value)}
+_OPS_BY_NAME = {op.value: op for op in ReduceOp}
+
+
+def _find(value: object) -> ReduceOp | None:
+    if isinstance(value, ReduceOp):
+        return value
+    return _OPS_BY_NAME.get(value.lower()) if isinstance(value, str) else None
 
 
 def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
@@ -52,7 +56,7 @@ def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
     Raises:
         InvalidArgument: anything else.
     """
-    op = _OPS_BY_NAME.get(value.lower() if isinstance(value, str) else value)
+    op = _find(value)
     if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
         raise InvalidArgument(f'reduce_method must be "sum" or "mean", got {value!r}')
     return op
@@ -124,8 +128,8 @@ def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array, accumu
 
     Args:
         op: the operator; check_operation has accepted it for the dtype.
-        contributions: one array for each rank, rank order, all of one shape and dtype; any may be `out` itself
-            only when it comes first.
+        contributions: one array for each rank, rank order, all of one shape and dtype; only the first or the second
+            may be `out` itself.
         out: receives the result; same shape and dtype.
         accumulator: scratch of the same shape in `accumulation_dtype`, used by half precision (allocated when
             absent).
@@ -149,15 +153,21 @@ def _reduce_in_place(ufunc: Callable[..., Any], op: ReduceOp, contributions: Seq
     for contribution in contributions[2:]:
         ufunc(target, contribution, out=target)
     if op is ReduceOp.MEAN:
-        _divide(target, len(contributions))
+        divide_into(target, len(contributions), target)
 
 
-def _divide(values: Array, count: int) -> None:
-    """Divides in place; by multiplication where that gives the same bits, which is several times faster."""
+def divide_into(values: Array, count: int, out: Array) -> None:
+    """Divides by the number of ranks; by multiplication where that gives the same bits, which is several times faster.
+
+    Args:
+        values: floating or complex array.
+        count: number of ranks.
+        out: receives the quotients; may be `values`.
+    """
     if _is_power_of_two(count):
-        np.multiply(values, values.dtype.type(1.0 / count), out=values)
+        np.multiply(values, values.dtype.type(1.0 / count), out=out)
     else:
-        np.divide(values, values.dtype.type(count), out=values)
+        np.divide(values, values.dtype.type(count), out=out)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """The secret of a run, as a user keeps it in a file: read only where nobody else can have read or planted it.
 
-`environment.py` and `gradsync serve` use it for runs that our launcher does not start.
+`environment.py`, `bootstrap.py` and `gradsync serve` use it for runs that our launcher does not start.
 """
 
 from __future__ import annotations

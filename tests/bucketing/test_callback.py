@@ -394,3 +394,18 @@ def reduce_temporaries(comm: Any) -> None:
 
 def test_temporaries_are_no_overlap() -> None:
     run_ranks(2, reduce_temporaries)
+
+
+def differ_late_in_a_large_bucket(comm: Any) -> str:
+    callback = gs.AllreduceCallback("sum", comm)
+    for i in range(1500):
+        shape = (3, 2) if i == 1400 and comm.rank == 1 else (2, 3)
+        callback(f"a parameter with a long name, number {i}", np.ones(shape))
+    return str(expect(gs.PlanMismatch, callback.flush))
+
+
+def test_the_first_difference_is_named_in_a_large_bucket() -> None:
+    for text in run_ranks(2, differ_late_in_a_large_bucket):
+        assert "first difference, gradient 1400 of the bucket" in text
+        assert "number 1400': float64[2, 3]" in text
+        assert "number 1400': float64[3, 2]" in text

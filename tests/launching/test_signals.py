@@ -1,9 +1,13 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import command
 import pytest
+
+from gradsync.launching.signal_inbox import SignalInbox
 
 PATIENT = """
     import os, signal
@@ -121,3 +125,31 @@ def test_ctrl_c_while_the_ranks_boot_is_quiet(tmp_path):
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     code, out, err = command.run("run", "-n", 2, script, env=os.environ | {"PYTHONPATH": path})
     assert (code, out, err) == (130, "", STOPPING)
+
+
+def test_exit_codes_survive_an_ignored_sigchld(tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("raise SystemExit(3)")
+    ignore = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ignore, sys.executable, "-m", "gradsync", "run", "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+
+
+def test_a_signal_that_nobody_read_acts_on_leaving():
+    received = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with SignalInbox():
+            signal.raise_signal(signal.SIGTERM)
+            assert received == []
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)

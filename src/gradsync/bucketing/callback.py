@@ -22,7 +22,7 @@ from gradsync.bucketing.pending import PendingGradient, display_name, key_of, pr
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.world import group_or_world
+from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, UnsupportedDtype, describe
 from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, parse_reduce_method
 
@@ -59,12 +59,12 @@ class AllreduceCallback:
 
     Args:
         reduce_method: "sum" or "mean", in any case. "mean" needs floating or complex gradients.
-        group: the communicator; None is the world's, looked up at each step.
+        group: the communicator; None is the world's, looked up at each call.
         backend: None or "auto", or the backend that the communicator must have.
         threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone.
 
     Raises:
-        InvalidArgument: unknown reduce method or backend, a threshold below 1, or no communicator.
+        InvalidArgument: unknown reduce method or backend, a threshold below 1, or a group that is no Communicator.
 
     Source: bucketing as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), with the arrival order of MegEngine.
     """
@@ -177,8 +177,9 @@ class AllreduceCallback:
             yield
         except BaseException as error:
             self._fail_step(GradientCancelled(f"the backward pass ended with {describe(error)}"))
-            communicator = self._communicator()
-            if self._synchronising and communicator.world_size > 1 and not isinstance(error, PlanMismatch):
+            communicator = self._group or get_world()
+            told = communicator is None or communicator.world_size == 1 or isinstance(error, PlanMismatch)
+            if self._synchronising and communicator is not None and not told:
                 communicator.abort(f"in the backward pass: {describe(error)}")
             raise
         self.flush()

@@ -28,6 +28,7 @@ class ClaimedMemory:
     def __init__(self) -> None:
         self._claims: list[_Claim] = []
         self._longest_bytes = 0
+        self._ranges_overlap = False  # rare: views that interleave, or read-only arrays
 
     def claim(self, array: Array, future: GradientFuture) -> None:
         """Enters a gradient.
@@ -62,6 +63,7 @@ class ClaimedMemory:
         """Forgets the step."""
         self._claims.clear()
         self._longest_bytes = 0
+        self._ranges_overlap = False
 
 
 def _byte_bounds(array: Array) -> tuple[int, int]:

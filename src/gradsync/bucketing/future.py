@@ -19,16 +19,17 @@ class GradientFuture:
 
     Args:
         name: how error messages call the gradient.
-        timeout_seconds: how long result() waits when it is not told.
+        timeout_seconds: how long result() waits, in a thread other than the one that hands over gradients, when it is
+            not told.
     """
 
     __slots__ = (
         "_callbacks",
         "_error",
         "_event",
-        "_launcher",
         "_lock",
         "_name",
+        "_owner_thread",
         "_timeout_seconds",
         "_value",
     )
@@ -42,7 +43,7 @@ class GradientFuture:
         self._callbacks: list[Callable[[GradientFuture], None]] | None = []  # None once resolved
         self._lock = threading.Lock()
         # Only this thread can launch the bucket, so it must not wait for itself.
-        self._launcher = threading.get_ident()
+        self._owner_thread = threading.get_ident()
 
     @property
     def name(self) -> str:
@@ -57,7 +58,7 @@ class GradientFuture:
         """Returns the reduced gradient.
 
         Args:
-            timeout: seconds to wait for it; None waits as long as the collective's own deadline.
+            timeout: seconds to wait for it; None is 300 s.
 
         Returns:
             The array that was handed to the callback, with the reduced values in it (a fresh array where that one
@@ -87,7 +88,7 @@ class GradientFuture:
         del stream
         if self._callbacks is None:
             return
-        if threading.get_ident() == self._launcher:
+        if threading.get_ident() == self._owner_thread:
             raise FutureNotReady(
                 f"{self._name} is not ready: its bucket is not full yet; call flush(), or leave the "
                 "`with callback.backward()` block, before asking for it"

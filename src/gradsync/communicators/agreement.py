@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -35,32 +35,56 @@ def digest_of(*parts: object) -> int:
 @lru_cache(maxsize=4096)
 def agreement_on(collective: str, shape: tuple[int, ...], dtype: np.dtype[np.generic] | None, detail: str) -> Agreement:
     """Returns the agreement for a single collective; cached, because loops repeat themselves."""
-    of_what = "" if dtype is None else f" of {dtype.name}{list(shape)}"
+    of_what = "" if dtype is None else f" of {dtype}{list(shape)}"
     text = f"{collective}{of_what}{f' ({detail})' if detail else ''}"
     return Agreement(digest_of(collective, shape, str(dtype), detail), lambda: text)
 
 
-def mismatch(label: str, index: int | None, descriptions: Mapping[int, str]) -> PlanMismatch:
+class Description(NamedTuple):
+    """What one rank was about to do.
+
+    Attributes:
+        headline: in one line.
+        first: number of the first gradient in `lines`.
+        lines: one for each gradient from there on, as many as there was room for.
+    """
+
+    headline: str
+    first: int
+    lines: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, first: int) -> Description:
+        """Returns the description whose lines stand in the text, headline first."""
+        headline, *lines = text.splitlines() or [""]
+        return cls(headline, first, tuple(lines))
+
+
+def first_difference(parts: Sequence[Sequence[object]]) -> int:
+    """Returns the first position at which the sequences are not all equal; the shortest's length where they agree."""
+    for position, values in enumerate(zip(*parts, strict=False)):
+        if len(set(values)) > 1:
+            return position
+    return min(len(part) for part in parts)
+
+
+def mismatch(label: str, index: int | None, descriptions: Mapping[int, Description]) -> PlanMismatch:
     """Makes the error that every rank raises.
 
     Args:
         label: this rank, e.g. "rank 0/2".
         index: position of the event in its step, or None.
-        descriptions: what each rank was about to do: a headline, then a line for each gradient, if any. The error's
-            text shows the headlines and the first line that differs; its attribute holds the whole.
+        descriptions: of every rank, all from the same first gradient on.
     """
     where = "" if index is None else f", event {index} of this step"
-    texts = {rank: text.splitlines() or [""] for rank, text in sorted(descriptions.items())}
-    shown = "".join(f"\n  rank {rank}: {lines[0]}" for rank, lines in texts.items())
-    longest = max(len(lines) for lines in texts.values())
-    for number in range(1, longest):
-        at = {rank: lines[number] if number < len(lines) else "(nothing)" for rank, lines in texts.items()}
-        if len(set(at.values())) > 1:
-            shown += f"\n  first difference, gradient {number - 1} of the bucket:"
-            shown += "".join(f"\n    rank {rank}: {line}" for rank, line in at.items())
-            break
+    shown = "".join(f"\n  rank {rank}: {d.headline}" for rank, d in sorted(descriptions.items()))
+    if any(d.lines for d in descriptions.values()):
+        first = min(d.first for d in descriptions.values())
+        shown += f"\n  first difference, gradient {first} of the bucket:"
+        for rank, d in sorted(descriptions.items()):
+            shown += f"\n    rank {rank}: {d.lines[0] if d.lines else '(nothing)'}"
     return PlanMismatch(
         f"{label}: the ranks disagree on the next collective{where}; nothing was reduced:{shown}",
         index=index,
-        descriptions=dict(descriptions),
+        descriptions={rank: "\n".join([d.headline, *d.lines]) for rank, d in descriptions.items()},
     )

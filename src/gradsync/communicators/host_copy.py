@@ -6,7 +6,7 @@ page-aligned slots and large NumPy arrays, which begin 16 bytes into a page, mee
 with vector loads and stores and has no such case, so larger pieces go through np.positive on unsigned integers, which
 keeps every bit.
 
-Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/host_copy.py shows it.
+Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/test_copy_speed.py shows it.
 """
 
 from __future__ import annotations

@@ -86,11 +86,11 @@ class Lifetime:
             self._lock.release()
             raise
 
-    def leave(self, what: str, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None) -> None:
         """Ends a collective; one that failed midway ends the communicator for all ranks."""
         try:
             if error is not None and not isinstance(error, PlanMismatch):
-                self.abort(f"in {what}: {describe(error)}", _culprit_of(error))
+                self.abort(f"in {self._inside}: {describe(error)}", _culprit_of(error))
         finally:
             self._lock.release()
             if self.ended_because is not None:
@@ -122,7 +122,7 @@ class _Turn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lifetime.leave(self.what, error)
+        self._lifetime.leave(error)
 
 
 def _culprit_of(error: BaseException) -> int | None:

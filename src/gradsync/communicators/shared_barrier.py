@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from zlib import crc32
 
-from gradsync.communicators.agreement import Agreement, mismatch
+from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
 from gradsync.errors import CollectiveTimeout, RankFailed
 
 # One 64-byte line of eight words for each rank, and one for all, of which the first word is not zero once any rank
@@ -162,7 +163,8 @@ class SharedBarrier:
         for peer in self._peers:
             line = peer * _WORDS_PER_RANK
             if self._words[line + _STATE] == _ABORTED and self._words[line + _GAVE_UP_AT] <= self.round:
-                self._raise_failed(self._words[line + _CULPRIT], f"rank {peer} aborted: {self._reasons.read(peer)}")
+                reason = self._reasons.read(peer).decode(errors="replace")
+                self._raise_failed(self._words[line + _CULPRIT], f"rank {peer} aborted: {reason}")
 
     def _missing(self) -> list[int]:
         return [p for p in self._peers if self._words[p * _WORDS_PER_RANK + _ARRIVALS] < self.round]
@@ -171,10 +173,21 @@ class SharedBarrier:
         raise RankFailed(f"rank {self._rank}/{self._world_size}: {what}", rank=culprit, phase="collective")
 
     def _raise_mismatch(self, agreement: Agreement) -> None:
-        """Exchanges descriptions, so that every rank can raise the same error."""
-        self._texts.write(self._rank, agreement.describe())
+        """Exchanges descriptions, so that every rank can raise the same error.
+
+        First a checksum of each line, from which all ranks find the first that differs; then the text from there on,
+        because the whole may be too long.
+        """
+        headline, *lines = agreement.describe().splitlines() or [""]
+        self._texts.write(self._rank, b"".join(crc32(line.encode()).to_bytes(4, "little") for line in lines))
         self._arrive(_NO_DIGEST)
-        descriptions = {rank: self._texts.read(rank) for rank in range(self._world_size)}
+        sums = [self._texts.read(rank) for rank in range(self._world_size)]
+        first = first_difference([[part[i : i + 4] for i in range(0, len(part), 4)] for part in sums])
+        self._arrive(_NO_DIGEST)  # until here the others read this rank's checksums
+        self._texts.write(self._rank, "\n".join([headline, *lines[first:]]).encode(errors="backslashreplace"))
+        self._arrive(_NO_DIGEST)
+        texts = {rank: self._texts.read(rank).decode(errors="replace") for rank in range(self._world_size)}
+        descriptions = {rank: Description.parse(text, first) for rank, text in texts.items()}
         raise mismatch(f"rank {self._rank}/{self._world_size}", agreement.event, descriptions)
 
     def announce_closed(self) -> None:
@@ -188,7 +201,7 @@ class SharedBarrier:
             reason: told to all.
             culprit: the rank whose failure this is; None is this rank.
         """
-        self._reasons.write(self._rank, reason)
+        self._reasons.write(self._rank, reason.encode(errors="backslashreplace"))
         self._words[self._line + _GAVE_UP_AT] = self._completed + 1
         self._words[self._line + _CULPRIT] = self._rank if culprit is None else culprit
         self._words[self._line + _STATE] = _ABORTED
@@ -202,22 +215,22 @@ class SharedBarrier:
 
 
 class _TextBoard:
-    """One short text for each rank in shared memory: a length, then UTF-8."""
+    """One short text for each rank in shared memory: a length, then bytes."""
 
     def __init__(self, memory: memoryview, bytes_per_rank: int) -> None:
         self._memory = memory
         self._bytes_per_rank = bytes_per_rank
 
-    def write(self, rank: int, text: str) -> None:
-        data = text.encode(errors="backslashreplace")[: self._bytes_per_rank - 4]
+    def write(self, rank: int, text: bytes) -> None:
+        data = text[: self._bytes_per_rank - 4]
         begin = rank * self._bytes_per_rank
         self._memory[begin + 4 : begin + 4 + len(data)] = data
         self._memory[begin : begin + 4] = len(data).to_bytes(4, "little")
 
-    def read(self, rank: int) -> str:
+    def read(self, rank: int) -> bytes:
         begin = rank * self._bytes_per_rank
         length = int.from_bytes(self._memory[begin : begin + 4], "little")
-        return bytes(self._memory[begin + 4 : begin + 4 + length]).decode(errors="replace")
+        return bytes(self._memory[begin + 4 : begin + 4 + length])
 
     def release(self) -> None:
         self._memory.release()

@@ -69,6 +69,12 @@ class SharedMemoryCommunicator(Communicator):
     def _all_reduce_list(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
+        if self.world_size == 1:
+            self._barrier.meet(agreement)
+            for source, target in zip(sources, targets, strict=True):
+                if target is not source:
+                    np.copyto(target, source)
+            return
         total_bytes = sum([source.nbytes for source in sources])
         reduction = self._exchange if total_bytes <= SMALL_BYTES else self._write_back
         # Overflow and NaN are the caller's business; as exceptions they would hit some ranks and not others.

@@ -21,9 +21,12 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
 from gradsync.communicators.shared_barrier import SharedBarrier
 from gradsync.communicators.stream_plan import Chunk, Region, plan_stream
-from gradsync.reduction import Array, ReduceOp, accumulation_dtype, reduce_into
+from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
 
 SlotArrays = tuple[tuple[Array, ...], ...]  # [parity][rank] -> 1-D array in shared memory
+# Below, on average, pieces are gathered first: a NumPy call costs as much as some kilobytes.
+_WORTH_A_CALL_BYTES = 4096
+
 SlotsOf = Callable[[np.dtype[Any]], SlotArrays]
 
 
@@ -94,11 +97,7 @@ class WriteBack:
         self._peers = [peer for peer in range(world_size) if peer != rank]
 
     def all_reduce(
-        self,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        op: ReduceOp,
-        agreement: Agreement,
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         """Reduces each source into its target; see Communicator.all_reduce_list.
 
@@ -109,21 +108,25 @@ class WriteBack:
         dtype = sources[0].dtype
         word = word_dtype(dtype)
         source_words = [source.view(word) for source in sources]
-        target_words = [target.view(word) for target in targets]
         slots, slot_words = self._slots_of(dtype), self._slots_of(word)
         sizes = tuple([source.size for source in sources])
         itemsize = dtype.itemsize
         chunks = plan_stream(sizes, self._chunk_bytes // itemsize, itemsize, self._rank, self._world_size)
+        # The mean is a sum that is divided on its way into the targets: that spares a pass over the data. Half
+        # precision is divided with the sum, in float32.
+        divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
+        delivery = _Delivery(targets, self._world_size if divides_late else 1)
+        sum_op = ReduceOp.SUM if divides_late else op
         count = len(chunks)
         for step in range(count + 2):
-            own_slot = slot_words[step & 1][self._rank]
+            parity = step & 1
             if step >= 2:
-                self._fetch(chunks[step - 2], own_slot, target_words)
+                for region in chunks[step - 2].others:
+                    delivery.deliver(slots[parity][self._rank], region)
             if step < count:
-                self._publish(chunks[step], source_words, own_slot)
+                self._publish(chunks[step], source_words, slot_words[parity][self._rank])
             if 1 <= step <= count:
-                parity = (step - 1) & 1
-                self._reduce(chunks[step - 1].own, sources, targets, slots[parity], slot_words[parity], op)
+                self._reduce(chunks[step - 1].own, sources, slots[1 - parity], sum_op, delivery)
             if step <= count:
                 self._barrier.meet(agreement)
 
@@ -132,43 +135,62 @@ class WriteBack:
         for begin, end, pieces in chunk.others:
             pack_words([source_words[array][low:high] for array, low, high in pieces], own_slot[begin:end])
 
-    @staticmethod
-    def _fetch(chunk: Chunk, own_slot: Array, target_words: Sequence[Array]) -> None:
-        for begin, end, pieces in chunk.others:
-            split_words(own_slot[begin:end], [target_words[array][low:high] for array, low, high in pieces])
-
     def _reduce(
-        self,
-        region: Region,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        slots: Sequence[Array],
-        slot_words: Sequence[Array],
-        op: ReduceOp,
+        self, region: Region, sources: Sequence[Array], slots: Sequence[Array], op: ReduceOp, delivery: _Delivery
     ) -> None:
-        """Reduces this rank's slice of a chunk, and writes the result back to where each peer fetches it."""
+        """Reduces this rank's slice of a chunk into the slot of every peer, and delivers it here."""
         begin, end, pieces = region
-        length = end - begin
-        if not length:
+        if begin == end:
             return
         dtype = slots[0].dtype
-        word = slot_words[0].dtype
-        contributions = [slot[begin:end] for slot in slots]
-        if len(pieces) == 1:
-            array, low, high = pieces[0]
-            own, target = sources[array][low:high], targets[array][low:high]
+        if (end - begin) * dtype.itemsize >= _WORTH_A_CALL_BYTES * len(pieces):
+            for array, low, high in pieces:
+                self._reduce_into_slots(begin, sources[array][low:high], slots, op)
+                begin += high - low
         else:
-            own = target = self._scratch.own(dtype, length)
-            pack_words([sources[array][low:high].view(word) for array, low, high in pieces], own.view(word))
+            own = self._scratch.own(dtype, end - begin)
+            np.concatenate([sources[array][low:high] for array, low, high in pieces], out=own)
+            self._reduce_into_slots(begin, own, slots, op)
+        delivery.deliver(slots[self._peers[0]], region)
+
+    def _reduce_into_slots(self, begin: int, own: Array, slots: Sequence[Array], op: ReduceOp) -> None:
+        """Reduces the elements from `begin` on, of which `own` is this rank's contribution, into the peers' slots."""
+        contributions = [slot[begin : begin + own.size] for slot in slots]
+        # Rank 0 or rank 1: in rank order, its contribution is read before the first result is written.
+        result = contributions[self._peers[0]]
+        others = [contributions[peer] for peer in self._peers[1:]]
         contributions[self._rank] = own
-        # Reduced in rank order, the third rank's values and later ones would be overwritten before they are read.
-        result = target if self._rank <= 1 else self._scratch.result(dtype, length)
-        reduce_into(op, contributions, result, self._scratch.accumulator(dtype, length))
-        words = result.view(word)
-        for peer in self._peers:
-            copy_words(words, slot_words[peer][begin:end])
-        if len(pieces) > 1 or result is not target:
-            split_words(words, [targets[array][low:high].view(word) for array, low, high in pieces])
+        reduce_into(op, contributions, result, self._scratch.accumulator(own.dtype, own.size))
+        word = word_dtype(own.dtype)
+        for place in others:
+            copy_words(result.view(word), place.view(word))
+
+
+class _Delivery:
+    """Copies results out of slots into the targets, dividing them where that was put off.
+
+    Args:
+        targets: 1-D arrays.
+        divisor: what to divide by; 1 copies bit for bit.
+    """
+
+    def __init__(self, targets: Sequence[Array], divisor: int) -> None:
+        self._divisor = divisor
+        word = word_dtype(targets[0].dtype)
+        self._word = targets[0].dtype if divisor > 1 else word
+        self._targets = targets if divisor > 1 else [target.view(word) for target in targets]
+
+    def deliver(self, slot: Array, region: Region) -> None:
+        """Moves one region of a chunk from a slot to where it belongs."""
+        begin, end, pieces = region
+        targets = [self._targets[array][low:high] for array, low, high in pieces]
+        if self._divisor == 1:
+            split_words(slot.view(self._word)[begin:end], targets)
+            return
+        for target in targets:
+            end = begin + target.size
+            divide_into(slot[begin:end], self._divisor, target)
+            begin = end
 
 
 class Scratch:

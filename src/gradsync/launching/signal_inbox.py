@@ -17,7 +17,8 @@ class SignalInbox:
     """While entered in the main thread, collects SIGINT, SIGTERM and SIGHUP instead of letting them act.
 
     Other threads cannot install handlers: there the inbox stays empty. A signal that the process ignores
-    (nohup, a background job) stays ignored.
+    (nohup, a background job) stays ignored; but for SIGCHLD, because with that ignored the kernel throws exit codes
+    away, and a failed rank would look like a good one. What came and was not read acts on leaving.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,9 @@ class SignalInbox:
                 if previous is not None and previous != signal.SIG_IGN:
                     self._previous[number] = previous
                     signal.signal(number, self._note)
+            if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+                self._previous[signal.SIGCHLD] = signal.SIG_IGN
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def __exit__(
@@ -41,8 +45,11 @@ class SignalInbox:
     ) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+        unread = self.read()
         os.close(self.descriptor)
         os.close(self._writer)
+        for unread_number in unread:
+            signal.raise_signal(unread_number)
 
     def read(self) -> list[int]:
         """Gives the signals that came since the last call, without waiting."""

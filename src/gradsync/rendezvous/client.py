@@ -78,7 +78,9 @@ class RendezvousClient:
             raise InvalidArgument(f"connect needs a rank from 0 to world_size - 1 = {world_size - 1}, got {rank}")
         secret = check_secret(secret)
         who = f"rank {rank}/{world_size}"
-        for attempts_left in reversed(range(_JOIN_ATTEMPTS)):
+        attempts_left = _JOIN_ATTEMPTS
+        while True:
+            attempts_left -= 1
             client = cls(dial(address, secret=secret, deadline=deadline, who=who), rank, world_size)
             try:
                 client.generation = client._join(deadline, timeout_seconds)
@@ -89,7 +91,6 @@ class RendezvousClient:
                 dropped = isinstance(error.__cause__, StreamEnded) and not client._requests.is_seated
                 if not dropped or not attempts_left:
                     raise
-        raise RendezvousError(f"{who}: {address} let nobody join")
 
     def __repr__(self) -> str:
         return (

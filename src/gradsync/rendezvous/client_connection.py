@@ -28,7 +28,6 @@ _FLOOD_SECONDS = 5.0
 _DIAL_SECONDS = 5.0
 _FIRST_BACKOFF_SECONDS = 0.005
 _LAST_BACKOFF_SECONDS = 0.5
-_POLLED_ERRORS = select.POLLIN | select.POLLERR | select.POLLHUP
 
 
 class StreamEnded(RendezvousError):
@@ -58,7 +57,7 @@ class ClientConnection:
         self._readable.register(stream, select.POLLIN)
         self._writable = select.poll()
         self._writable.register(stream, select.POLLOUT)
-        # What `has_input` polls: bound once, because it runs inside spin loops.
+        # What `RequestChannel.check` polls: bound once, because it runs inside spin loops.
         self.poll_input = self._readable.poll
 
     def authenticate(self, secret: bytes, deadline: float) -> None:

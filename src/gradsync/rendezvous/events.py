@@ -1,6 +1,6 @@
 """What goes into the server's core and what comes out: events and actions, plain data.
 
-`server` turns sockets and the clock into events and carries the actions out; `protocol` decides.
+`event_loop` turns sockets and the clock into events and carries the actions out; `protocol` decides.
 """
 
 from __future__ import annotations

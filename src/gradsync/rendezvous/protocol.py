@@ -1,6 +1,6 @@
 """The server's core: generations, and who is in them. (now, event) -> actions, without I/O.
 
-No sockets, no clock, no randomness: `server` feeds it, tests and model checkers can too. A connection joins
+No sockets, no clock, no randomness: `event_loop` feeds it, tests and model checkers can too. A connection joins
 as one rank of the earliest generation that has not had that rank yet; a generation forms when all its ranks
 have joined and the one before has ended, and ends when all its connections are gone. A connection lost
 without a goodbye poisons its generation: every member is told at once, and every later request is answered

@@ -1,7 +1,7 @@
 """Requests and the waits they turn into: who asked, until when, and for what.
 
-Part of the server's core: `places` opens waits and answers them, `protocol` ends those whose deadline has
-come.
+Part of the server's core: `places`, `keys` and `protocol` open waits and answer them, `protocol` ends those whose
+deadline has come.
 """
 
 from __future__ import annotations

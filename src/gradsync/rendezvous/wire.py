@@ -1,4 +1,4 @@
-"""Frames: how one message lies in the byte stream, and what its fields may hold.
+"""Frames: how one message lies in the byte stream; what its fields may hold is in `messages`.
 
 Lowest room of the rendezvous: `handshake` agrees on the keys of a `Session`, both ends then seal and open
 messages with it. Nothing here reads a socket, a clock or a source of randomness. A frame is
