@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,6 @@ from sklearn.datasets import load_digits
 
 import gradsync as gs
 from digits_network import Array, Network
-from gradsync.environment import read_environment
 
 
 @dataclass(frozen=True)
@@ -251,13 +251,13 @@ def main() -> int:
         description="Train a digit classifier with gradsync.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add, backend = parser.add_argument, "local" if read_environment() is None else "auto"
+    add, backend = parser.add_argument, "auto" if "RANK" in os.environ else "local"
     add("--epochs", type=positive, default=Settings.epochs, help="passes over the data")
     add("--global-batch", type=positive, default=Settings.global_batch, help="images a step")
     add("--threshold-bytes", type=positive, default=Settings.threshold_bytes, help="of a bucket")
     add("--dtype", choices=("float32", "float64"), default=Settings.dtype, help="of all arrays")
     add("--seed", type=int, default=Settings.seed, help="of all random numbers")
-    add("--backend", default=backend, help="auto, nccl, shm, mpi or local")
+    add("--backend", default=backend, help="auto, shm or local; in one process, local")
     add("--quiet", action="store_true", default=argparse.SUPPRESS, help="only the closing table")
     options = vars(parser.parse_args())
     with gs.init_process_group(options.pop("backend")) as comm:  # (5) Who am I? The environment knows.

@@ -5,7 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# Time is never what a property test is about: on a busy machine any example may take long.
+hypothesis.settings.register_profile("gradsync", deadline=None)
+hypothesis.settings.load_profile("gradsync")
 
 # Rank processes import the test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,13 +8,12 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from gradsync import __version__
+from gradsync.environment import BACKENDS
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.rank_main import EXIT_CODE_INTERRUPTED
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
-
-_BACKENDS = ("auto", "shm", "nccl", "mpi", "local")
 
 
 class _Failure(click.ClickException):
@@ -58,7 +57,7 @@ def main() -> None:
 )
 @click.option(
     "--backend",
-    type=click.Choice(_BACKENDS),
+    type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
     help="How data moves; nccl and mpi come in a later version.",

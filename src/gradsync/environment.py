@@ -37,6 +37,9 @@ SECRET_FILE = "GRADSYNC_SECRET_FILE"
 #: Level of the `gradsync` logger: debug, info, warning, error or critical.
 LOG = "GRADSYNC_LOG"
 
+#: What a backend may be called, wherever one is named.
+BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
+
 _OURS = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)
 
 _BLAS_VARIABLES = (

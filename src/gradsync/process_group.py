@@ -17,11 +17,9 @@ from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.shared_memory import check_platform, connect_shared_memory
 from gradsync.communicators.world import get_world, group_or_world, set_world
-from gradsync.environment import RankEnvironment, configure_logging, read_environment
+from gradsync.environment import BACKENDS, RankEnvironment, configure_logging, read_environment
 from gradsync.errors import BackendUnavailable, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
-
-BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
 

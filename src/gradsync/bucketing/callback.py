@@ -22,13 +22,14 @@ from gradsync.bucketing.pending import PendingGradient, display_name, key_of, pr
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
+from gradsync.communicators.host_arrays import write_back
 from gradsync.communicators.world import get_world, group_or_world
+from gradsync.environment import BACKENDS
 from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, UnsupportedDtype, describe
 from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, parse_reduce_method
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 _log = logging.getLogger("gradsync")
-_BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
 
 
 @dataclass
@@ -78,8 +79,8 @@ class AllreduceCallback:
         threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
     ) -> None:
         self.op = parse_reduce_method(reduce_method)
-        if backend is not None and backend not in _BACKENDS:
-            raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(_BACKENDS)}")
+        if backend is not None and backend not in BACKENDS:
+            raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
         if group is not None:
             group_or_world(group)
         self._group = group
@@ -246,7 +247,7 @@ class AllreduceCallback:
             )
             for entry in entries:
                 if entry.write_back is not None:
-                    entry.write_back[...] = entry.target.reshape(entry.write_back.shape)
+                    write_back(entry.target, entry.write_back)
         except BaseException as error:
             self._fail_step(error)
             raise

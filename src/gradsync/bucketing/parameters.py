@@ -18,7 +18,7 @@ from gradsync.bucketing.flat_buffer import (
 from gradsync.bucketing.plan import GradientSpec, plan_buckets
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.host_arrays import flat_copy_or_view, overlaps_itself
+from gradsync.communicators.host_arrays import flat_copy_or_view, overlaps_itself, write_back
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, parse_reduce_method
@@ -77,8 +77,7 @@ def _broadcast_bucket(natives: Sequence[Array], root: int, communicator: Communi
         return
     buffer.split(packed, flats)
     for native, flat in zip(natives, flats, strict=True):
-        if not native.flags.c_contiguous:
-            native[...] = flat.reshape(native.shape)
+        write_back(flat, native)
 
 
 def pack_allreduce_split(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.host_arrays import as_host_array, flat_copy_or_view, overlaps_itself
+from gradsync.communicators.host_arrays import as_host_array, flat_copy_or_view, overlaps_itself, write_back
 from gradsync.communicators.lifetime import Lifetime
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
 from gradsync.reduction import Array, ReduceOp, check_operation
@@ -91,8 +91,7 @@ class Communicator(ABC):
                 flat_source = flat_source.copy()  # results would overwrite values that are still to be read
             flat_target = target.reshape(-1) if target.flags.c_contiguous else np.empty_like(flat_source)
             self._all_reduce_list([flat_source], [flat_target], op, agreement)
-            if not target.flags.c_contiguous:
-                target[...] = flat_target.reshape(target.shape)
+            write_back(flat_target, target)
         return result
 
     def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
@@ -122,8 +121,8 @@ class Communicator(ABC):
         with self.lifetime.turn("broadcast"):
             flat = flat_copy_or_view(native)
             self._broadcast(flat, root, agreement)
-            if self.rank != root and not native.flags.c_contiguous:
-                native[...] = flat.reshape(native.shape)
+            if self.rank != root:
+                write_back(flat, native)
         return array
 
     def barrier(self) -> None:

@@ -67,6 +67,12 @@ def flat_copy_or_view(array: Array) -> Array:
     return array.reshape(-1) if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1)
 
 
+def write_back(flat: Array, array: Array) -> None:
+    """Copies elements in C order back into the array that flat_copy_or_view had to copy; does nothing for a view."""
+    if not array.flags.c_contiguous:
+        array[...] = flat.reshape(array.shape)
+
+
 def overlaps_itself(array: Array) -> bool:
     """Whether two indices may share memory (broadcast views, sliding windows); errs towards True."""
     if array.flags.c_contiguous or array.flags.f_contiguous or array.size <= 1:

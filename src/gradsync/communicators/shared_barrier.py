@@ -78,6 +78,15 @@ class SharedBarrier:
         self.round = 0  # the last one that this rank arrived at
         self._completed = 0  # the last one that this rank saw all arrive at
 
+    @property
+    def next_parity(self) -> int:
+        """Which of two buffers the next round uses.
+
+        A buffer is written again two rounds later, which a rank enters only after all have left the round between,
+        and so are done with reading it.
+        """
+        return (self.round + 1) & 1
+
     def meet(self, agreement: Agreement) -> None:
         """Waits until every rank has arrived, and compares what they are about to do.
 

@@ -88,7 +88,7 @@ class SharedMemoryCommunicator(Communicator):
         data = flat.view(np.uint8)
         for begin in range(0, data.size, CHUNK_BYTES):
             part = data[begin : begin + CHUNK_BYTES]
-            slot = self._exchange_slots.of(data.dtype)[(self._barrier.round + 1) & 1][root][: part.size]
+            slot = self._exchange_slots.of(data.dtype)[self._barrier.next_parity][root][: part.size]
             if self.rank == root:
                 copy_words(part, slot)
             self._barrier.meet(agreement)

@@ -49,15 +49,11 @@ class Exchange:
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
-        """Reduces each source into its target; all of them together fit into a slot.
-
-        A round uses the slots of its parity. They are written again two rounds later, which a rank enters only after
-        all have left the round between, and so have read them.
-        """
+        """Reduces each source into its target; all of them together fit into a slot."""
         dtype = sources[0].dtype
         word = word_dtype(dtype)
         total = sum([source.size for source in sources])
-        slots = self._slots_of(dtype)[(self._barrier.round + 1) & 1]
+        slots = self._slots_of(dtype)[self._barrier.next_parity]
         pack_words([source.view(word) for source in sources], slots[self._rank][:total].view(word))
         self._barrier.meet(agreement)
         contributions = [slot[:total] for slot in slots]
