@@ -204,10 +204,53 @@ def as_json(rows: list[Row], made: dict[str, Any], settings: dict[str, int]) -> 
     return json.dumps({**made, "settings": settings, "results": results}, indent=2) + "\n"
 
 
+# -- Busy cores ----------------------------------------------------------------------------------------------
+
+
+def busy_cores(rounds: int, warm_up: int) -> list[Row]:
+    """Times an all-reduce with idle cores and with one busy process for each core, in alternating blocks."""
+    times: dict[int, dict[str, list[float]]] = {4 * 2**10: {}, 10 * 2**20: {}}
+    for _ in range(3):
+        for state, hogs in (("idle", 0), ("busy", len(os.sched_getaffinity(0)))):
+            processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(hogs)]
+            try:
+                by_rank = gs.launch(time_all_reduces, (tuple(times), rounds, warm_up), RANKS)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+            for size_bytes, samples in times.items():
+                samples.setdefault(state, []).extend(slowest_rank([of_rank[size_bytes] for of_rank in by_rank]))
+    return [
+        Row(
+            f"all_reduce of {size_bytes // 2**10} KiB, busy cores",
+            "float32, one busy process for each core beside the ranks",
+            Seconds.of(samples["busy"]),
+            "idle cores",
+            Seconds.of(samples["idle"]),
+            must_ratio=10.0 if size_bytes > 2**20 else None,
+        )
+        for size_bytes, samples in times.items()
+    ]
+
+
+def time_all_reduces(sizes_bytes: tuple[int, ...], rounds: int, warm_up: int) -> dict[int, list[float]]:
+    """Runs on each rank. Returns the seconds of each round by size."""
+    with gs.init_process_group() as comm:
+        times = {}
+        for size_bytes in sizes_bytes:
+            array = np.ones(size_bytes // 4, np.float32)
+            contender = {"all_reduce": lambda array=array: comm.all_reduce(array, "mean")}
+            times[size_bytes] = take_turns(contender, rounds, warm_up, comm.barrier)["all_reduce"]
+        return times
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what gradsync promises of its first version.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; writes only with --output")
-    parser.add_argument("--only", choices=("imports", "start-up", "gradients"), help="one part; writes likewise")
+    parser.add_argument(
+        "--only", choices=("imports", "start-up", "gradients", "busy"), help="one part; writes likewise"
+    )
     parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/first_light.json]")
     options = parser.parse_args()
     settings = {"ranks": RANKS, "gradient_rounds": 31, "start_up_rounds": 11, "import_rounds": 21, "warm_up": 3}
@@ -218,6 +261,7 @@ def main() -> int:
         "imports": (imports, settings["import_rounds"]),
         "start-up": (start_up, settings["start_up_rounds"]),
         "gradients": (synchronisation, settings["gradient_rounds"]),
+        "busy": (busy_cores, settings["gradient_rounds"]),
     }
     rows = [
         row

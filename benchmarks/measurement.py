@@ -34,7 +34,7 @@ class Seconds:
         return cls(median, lower, upper, len(samples))
 
     def __str__(self) -> str:
-        return f"{1e3 * self.median:.1f} ms"
+        return f"{1e3 * self.median:.3g} ms"
 
 
 def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:

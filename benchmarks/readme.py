@@ -105,9 +105,9 @@ def table(name: str) -> str:
 def row(result: dict[str, Any]) -> str:
     """Returns one line of the table."""
     seconds, baseline = result["seconds"]["median"], result["baseline_seconds"]
-    against = f"{result['baseline']}, {1e3 * baseline['median']:.1f} ms" if baseline else ""
+    against = f"{result['baseline']}, {1e3 * baseline['median']:.3g} ms" if baseline else ""
     ratio = f"{result['ratio']:.2f}" if result["ratio"] else ""
-    return f"| {result['what']} | {1e3 * seconds:.1f} ms | {against} | {ratio} |"
+    return f"| {result['what']} | {1e3 * seconds:.3g} ms | {against} | {ratio} |"
 
 
 def main() -> int:
