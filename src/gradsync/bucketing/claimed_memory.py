@@ -43,20 +43,25 @@ class ClaimedMemory:
         if not array.size:
             return
         begin, end = _byte_bounds(array)
-        at = bisect_left(self._claims, (begin - self._longest_bytes,))
-        for claim in self._claims[at:]:
+        claims = self._claims
+        # Among ranges that do not overlap, only the last one that begins before this one can reach into it.
+        if self._ranges_overlap:
+            at = bisect_left(claims, (begin - self._longest_bytes,))
+        else:
+            at = max(bisect_left(claims, (begin,)) - 1, 0)
+        for index in range(at, len(claims)):
+            claim = claims[index]
             if claim.begin >= end:
                 break
-            if (
-                claim.end > begin
-                and (array.flags.writeable or claim.array.flags.writeable)
-                and _share(array, claim.array)
-            ):
+            if claim.end <= begin:
+                continue
+            self._ranges_overlap = True
+            if (array.flags.writeable or claim.array.flags.writeable) and _share(array, claim.array):
                 raise InvalidArgument(
                     f"{future.name} shares memory with {claim.future.name}, which was handed over in the same step: "
                     "their results would be mixed; hand over a copy"
                 )
-        insort(self._claims, _Claim(begin, len(self._claims), end, array, future))
+        insort(claims, _Claim(begin, len(claims), end, array, future))
         self._longest_bytes = max(self._longest_bytes, end - begin)
 
     def clear(self) -> None:
