@@ -173,7 +173,7 @@ def _secret_path(where: str) -> str:
     """Returns where the secret for a loopback address lies, in a directory that only this user can enter."""
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     if not os.path.isdir(base):
-        import tempfile  # here for the same reason as in _host
+        import tempfile  # here for the same reason as in _start_hosting
 
         base = os.path.join(tempfile.gettempdir(), f"gradsync-{os.geteuid()}")
         os.makedirs(base, mode=0o700, exist_ok=True)

@@ -24,10 +24,10 @@ from gradsync.communicators.stream_plan import Chunk, Region, plan_stream
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
 
 SlotArrays = tuple[tuple[Array, ...], ...]  # [parity][rank] -> 1-D array in shared memory
+SlotsOf = Callable[[np.dtype[Any]], SlotArrays]
+
 # Below, on average, pieces are gathered first: a NumPy call costs as much as some kilobytes.
 _WORTH_A_CALL_BYTES = 4096
-
-SlotsOf = Callable[[np.dtype[Any]], SlotArrays]
 
 
 class Exchange:
@@ -145,7 +145,8 @@ class WriteBack:
                 begin += high - low
         else:
             own = self._scratch.own(dtype, end - begin)
-            np.concatenate([sources[array][low:high] for array, low, high in pieces], out=own)
+            word = word_dtype(dtype)
+            pack_words([sources[array][low:high].view(word) for array, low, high in pieces], own.view(word))
             self._reduce_into_slots(begin, own, slots, op)
         delivery.deliver(slots[self._peers[0]], region)
 

@@ -55,7 +55,8 @@ def supervise(
     """
     if isinstance(n_ranks, bool) or not isinstance(n_ranks, int) or n_ranks < 1:
         raise InvalidArgument(f"the number of processes needs to be an integer of at least 1, got {n_ranks!r}")
-    with SignalInbox() as signals, _listen(rendezvous_port) as listener:
+    # The server's socket is bound now, so that ranks can start before the server does.
+    with SignalInbox() as signals, bind_listener("127.0.0.1", rendezvous_port) as listener:
         port = master_port or _free_port()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         secret = os.urandom(32)
@@ -110,13 +111,6 @@ def rank_environment(
     # A secret around this process belongs to another run.
     kept = {k: v for k, v in environ.items() if k not in (environment.SECRET, environment.SECRET_FILE)}
     return kept | environment.blas_thread_variables(n_ranks, environ) | own
-
-
-@contextlib.contextmanager
-def _listen(port: int) -> Iterator[socket.socket]:
-    """Binds the rendezvous server's socket now, so that ranks can start before the server does."""
-    with bind_listener("127.0.0.1", port) as listener:
-        yield listener
 
 
 @contextlib.contextmanager
