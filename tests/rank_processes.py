@@ -10,14 +10,18 @@ import contextlib
 import multiprocessing
 import os
 import secrets
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import gradsync as gs
 from gradsync.rendezvous.server import RendezvousServer
+
+STAND_IN = Path(__file__).parent / "stand_in"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -63,7 +67,8 @@ def run_ranks_for_outcomes(
         function: importable by name.
         args: picklable.
         timeout: seconds until every rank is killed.
-        options: for init_process_group.
+        options: for init_process_group; "environment" holds variables for the ranks, and "stand_in" makes the ranks'
+            CuPy the one under tests/stand_in, with as many GPUs as ranks.
     """
     secret = secrets.token_bytes(32)
     with RendezvousServer(world_size, secret=secret) as server:
@@ -124,6 +129,10 @@ def _rank_main(
     options.setdefault("timeout_seconds", 30.0)
     options.setdefault("collective_timeout_seconds", 30.0)
     try:
+        os.environ.update(options.pop("environment", {}))
+        if options.pop("stand_in", False):
+            os.environ.setdefault("GRADSYNC_STAND_IN_DEVICES", str(world_size))
+            sys.path.insert(0, str(STAND_IN))
         with gs.init_process_group(**options) as communicator:
             outcome = Outcome(result=function(communicator, *args))
     except BaseException as error:

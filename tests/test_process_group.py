@@ -52,7 +52,7 @@ def test_local_in_one_process() -> None:
 def test_auto_takes_local_for_a_world_of_one(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "gradsync"), gs.init_process_group(rank=0, world_size=1) as comm:
         assert comm.backend == "local"
-    assert "backend local (one rank)" in caplog.text
+    assert "backend local (one rank; no GPU is visible)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Host:
         world_size: number of ranks.
         secret: the run's secret.
         server: running.
-        secret_path: the secret's file, when this rank made it.
+        secret_path: the secret's file, when this rank made it for others.
     """
 
     where: str
@@ -98,7 +98,9 @@ def join(
         return _connect(where, secret, place, deadline), host
     hosting = host or _start_hosting(where, secret, place)
     try:
-        return _connect(where, hosting.secret, place, deadline), hosting
+        # A world of one may host at any free port.
+        reached_at = hosting.server.address if where.endswith(":0") else where
+        return _connect(reached_at, hosting.secret, place, deadline), hosting
     except BaseException:
         if hosting is not host:
             hosting.close(wait_seconds=0.0)
@@ -110,6 +112,8 @@ def _address(place: RankEnvironment, address: str | None) -> str:
         return check_address(address)
     if place.address is not None:
         return place.address
+    if place.world_size == 1:
+        return "127.0.0.1:0"  # nobody else needs to find it
     if place.master_addr is None or place.master_port is None:
         raise InvalidArgument(
             f"rank {place.rank}/{place.world_size} does not know where to meet the others: set MASTER_ADDR and "
@@ -143,7 +147,7 @@ def _start_hosting(where: str, secret: bytes | None, place: RankEnvironment) -> 
     # The port is bound before the secret is written: only the port's owner may name the secret.
     server = RendezvousServer(place.world_size, secret=secret, host=address.strip("[]"), port=int(port))
     try:
-        path = _write_secret(where, secret) if made_secret else None
+        path = _write_secret(where, secret) if made_secret and place.world_size > 1 else None
     except BaseException:
         server.stop()
         raise

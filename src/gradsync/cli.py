@@ -143,6 +143,6 @@ def _stop_on_termination(server: RendezvousServer) -> list[int]:
 
 
 def _default_process_count() -> int:
-    from gradsync.launching.visible_devices import default_process_count
+    from gradsync.visible_devices import default_process_count
 
     return default_process_count()

@@ -30,6 +30,8 @@ ADDRESS = "GRADSYNC_ADDRESS"
 HOSTED = "GRADSYNC_HOSTED"
 #: Backend that `init_process_group("auto")` takes: auto, shm, nccl, mpi or local.
 BACKEND = "GRADSYNC_BACKEND"
+#: "1" lets several ranks share a GPU through NCCL; for tests.
+ALLOW_SHARED_GPU = "GRADSYNC_ALLOW_SHARED_GPU"
 #: Secret of the run in hexadecimal; removed from the environment when it is read.
 SECRET = "GRADSYNC_SECRET"
 #: Path of a file that holds the secret in hexadecimal; must be the user's own, mode 0600.
@@ -141,6 +143,11 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
     if environ is os.environ:
         hold_secret(secret)
     return secret
+
+
+def allows_shared_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether GRADSYNC_ALLOW_SHARED_GPU lets several ranks share a GPU."""
+    return environ.get(ALLOW_SHARED_GPU) == "1"
 
 
 def usable_cores() -> int:

@@ -50,19 +50,29 @@ class AuthenticationError(RendezvousError):
 
 
 class PlanMismatch(GradsyncError, RuntimeError):
-    """The ranks disagree on the collective they are about to run; no data was moved.
+    """The ranks disagree on the collective they are about to run.
 
-    Raised on every rank. The communicator stays usable.
+    Raised on every rank. No data was moved, and the communicator stays usable; on NCCL, ranks that leave a plan which
+    they have repeated before may find out too late, and then it is broken.
 
     Attributes:
         index: position of the first diverging collective (in the step, for gradients), or None.
         descriptions: what each rank was about to do, by rank.
+        broken: whether the communicator is broken, and the gradients of this step are undefined.
     """
 
-    def __init__(self, message: str, *, index: int | None = None, descriptions: dict[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        index: int | None = None,
+        descriptions: dict[int, str] | None = None,
+        broken: bool = False,
+    ) -> None:
         super().__init__(message)
         self.index = index
         self.descriptions = descriptions or {}
+        self.broken = broken
 
 
 class CollectiveTimeout(GradsyncError, TimeoutError):
@@ -111,7 +121,7 @@ class NcclError(GradsyncError, RuntimeError):
     """NCCL reported an error.
 
     Attributes:
-        code: the ncclResult_t value.
+        code: the ncclResult_t value; 0 where NCCL gave none.
         name: its name, e.g. "ncclUnhandledCudaError".
     """
 

@@ -12,13 +12,15 @@ import os
 import sys
 from dataclasses import replace
 
+from gradsync.backend_choice import choose_backend
 from gradsync.bootstrap import Host, join
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.shared_memory import check_platform, connect_shared_memory
+from gradsync.communicators.nccl_connection import connect_nccl
+from gradsync.communicators.shared_memory import connect_shared_memory
 from gradsync.communicators.world import get_world, group_or_world, set_world
-from gradsync.environment import BACKENDS, RankEnvironment, configure_logging, read_environment
-from gradsync.errors import BackendUnavailable, InvalidArgument, PlanMismatch, describe
+from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, configure_logging, read_environment
+from gradsync.errors import InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
@@ -37,20 +39,25 @@ def init_process_group(
     device: str | None = None,
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
+    allow_shared_gpu: bool = False,
 ) -> Communicator:
     """Meets the other ranks and makes the world's communicator. Every rank must call it.
 
     Usable with `with`: leaving the block destroys the group; leaving it by an exception tells the other ranks.
 
     Args:
-        backend: "auto", "shm" or "local". "auto" takes "local" for a world of one, else "shm" where all ranks
-            are on one host, and says in the log what it took and why; GRADSYNC_BACKEND decides for "auto".
+        backend: "auto", "nccl", "shm" or "local". "auto" takes "nccl" where each rank has a GPU, else "local" for a
+            world of one, and "shm" where all ranks are on one host, and says in the log what it took and why;
+            GRADSYNC_BACKEND decides for "auto".
         rank: 0 to world_size - 1; None, together with world_size, is the environment's.
         world_size: number of ranks.
         address: host:port where rank 0 hosts the rendezvous; None is the environment's.
-        device: None or "cpu": where arrays live.
+        device: where arrays live: None, or "cpu", or for "nccl" "cuda:N" in the numbering of this process; None takes
+            the visible GPU of the rank's LOCAL_RANK, or the only visible one. The GPU becomes CuPy's current device.
         timeout_seconds: for meeting the others.
         collective_timeout_seconds: how long a collective waits for a rank.
+        allow_shared_gpu: whether several ranks may use one GPU through NCCL: for tests, and slow. The variable
+            GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
 
     Returns:
         The world's communicator; gs.get_communicator() gives it again.
@@ -68,8 +75,11 @@ def init_process_group(
         raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
     place = _place(backend, rank, world_size)
-    chosen, reason = _choose_backend(backend if backend != "auto" else place.backend, place)
-    if device not in (None, "cpu"):
+    allow_shared_gpu = allow_shared_gpu or allows_shared_gpu()
+    chosen, reason = choose_backend(
+        backend if backend != "auto" else place.backend, place, allow_shared_gpu=allow_shared_gpu
+    )
+    if chosen != "nccl" and device not in (None, "cpu"):
         raise InvalidArgument(f"backend {chosen!r} runs on device 'cpu', got {device!r}")
     _log.info("rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
     communicator: Communicator
@@ -78,10 +88,14 @@ def init_process_group(
     else:
         _client, _host = join(place, address, timeout_seconds, _host)
         try:
-            communicator = connect_shared_memory(
+            communicator = _connect(
+                chosen,
                 _client,
-                timeout_seconds=timeout_seconds,
-                collective_timeout_seconds=collective_timeout_seconds,
+                place,
+                device,
+                timeout_seconds,
+                collective_timeout_seconds,
+                allow_shared_gpu=allow_shared_gpu,
             )
         except BaseException as error:
             _client.report_failure(f"in init_process_group: {describe(error)}")
@@ -178,44 +192,38 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _choose_backend(wanted: str, place: RankEnvironment) -> tuple[str, str]:
-    """Returns the backend to use and why; refuses what cannot run here."""
-    if wanted not in BACKENDS:
-        raise InvalidArgument(f"unknown backend {wanted!r} in GRADSYNC_BACKEND: use one of {', '.join(BACKENDS)}")
-    if wanted == "nccl":
-        raise BackendUnavailable(
-            f"backend 'nccl' cannot run here: this version has no NCCL communicator "
-            f"({_gpu_state()}); use 'shm' on one host"
+def _connect(
+    chosen: str,
+    client: RendezvousClient,
+    place: RankEnvironment,
+    device: str | None,
+    timeout_seconds: float,
+    collective_timeout_seconds: float,
+    *,
+    allow_shared_gpu: bool,
+) -> Communicator:
+    """Makes the communicator of a backend between processes, after making sure that all ranks take the same one."""
+    if client.rank == 0:
+        client.set("backend", chosen.encode())
+    common = client.get("backend", timeout_seconds=timeout_seconds).decode()
+    if common != chosen:
+        raise InvalidArgument(
+            f"rank {client.rank}/{client.world_size}: rank 0 takes backend {common!r}, this rank {chosen!r}: "
+            "name one for all, by init_process_group or GRADSYNC_BACKEND"
         )
-    if wanted == "mpi":
-        raise BackendUnavailable("backend 'mpi' is not part of this version; use 'shm' on one host")
-    if wanted == "local" and place.world_size != 1:
-        raise InvalidArgument(f"backend 'local' is for one rank, world_size is {place.world_size}")
-    if wanted != "auto":
-        if wanted == "shm":
-            check_platform()
-        return wanted, "asked for"
-    if place.world_size == 1:
-        return "local", "one rank"
-    if place.local_world_size != place.world_size:
-        raise BackendUnavailable(
-            f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: "
-            "this version joins the ranks of one host"
+    if chosen == "shm":
+        return connect_shared_memory(
+            client, timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds
         )
-    check_platform()
-    return "shm", "all ranks are on this host"
-
-
-def _gpu_state() -> str:
-    """Says whether NCCL could run on this machine: CuPy, then a device."""
-    try:
-        import cupy
-    except ImportError as error:
-        return f"CuPy cannot be imported: {error}"
-    try:
-        return f"CuPy sees {cupy.cuda.runtime.getDeviceCount()} GPUs"
-    except Exception as error:
-        return f"no usable GPU: {error}"
+    communicator: Communicator = connect_nccl(
+        client,
+        local_rank=place.local_rank,
+        device=device,
+        timeout_seconds=timeout_seconds,
+        collective_timeout_seconds=collective_timeout_seconds,
+        allow_shared_gpu=allow_shared_gpu,
+    )
+    return communicator
 
 
 def _destroy_because_of(error: BaseException | None) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import gradsync as gs
 from gradsync.bucketing.claimed_memory import ClaimedMemory
 from gradsync.bucketing.future import GradientFuture
+from gradsync.communicators.host_arrays import HostArrays
 
 BASE = np.zeros(64)
 views = st.tuples(st.integers(0, 60), st.integers(0, 12), st.integers(1, 3)).map(
@@ -32,9 +33,9 @@ def test_equals_a_naive_comparison_step_after_step(sequence: list[list[np.ndarra
                 future = GradientFuture(f"gradient {number}")
                 if array.size and conflicts(entered, array):
                     with pytest.raises(gs.InvalidArgument, match="shares memory"):
-                        memory.claim(array, future)
+                        memory.claim(array, future, HostArrays())
                 else:
-                    memory.claim(array, future)
+                    memory.claim(array, future, HostArrays())
                     entered.append(array)
             memory.clear()
 
@@ -43,15 +44,15 @@ def test_read_only_arrays_may_share() -> None:
     memory = ClaimedMemory()
     array = np.ones(4)
     array.setflags(write=False)
-    memory.claim(array, GradientFuture("a"))
-    memory.claim(array, GradientFuture("b"))
+    memory.claim(array, GradientFuture("a"), HostArrays())
+    memory.claim(array, GradientFuture("b"), HostArrays())
 
 
 def test_a_repeated_step_that_differs_at_its_end_is_checked_whole() -> None:
     memory, first, second = ClaimedMemory(), np.ones(4), np.ones(4)
-    memory.claim(first, GradientFuture("a"))
-    memory.claim(second, GradientFuture("b"))
+    memory.claim(first, GradientFuture("a"), HostArrays())
+    memory.claim(second, GradientFuture("b"), HostArrays())
     memory.clear()
-    memory.claim(first, GradientFuture("a"))
+    memory.claim(first, GradientFuture("a"), HostArrays())
     with pytest.raises(gs.InvalidArgument, match="b shares memory with a"):
-        memory.claim(first[2:], GradientFuture("b"))
+        memory.claim(first[2:], GradientFuture("b"), HostArrays())

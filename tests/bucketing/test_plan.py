@@ -82,3 +82,23 @@ def test_oversize_goes_alone_and_does_not_disturb() -> None:
 def test_threshold_is_checked(threshold: object) -> None:
     with pytest.raises(gs.InvalidArgument, match="threshold_bytes"):
         BucketPlanner(threshold)  # type: ignore[arg-type]
+
+
+POOL = [
+    GradientSpec(f"p{i}", (size,), dtype, 4)
+    for i, (size, dtype) in enumerate([(1, "a"), (5, "a"), (3, "b"), (30, "a"), (0, "b")])
+]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=8), st.sampled_from(["flush", "reset"])), max_size=6))
+def test_a_planner_that_has_seen_other_steps_plans_as_a_new_one(steps: list[tuple[list[int], str]]) -> None:
+    """Steps repeat, differ in the middle, grow, shrink and break off, in any order."""
+    planner = BucketPlanner(40)
+    for numbers, end in steps:
+        for _ in range(2):
+            specs = [POOL[number] for number in numbers]
+            buckets = [bucket for spec in specs for bucket in planner.add(spec)]
+            if end == "flush":
+                assert buckets + planner.flush() == plan_buckets(specs, 40)
+            else:
+                planner.reset()

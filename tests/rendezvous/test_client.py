@@ -19,7 +19,7 @@ from gradsync.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from gradsync.rendezvous import client_connection
+from gradsync.rendezvous import dialling
 from gradsync.rendezvous.server import RendezvousServer
 
 
@@ -302,7 +302,7 @@ def test_wrong_world_size_and_duplicate_rank() -> None:
 
 @pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 200, b""])
 def test_another_service_on_the_port(greeting: bytes, monkeypatch) -> None:
-    monkeypatch.setattr(client_connection, "_FLOOD_SECONDS", 0.1)
+    monkeypatch.setattr(dialling, "_FLOOD_SECONDS", 0.1)
 
     def serve():
         listener.settimeout(0.2)
@@ -346,4 +346,5 @@ def test_interrupted_wait_is_withdrawn(pair, monkeypatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         pair[0].barrier()
     monkeypatch.setattr(pair[0]._requests._connection, "receive", receive)
+    pair[0].set("told", b"")  # the withdrawal travelled before this
     assert run_threads([c.barrier for c in pair]) == [1, 1]

@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradsync.rendezvous.agreements import event_key
 from gradsync.rendezvous.messages import (
+    MAX_EVENT_BYTES,
+    MAX_GROUP_BYTES,
     MAX_NAME_BYTES,
+    MAX_RANKS,
     MAX_TEXT_BYTES,
     MAX_VALUE_BYTES,
     SCHEMAS,
@@ -40,6 +44,9 @@ def open_bytes(session: Session, data: bytes) -> Message | None:
 keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=MAX_NAME_BYTES // 4)
 timeouts = st.integers(0, 10**12)
 members = st.none() | st.lists(st.integers(0, 1000), unique=True, max_size=20).map(sorted)
+positions = st.integers(0, 2**63 - 1)
+digests = st.integers(0, 2**64 - 1)
+groups = st.text(st.characters(exclude_categories=["Cs"]), max_size=MAX_GROUP_BYTES // 4)
 requests = st.one_of(
     st.tuples(st.just(FrameType.JOIN), st.integers(0, 9), st.integers(0, 2**31), st.integers(0, 2**31), timeouts),
     st.tuples(st.just(FrameType.SET), keys, st.binary(max_size=2000)),
@@ -48,28 +55,55 @@ requests = st.one_of(
     st.tuples(st.just(FrameType.BARRIER), keys, members, timeouts),
     st.tuples(st.just(FrameType.PUT_ID), keys, st.integers(0, 99), members, st.binary(min_size=128, max_size=128)),
     st.tuples(st.just(FrameType.BYE)),
+    st.tuples(st.just(FrameType.AGREE), groups, positions, digests, members, timeouts),
+    st.tuples(st.just(FrameType.PASSED), groups, positions, digests, st.text(max_size=200).map(clip_text)),
+)
+answers = st.one_of(
+    st.tuples(st.just(FrameType.REPLY), positions, st.none() | st.booleans() | st.binary(max_size=2000)),
+    st.tuples(st.just(FrameType.ASKED), groups, positions),
+    st.tuples(st.just(FrameType.VERDICT), positions, st.integers(0, 2), positions),
 )
 
 
-@given(st.lists(requests, max_size=6), st.integers(1, 40))
-def test_round_trip_in_any_chunks(messages: list[tuple], chunk_bytes: int) -> None:
-    client, server = make_sessions()
-    stream = b"".join(client.seal(*message) for message in messages)
+def pass_in_chunks(sender: Session, receiver: Session, messages: list[tuple], chunk_bytes: int) -> list[Message]:
+    stream = b"".join(sender.seal(*message) for message in messages)
     reader = FrameReader()
     reader.limit_bytes = MAX_FRAME_BYTES
     opened = []
     for start in range(0, len(stream), chunk_bytes):
         reader.feed(stream[start : start + chunk_bytes])
         while (frame := reader.next_frame()) is not None:
-            opened.append(server.open(frame))
+            opened.append(receiver.open(frame))
+    return opened
+
+
+@given(st.lists(requests, max_size=6), st.integers(1, 40))
+def test_round_trip_in_any_chunks(messages: list[tuple], chunk_bytes: int) -> None:
+    client, server = make_sessions()
+    opened = pass_in_chunks(client, server, messages, chunk_bytes)
     assert [(m.type, *m.fields) for m in opened] == messages
     assert [m.sequence for m in opened] == list(range(2, 2 + len(messages)))
 
 
-def test_mutated_frames_are_refused() -> None:
+@given(st.lists(answers, max_size=6), st.integers(1, 40))
+def test_round_trip_of_answers(messages: list[tuple], chunk_bytes: int) -> None:
+    client, server = make_sessions()
+    opened = pass_in_chunks(server, client, messages, chunk_bytes)
+    assert [(m.type, *m.fields) for m in opened] == messages
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        (FrameType.SET, "key", b"value" * 10),
+        (FrameType.AGREE, "group", 7, 2**64 - 1, [0, 1], 1000),
+        (FrameType.PASSED, "group", 7, 2**63, "all_reduce of 3 gradients"),
+    ],
+)
+def test_mutated_frames_are_refused(message: tuple) -> None:
     rng = random.Random(7)
     client, _ = make_sessions()
-    sealed = client.seal(FrameType.SET, "key", b"value" * 10)
+    sealed = client.seal(*message)
     for _ in range(5000):
         mutant = bytearray(sealed)
         for _ in range(rng.randint(1, 3)):
@@ -124,6 +158,13 @@ def test_largest_value_fits_beside_the_longest_key() -> None:
     assert len(message.fields[1]) == MAX_VALUE_BYTES
 
 
+def test_longest_description_and_key_of_an_event_fit() -> None:
+    client, server = make_sessions()
+    group, position = "g" * MAX_GROUP_BYTES, 2**63 - 1
+    assert open_bytes(server, client.seal(FrameType.PASSED, group, position, 2**64 - 1, "x" * MAX_EVENT_BYTES))
+    assert open_bytes(server, client.seal(FrameType.GET, event_key(group, position, MAX_RANKS - 1), 0))
+
+
 @pytest.mark.parametrize(
     ("frame_type", "fields"),
     [
@@ -143,6 +184,17 @@ def test_largest_value_fits_beside_the_longest_key() -> None:
         (FrameType.BARRIER, ("", [-1], 0)),
         (FrameType.PUT_ID, ("g", 0, None, b"\0" * 127)),
         (FrameType.REPLY, (2, 1.5)),
+        (FrameType.AGREE, ("g" * (MAX_GROUP_BYTES + 1), 0, 0, None, 0)),
+        (FrameType.AGREE, ("g", -1, 0, None, 0)),
+        (FrameType.AGREE, ("g", 0, -1, None, 0)),
+        (FrameType.AGREE, ("g", 0, 2**64, None, 0)),
+        (FrameType.AGREE, ("g", 0, 0.0, None, 0)),
+        (FrameType.AGREE, ("g", 0, 0, [1, 0], 0)),
+        (FrameType.PASSED, ("g", 0, 2**64, "")),
+        (FrameType.PASSED, ("g", 0, 0, b"")),
+        (FrameType.PASSED, ("g", 0, 0, "x" * (MAX_EVENT_BYTES + 1))),
+        (FrameType.ASKED, ("g", 2**63)),
+        (FrameType.VERDICT, (2, 3, 0)),
     ],
 )
 def test_fields_outside_their_schema_are_refused(frame_type: FrameType, fields: tuple) -> None:

@@ -11,44 +11,25 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from gradsync.bucketing.claimed_memory import ClaimedMemory
 from gradsync.bucketing.future import GradientFuture
-from gradsync.bucketing.pending import PendingGradient, display_name, key_of, prepare
+from gradsync.bucketing.pending import PendingGradient, display_name, key_of, prepare, resolve
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
+from gradsync.bucketing.statistics import Statistics
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.host_arrays import write_back
 from gradsync.communicators.world import get_world, group_or_world
+from gradsync.completion import Completion
 from gradsync.environment import BACKENDS
 from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, UnsupportedDtype, describe
 from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, parse_reduce_method
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 _log = logging.getLogger("gradsync")
-
-
-@dataclass
-class Statistics:
-    """What a callback has done since it was made.
-
-    Attributes:
-        steps: flushes that reduced gradients.
-        gradients: gradients handed over for reduction.
-        all_reduces: buckets reduced.
-        bytes_all_reduced: their size.
-        communication_seconds: time spent in packing, waiting, reducing and splitting.
-    """
-
-    steps: int = 0
-    gradients: int = 0
-    all_reduces: int = 0
-    bytes_all_reduced: int = 0
-    communication_seconds: float = 0.0
 
 
 class AllreduceCallback:
@@ -88,7 +69,9 @@ class AllreduceCallback:
         self._planner = BucketPlanner(threshold_bytes)
         self._agreements = StepAgreements(self.op)
         self._pending: dict[int, PendingGradient] = {}  # by arrival number
+        self._launched: list[Completion] = []  # this step's reductions that run beside the host
         self._keys: set[Hashable] = set()
+        self._accepted_dtypes: set[Any] = set()
         self._memory = ClaimedMemory()
         self._specs: list[GradientSpec] = []  # of the last step: a repeated step makes no new ones
         self._arrived = 0
@@ -111,7 +94,8 @@ class AllreduceCallback:
             param: whose gradient it is: any hashable name, or an array (known by identity, and across ranks by its
                 place in the order).
             grad: array of any shape and layout, with a dtype that the reduce method is defined for, on the
-                communicator's device.
+                communicator's device and made by work on the current stream; NCCL takes host arrays too, and brings
+                their results back.
 
         Returns:
             A future that gives the reduced gradient; not ready until the bucket is full or flushed.
@@ -124,21 +108,21 @@ class AllreduceCallback:
         """
         communicator = self._communicator()
         native = self._accepted(param, grad, communicator)
-        key = key_of(param)
+        key, name = key_of(param), display_name(param, self._arrived)
         if key in self._keys:
             raise InvalidArgument(
-                f"{communicator.label}: {display_name(param, self._arrived)} was handed over twice before a flush: "
+                f"{communicator.label}: {name} was handed over twice before a flush: "
                 "add its gradients up first, or end each pass with flush() or `with callback.backward()`"
             )
-        future = GradientFuture(f"the gradient of {display_name(param, self._arrived)}")
+        future = GradientFuture(f"the gradient of {name}")
         if not self._synchronising:
             self._agreements.local_gradients += 1
             future.resolve(grad)
             return future
-        self._memory.claim(native, future)
-        spec = self._spec(param, native)
+        self._memory.claim(native, future, communicator.arrays)
+        spec = self._spec(name, native)
         self._keys.add(key)
-        self._pending[self._arrived] = prepare(future, param, grad, native)
+        self._pending[self._arrived] = prepare(future, param, grad, native, communicator)
         self._arrived += 1
         self.statistics.gradients += 1
         for bucket in self._planner.add(spec):
@@ -148,7 +132,8 @@ class AllreduceCallback:
     def flush(self) -> None:
         """Ends the backward pass: reduces what is left, and resolves every future of the step.
 
-        Every rank must call it. Inside no_sync() it only counts a local pass.
+        Every rank must call it. Inside no_sync() it only counts a local pass. On a GPU the current stream waits for
+        the reductions, the host does not.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
@@ -161,6 +146,8 @@ class AllreduceCallback:
             self._reduce(bucket, communicator)
         try:
             communicator.agree(self._agreements.flush(self._arrived))
+            for completion in self._launched:
+                completion.order()  # what the caller queues next sees reduced gradients
         except BaseException as error:
             self._fail_step(error)
             raise
@@ -204,8 +191,8 @@ class AllreduceCallback:
             self._synchronising = before
 
     def _communicator(self) -> Communicator:
-        communicator = group_or_world(self._group)
-        if self._backend not in (None, "auto", communicator.backend):
+        communicator = self._group or group_or_world(None)
+        if self._backend is not None and self._backend not in ("auto", communicator.backend):
             raise InvalidArgument(
                 f"{communicator.label}: the callback wants backend {self._backend!r}, "
                 f"its communicator is {communicator.backend!r}"
@@ -216,7 +203,9 @@ class AllreduceCallback:
         """Returns the gradient as a native array that can be reduced; errors name the gradient."""
         try:
             native = communicator.native_array(grad, "the gradient")
-            check_operation(self.op, native.dtype)
+            if native.dtype not in self._accepted_dtypes:
+                check_operation(self.op, native.dtype)
+                self._accepted_dtypes.add(native.dtype)
         except (InvalidArgument, UnsupportedDtype) as error:
             name = display_name(param, self._arrived)
             advice = ""
@@ -225,9 +214,9 @@ class AllreduceCallback:
             raise type(error)(f"{communicator.label}: the gradient of {name}: {error}{advice}") from None
         return native
 
-    def _spec(self, param: Any, native: Array) -> GradientSpec:
+    def _spec(self, name: str, native: Array) -> GradientSpec:
         """Returns the gradient's spec; the very object of the last step where nothing has changed."""
-        name, dtype = display_name(param, self._arrived), dtype_name(native.dtype)
+        dtype = dtype_name(native.dtype)
         if self._arrived < len(self._specs):
             known = self._specs[self._arrived]
             if known.shape == native.shape and known.dtype == dtype and known.name == name:
@@ -242,12 +231,14 @@ class AllreduceCallback:
         agreement = self._agreements.bucket(bucket)
         started = time.perf_counter()
         try:
-            communicator.all_reduce_list(
-                [entry.source for entry in entries], [entry.target for entry in entries], self.op, agreement
+            completion = communicator.all_reduce_list(
+                [entry.source for entry in entries],
+                [entry.target for entry in entries],
+                self.op,
+                agreement,
+                write_backs=[(entry.target, entry.write_back) for entry in entries if entry.write_back is not None],
+                producers=[entry.producer for entry in entries],
             )
-            for entry in entries:
-                if entry.write_back is not None:
-                    write_back(entry.target, entry.write_back)
         except BaseException as error:
             self._fail_step(error)
             raise
@@ -256,37 +247,28 @@ class AllreduceCallback:
         self.statistics.bytes_all_reduced += bucket.size_bytes
         for slot in bucket.slots:
             del self._pending[slot.position]
-        _resolve(entries)
+        if completion is not None:
+            self._launched.append(completion)
+        resolve(entries, completion)
 
     def _fail_step(self, error: BaseException) -> None:
         pending = list(self._pending.values())
+        self._planner.reset()
         self._begin_step()
         for entry in pending:
             entry.future.fail(error)
 
     def _begin_step(self) -> None:
         del self._specs[self._arrived :]
-        self._planner.reset()
         self._agreements.begin_step()
         self._pending.clear()
+        self._launched.clear()
         self._keys.clear()
         self._memory.clear()
         self._arrived = 0
 
 
 make_allreduce_cb = AllreduceCallback
-
-
-def _resolve(entries: Sequence[PendingGradient]) -> None:
-    """Resolves every future, even where a done-callback ends in SystemExit or KeyboardInterrupt; then raises that."""
-    interruption: BaseException | None = None
-    for entry in entries:
-        try:
-            entry.future.resolve(entry.result)
-        except BaseException as error:
-            interruption = interruption or error
-    if interruption is not None:
-        raise interruption
 
 
 def _tell_forgotten(pending: dict[int, PendingGradient]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, insort
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from gradsync.bucketing.future import GradientFuture
+from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
 
@@ -18,31 +18,61 @@ class _Claim(NamedTuple):
     begin: int
     order: int
     end: int
-    array: Array  # held, so that its memory is not given to a later gradient of the same step
+    array: Array
     future: GradientFuture
 
 
 class ClaimedMemory:
-    """The gradients of a step, by address."""
+    """The gradients of a step, by address.
+
+    Most loops hand over the very arrays of the step before; as long as they do, nothing needs to be compared again.
+    """
 
     def __init__(self) -> None:
+        self._held: list[tuple[Array, GradientFuture]] = []  # this step's, so that their memory is not used again
+        self._last: list[weakref.ref[Array]] = []  # the last step's: none shared memory with another
+        self._repeating = True
         self._claims: list[_Claim] = []
         self._longest_bytes = 0
         self._ranges_overlap = False  # rare: views that interleave, or read-only arrays
 
-    def claim(self, array: Array, future: GradientFuture) -> None:
+    def claim(self, array: Array, future: GradientFuture, arrays: ArrayKind) -> None:
         """Enters a gradient.
 
         Args:
-            array: a host array.
+            array: native to the communicator; addresses of host and devices are one space.
             future: names the gradient in the error.
+            arrays: how the communicator handles arrays.
 
         Raises:
             InvalidArgument: it shares memory with a gradient entered before, and one of them is written to.
         """
+        held = self._held
+        if self._repeating:
+            position = len(held)
+            if position < len(self._last) and self._last[position]() is array:
+                held.append((array, future))
+                return
+            self._repeating = False
+            for earlier in held:
+                self._compare(*earlier, arrays)
+        self._compare(array, future, arrays)
+        held.append((array, future))
+
+    def clear(self) -> None:
+        """Forgets the step."""
+        if not self._repeating or len(self._held) != len(self._last):
+            self._last = [weakref.ref(array) for array, _ in self._held]
+        self._held.clear()
+        self._repeating = True
+        self._claims.clear()
+        self._longest_bytes = 0
+        self._ranges_overlap = False
+
+    def _compare(self, array: Array, future: GradientFuture, arrays: ArrayKind) -> None:
         if not array.size:
             return
-        begin, end = _byte_bounds(array)
+        begin, end = arrays.byte_bounds(array)
         claims = self._claims
         # Among ranges that do not overlap, only the last one that begins before this one can reach into it.
         if self._ranges_overlap:
@@ -56,34 +86,11 @@ class ClaimedMemory:
             if claim.end <= begin:
                 continue
             self._ranges_overlap = True
-            if (array.flags.writeable or claim.array.flags.writeable) and _share(array, claim.array):
+            written = arrays.writeable(array) or arrays.writeable(claim.array)
+            if written and arrays.share_memory(array, claim.array):
                 raise InvalidArgument(
                     f"{future.name} shares memory with {claim.future.name}, which was handed over in the same step: "
                     "their results would be mixed; hand over a copy"
                 )
         insort(claims, _Claim(begin, len(claims), end, array, future))
         self._longest_bytes = max(self._longest_bytes, end - begin)
-
-    def clear(self) -> None:
-        """Forgets the step."""
-        self._claims.clear()
-        self._longest_bytes = 0
-        self._ranges_overlap = False
-
-
-def _byte_bounds(array: Array) -> tuple[int, int]:
-    """Returns the first address of a non-empty array and one past its last."""
-    address: int = array.__array_interface__["data"][0]
-    if array.flags.c_contiguous or array.flags.f_contiguous:
-        return address, address + array.nbytes
-    steps = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
-    low, high = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
-    return address + low, address + high + array.itemsize
-
-
-def _share(first: Any, second: Any) -> bool:
-    """Whether two arrays share an element; views that interleave do not. Where that is hard to tell: True."""
-    try:
-        return bool(np.shares_memory(first, second, max_work=10_000))  # type: ignore[arg-type]  # any count is allowed
-    except np.exceptions.TooHardError:
-        return True

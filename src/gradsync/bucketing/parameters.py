@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from gradsync.bucketing.flat_buffer import (
     FlatBuffer,
     Shape,
@@ -18,7 +16,7 @@ from gradsync.bucketing.flat_buffer import (
 from gradsync.bucketing.plan import GradientSpec, plan_buckets
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.host_arrays import flat_copy_or_view, overlaps_itself, write_back
+from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, parse_reduce_method
@@ -51,14 +49,15 @@ def bcast_list_(arrays: Sequence[Any], root: int = 0, communicator: Communicator
     natives = [communicator.native_array(array, f"bcast_list_, array {i}") for i, array in enumerate(arrays)]
     if communicator.rank != root:
         for index, native in enumerate(natives):
-            if not native.flags.writeable or overlaps_itself(native):
-                kind = "overlaps itself" if native.flags.writeable else "is read-only"
+            writeable = communicator.arrays.writeable(native)
+            if not writeable or overlaps_itself(native):
+                kind = "overlaps itself" if writeable else "is read-only"
                 raise InvalidArgument(f"{communicator.label}: bcast_list_ writes in place; array {index} {kind}")
     specs = [GradientSpec(f"#{i}", a.shape, str(a.dtype), a.dtype.itemsize) for i, a in enumerate(natives)]
     communicator.agree(Agreement(digest_of("bcast_list_", root, specs), lambda: _describe(specs, root)))
-    buffer = FlatBuffer(array_module(natives[0]) if natives else np)
+    buffers: dict[Any, FlatBuffer] = {}  # by array module
     for bucket in plan_buckets(specs, _BROADCAST_BUFFER_BYTES):
-        _broadcast_bucket([natives[slot.position] for slot in bucket.slots], root, communicator, buffer)
+        _broadcast_bucket([natives[slot.position] for slot in bucket.slots], root, communicator, buffers)
 
 
 def _describe(specs: Sequence[GradientSpec], root: int) -> str:
@@ -66,18 +65,23 @@ def _describe(specs: Sequence[GradientSpec], root: int) -> str:
     return "\n".join([f"bcast_list_ of {len(specs)} arrays from root {root}", *lines])
 
 
-def _broadcast_bucket(natives: Sequence[Array], root: int, communicator: Communicator, buffer: FlatBuffer) -> None:
+def _broadcast_bucket(
+    natives: Sequence[Array], root: int, communicator: Communicator, buffers: dict[Any, FlatBuffer]
+) -> None:
     if len(natives) == 1:
         communicator.broadcast(natives[0], root)
         return
-    flats = [flat_copy_or_view(native) for native in natives]
+    arrays = communicator.arrays
+    flats = [arrays.flat(native) for native in natives]
+    module = array_module(flats[0])
+    buffer = buffers.setdefault(module, FlatBuffer(module))
     packed = buffer.pack(flats)
     communicator.broadcast(packed, root)
     if communicator.rank == root:
         return
     buffer.split(packed, flats)
     for native, flat in zip(natives, flats, strict=True):
-        write_back(flat, native)
+        arrays.write_back(flat, native)
 
 
 def pack_allreduce_split(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gradsync.bucketing.future import GradientFuture
-from gradsync.communicators.host_arrays import flat_copy_or_view, overlaps_itself
+from gradsync.communicators.base import Communicator
+from gradsync.communicators.host_arrays import overlaps_itself
+from gradsync.completion import Completion
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
+
+_PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
 
 
 class PendingGradient(NamedTuple):
@@ -18,21 +20,38 @@ class PendingGradient(NamedTuple):
 
     future: GradientFuture
     parameter: Any  # held until the flush, so that its identity stays its own
-    source: Array  # flat
-    target: Array  # flat; the source itself where the result may be written in place
-    write_back: Array | None  # where the target's values go afterwards, for layouts that are not contiguous
+    source: Array  # flat, on the communicator's device
+    target: Array  # flat, likewise; the source itself where the result may take its place
+    write_back: Array | None  # where the target's values go afterwards: other layouts, other devices
     result: Any  # what the future gives
+    producer: Any  # the stream whose work made the gradient; None on the CPU
 
 
-def prepare(future: GradientFuture, param: Any, grad: Any, native: Array) -> PendingGradient:
-    """Decides where the reduced values go."""
-    source = flat_copy_or_view(native)
-    if not native.flags.writeable or overlaps_itself(native):
-        result = np.empty_like(source).reshape(native.shape)
-        return PendingGradient(future, param, source, result.reshape(-1), None, result)
-    if native.flags.c_contiguous:
-        return PendingGradient(future, param, source, source, None, grad)
-    return PendingGradient(future, param, source, source, native, grad)
+def prepare(
+    future: GradientFuture, param: Any, grad: Any, native: Array, communicator: Communicator
+) -> PendingGradient:
+    """Decides where the reduced values go: into the gradient, or a new array where that cannot be written to."""
+    arrays, producer = communicator.arrays, communicator.current_stream()
+    source = arrays.flat(native)
+    if arrays.writeable(native) and not overlaps_itself(native):
+        write_back = None if arrays.is_viewed_flat(native) else native
+        return PendingGradient(future, param, source, source, write_back, grad, producer)
+    result = arrays.empty_like(native)
+    if arrays.is_viewed_flat(result):
+        return PendingGradient(future, param, source, arrays.flat(result), None, result, producer)
+    return PendingGradient(future, param, source, source, result, result, producer)
+
+
+def resolve(entries: Sequence[PendingGradient], completion: Completion | None) -> None:
+    """Resolves every future, even where a done-callback ends in SystemExit or KeyboardInterrupt; then raises that."""
+    interruption: BaseException | None = None
+    for entry in entries:
+        try:
+            entry.future.resolve(entry.result, completion)
+        except BaseException as error:
+            interruption = interruption or error
+    if interruption is not None:
+        raise interruption
 
 
 def _is_array(param: Any) -> bool:
@@ -41,6 +60,8 @@ def _is_array(param: Any) -> bool:
 
 def key_of(param: Any) -> Hashable:
     """Returns what tells parameters of one process apart."""
+    if type(param) in _PLAIN_NAMES:
+        return param  # type: ignore[no-any-return]  # a str or an int
     if _is_array(param):
         return ("array", id(param))
     try:
@@ -54,6 +75,8 @@ def key_of(param: Any) -> Hashable:
 
 def display_name(param: Any, position: int) -> str:
     """Returns a name that is the same on all ranks: never one made from an address in memory."""
+    if type(param) in _PLAIN_NAMES:
+        return repr(param)
     if isinstance(param, (str, int, bytes, type(None))) and not _is_array(param):
         return repr(param)
     if isinstance(param, tuple) and all(isinstance(part, (str, int, bytes, type(None))) for part in param):

@@ -82,7 +82,7 @@ class Bucket:
 
 
 class BucketPlanner:
-    """Fills buckets gradient by gradient.
+    """Fills buckets gradient by gradient; a step that repeats the one before gets its buckets again.
 
     Args:
         threshold_bytes: size that a bucket of several gradients never exceeds; at least 1.
@@ -94,12 +94,61 @@ class BucketPlanner:
         self.threshold_bytes = threshold_bytes
         self._open: dict[str, list[Slot]] = {}
         self._arrived = 0
+        self._steps: list[tuple[GradientSpec, list[Bucket]]] = []  # what each gradient of the last step completed
+        self._rest: list[Bucket] | None = None  # what the flush of the last step completed; None: it had none
+        self._repeating = False
 
     def add(self, spec: GradientSpec) -> list[Bucket]:
         """Places one gradient, and returns the buckets that are complete because of it, in launch order.
 
         An oversize gradient is complete at once and does not disturb the bucket that is being filled.
+
+        Args:
+            spec: known again by identity: a caller that passes the same object as in the step before saves work.
         """
+        if self._repeating:
+            if self._arrived < len(self._steps):
+                known, complete = self._steps[self._arrived]
+                if known is spec:
+                    self._arrived += 1
+                    return complete
+            self._stop_repeating()
+        complete = self._place(spec)
+        self._steps.append((spec, complete))
+        return complete
+
+    def flush(self) -> list[Bucket]:
+        """Completes what is open, dtype by dtype in sorted order, and begins a new step."""
+        if self._repeating and self._arrived == len(self._steps) and self._rest is not None:
+            self._arrived = 0
+            return self._rest
+        if self._repeating:
+            self._stop_repeating()
+        rest = [self._take(dtype) for dtype in sorted(self._open)]
+        self._begin_step(rest)
+        return rest
+
+    def reset(self) -> None:
+        """Forgets the step."""
+        self._steps.clear()
+        self._begin_step(None)
+
+    def _begin_step(self, rest: list[Bucket] | None) -> None:
+        self._open.clear()
+        self._arrived = 0
+        self._rest = rest
+        self._repeating = rest is not None
+
+    def _stop_repeating(self) -> None:
+        """Brings the open buckets to where they would be without the shortcut."""
+        self._repeating = False
+        begun = [spec for spec, _ in self._steps[: self._arrived]]
+        del self._steps[self._arrived :]
+        self._arrived = 0
+        for spec in begun:
+            self._place(spec)
+
+    def _place(self, spec: GradientSpec) -> list[Bucket]:
         position, self._arrived = self._arrived, self._arrived + 1
         size_bytes = spec.size_bytes
         if size_bytes > self.threshold_bytes:
@@ -116,17 +165,6 @@ class BucketPlanner:
         if filled_bytes + size_bytes == self.threshold_bytes:
             complete.append(self._take(spec.dtype))
         return complete
-
-    def flush(self) -> list[Bucket]:
-        """Completes what is open, dtype by dtype in sorted order, and begins a new step."""
-        rest = [self._take(dtype) for dtype in sorted(self._open)]
-        self.reset()
-        return rest
-
-    def reset(self) -> None:
-        """Forgets the step."""
-        self._open.clear()
-        self._arrived = 0
 
     def _take(self, dtype: str) -> Bucket:
         return Bucket(dtype, tuple(self._open.pop(dtype)))

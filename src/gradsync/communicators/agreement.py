@@ -11,6 +11,12 @@ import numpy as np
 
 from gradsync.errors import PlanMismatch
 
+_UNHARMED = "nothing was reduced"
+_BROKEN = (
+    "some had launched theirs already, as in the steps before: the communicator is broken, and the gradients of this "
+    "step are undefined"
+)
+
 
 class Agreement(NamedTuple):
     """One event on which all ranks must agree.
@@ -68,13 +74,16 @@ def first_difference(parts: Sequence[Sequence[object]]) -> int:
     return min(len(part) for part in parts)
 
 
-def mismatch(label: str, index: int | None, descriptions: Mapping[int, Description]) -> PlanMismatch:
+def mismatch(
+    label: str, index: int | None, descriptions: Mapping[int, Description], *, broken: bool = False
+) -> PlanMismatch:
     """Makes the error that every rank raises.
 
     Args:
         label: this rank, e.g. "rank 0/2".
         index: position of the event in its step, or None.
         descriptions: of every rank, all from the same first gradient on.
+        broken: a rank had launched its collective when another one found the difference.
     """
     where = "" if index is None else f", event {index} of this step"
     shown = "".join(f"\n  rank {rank}: {d.headline}" for rank, d in sorted(descriptions.items()))
@@ -84,7 +93,8 @@ def mismatch(label: str, index: int | None, descriptions: Mapping[int, Descripti
         for rank, d in sorted(descriptions.items()):
             shown += f"\n    rank {rank}: {d.lines[0] if d.lines else '(nothing)'}"
     return PlanMismatch(
-        f"{label}: the ranks disagree on the next collective{where}; nothing was reduced:{shown}",
+        f"{label}: the ranks disagree on the next collective{where}; {_BROKEN if broken else _UNHARMED}:{shown}",
         index=index,
         descriptions={rank: "\n".join([d.headline, *d.lines]) for rank, d in descriptions.items()},
+        broken=broken,
     )

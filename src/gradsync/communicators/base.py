@@ -1,7 +1,7 @@
 """The contract of a communicator: public methods check, private hooks move bytes.
 
 Everything a caller can get wrong is told here, once, in the same words on every backend. A backend subclasses
-`Communicator` and writes the hooks at the end of the class; it may rely on their stated preconditions.
+`Communicator` and writes the hooks of backend.py; it may rely on their stated preconditions.
 
 All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
 same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
@@ -10,7 +10,6 @@ data moves, and can go on.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.host_arrays import as_host_array, flat_copy_or_view, overlaps_itself, write_back
+from gradsync.communicators.backend import Backend
+from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime
+from gradsync.completion import Completion
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
 from gradsync.reduction import Array, ReduceOp, check_operation
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Communicator(ABC):
+class Communicator(Backend):
     """A fixed group of ranks that run collectives together.
 
     One thread at a time may use a communicator; a second one gets an error that says so. A collective that fails in
@@ -38,7 +39,7 @@ class Communicator(ABC):
         rank: this process's number, 0 <= rank < world_size.
         world_size: number of ranks.
         backend: "local", "shm", "nccl" or "mpi".
-        device: where arrays must live: "cpu", or a CUDA device such as "cuda:0".
+        device: where arrays live: "cpu", or a CUDA device such as "cuda:0".
     """
 
     backend: str
@@ -78,7 +79,6 @@ class Communicator(ABC):
             CollectiveTimeout: a rank did not arrive before the deadline.
             CommunicatorClosed: closed, aborted, or inherited through a fork.
         """
-        del stream  # meaningful on a GPU only
         op = ReduceOp.parse(op)
         source = self.native_array(array, "all_reduce")
         check_operation(op, source.dtype)
@@ -86,12 +86,17 @@ class Communicator(ABC):
         target = self._checked_target("all_reduce", source, source if out is None else self.native_array(out, "out"))
         agreement = agreement_on("all_reduce", source.shape, source.dtype, op.value)
         with self.lifetime.turn("all_reduce"):
-            flat_source = flat_copy_or_view(source)
-            if target is not source and np.may_share_memory(source, target):
-                flat_source = flat_source.copy()  # results would overwrite values that are still to be read
-            flat_target = target.reshape(-1) if target.flags.c_contiguous else np.empty_like(flat_source)
-            self._all_reduce_list([flat_source], [flat_target], op, agreement)
-            write_back(flat_target, target)
+            with self._launching(stream) as launch:
+                flat_source = self.arrays.flat(source)
+                if target is not source and self.arrays.share_memory(source, target):
+                    flat_source = flat_source.copy()  # results would overwrite values that are still to be read
+                flat_target = flat_source
+                if target is not source:
+                    viewed = self.arrays.is_viewed_flat(target)
+                    flat_target = self.arrays.flat(target if viewed else self.arrays.empty_like(flat_source))
+                self._all_reduce_list([flat_source], [flat_target], op, agreement)
+                self._bring_back(flat_target, target, launch)
+            self._await_host_results(launch)
         return result
 
     def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
@@ -112,17 +117,18 @@ class Communicator(ABC):
             UnsupportedDtype: the dtype holds Python objects.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        del stream
         self._check_root(root)
         native = self.native_array(array, "broadcast")
         if self.rank != root:
             self._checked_target("broadcast", native, native)
         agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
         with self.lifetime.turn("broadcast"):
-            flat = flat_copy_or_view(native)
-            self._broadcast(flat, root, agreement)
-            if self.rank != root:
-                write_back(flat, native)
+            with self._launching(stream) as launch:
+                flat = self.arrays.flat(native)
+                self._broadcast(flat, root, agreement)
+                if self.rank != root:
+                    self._bring_back(flat, native, launch)
+            self._await_host_results(launch)
         return array
 
     def barrier(self) -> None:
@@ -132,13 +138,20 @@ class Communicator(ABC):
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         with self.lifetime.turn("barrier"):
-            self._agree(agreement_on("barrier", (), None, ""))
+            self._meet(agreement_on("barrier", (), None, ""))
 
     # -- For the layers above: bucketing -----------------------------------------------------------------------
 
     def all_reduce_list(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
-    ) -> None:
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        agreement: Agreement,
+        *,
+        write_backs: Sequence[tuple[Array, Array]] = (),
+        producers: Sequence[Any] = (),
+    ) -> Completion | None:
         """Reduces a list of arrays as one collective: what a gradient bucket needs.
 
         Every rank must call it with lists of equal sizes and dtypes. The arguments are trusted: the bucketing layer
@@ -149,12 +162,20 @@ class Communicator(ABC):
             targets: where the results go: for each source an array of its size and dtype, or the source itself.
             op: an operator that the dtype table allows.
             agreement: what this rank believes all ranks are about to do.
+            write_backs: pairs of a target and the native array that gets its values afterwards.
+            producers: the streams (see current_stream) whose work made the sources.
+
+        Returns:
+            None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        with self.lifetime.turn("all_reduce"):
+        with self.lifetime.turn("all_reduce"), self._launching(None, producers) as launch:
             self._all_reduce_list(sources, targets, op, agreement)
+            for target, native in write_backs:
+                self._bring_back(target, native, launch)
+        return launch
 
     def native_array(self, array: Any, what: str) -> Array:
         """Returns `array` as this backend's own array type over the same memory.
@@ -164,15 +185,20 @@ class Communicator(ABC):
             what: names the operation in the error.
 
         Raises:
-            InvalidArgument: not an array, or not on this communicator's device.
+            InvalidArgument: not an array, or one that this communicator cannot reach.
             UnsupportedDtype: the elements are Python objects.
         """
         if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; spares making the label
             return array
-        return as_host_array(array, f"{self.label}: {what}")
+        native: Array = self.arrays.native(array, f"{self.label}: {what}")
+        return native
+
+    def current_stream(self) -> Any:
+        """Returns the stream that the caller's work goes to now; None on the CPU."""
+        return None
 
     def agree(self, agreement: Agreement) -> None:
-        """Returns once every rank has called it with the same agreement; moves no data.
+        """Makes sure that every rank goes on with the same agreement; moves no data. May wait for all ranks.
 
         Raises:
             PlanMismatch: the ranks' digests differ.
@@ -234,7 +260,7 @@ class Communicator(ABC):
                 f"{self.label}: {method} needs out of shape {source.shape} and dtype {source.dtype}, "
                 f"got shape {target.shape} and dtype {target.dtype}"
             )
-        if not target.flags.writeable:
+        if not self.arrays.writeable(target):
             raise InvalidArgument(f"{self.label}: {method} cannot write into a read-only array: pass out=")
         if overlaps_itself(target):
             raise InvalidArgument(
@@ -246,28 +272,3 @@ class Communicator(ABC):
     def _check_root(self, root: int) -> None:
         if not isinstance(root, int) or not 0 <= root < self.world_size:
             raise InvalidArgument(f"{self.label}: root must be 0 to {self.world_size - 1}, got {root!r}")
-
-    # -- Hooks: what a backend writes --------------------------------------------------------------------------
-
-    @abstractmethod
-    def _all_reduce_list(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
-    ) -> None:
-        """Reduces each source into its target. Preconditions: see all_reduce_list; at least one source."""
-
-    @abstractmethod
-    def _broadcast(self, flat: Array, root: int, agreement: Agreement) -> None:
-        """Copies the root's flat into the others'. Precondition: 1-D, contiguous; writable except on the root."""
-
-    @abstractmethod
-    def _agree(self, agreement: Agreement) -> None:
-        """Waits for all ranks and raises PlanMismatch when their digests differ."""
-
-    def _announce_close(self) -> None:
-        """Tells the other ranks that this one will not come again. Must not block and must not raise."""
-
-    def _announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Tells the other ranks to stop. Must not block and must not raise."""
-
-    def _release(self) -> None:
-        """Gives back descriptors, memory and threads. Called once, with no collective running; must not block."""

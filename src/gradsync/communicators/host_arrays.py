@@ -1,16 +1,100 @@
-"""Arrays in host memory: what is accepted, and how a layout becomes flat."""
+"""Arrays in host memory: what is accepted, and how a layout becomes flat.
+
+`ArrayKind` says what the layers above need to know about arrays wherever they live; here is its form for the host,
+device_arrays.py has the one for a GPU.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array
 
-_DLPACK_CPU = 1
-_DLPACK_CUDA_HOST = 3  # pinned host memory
+DLPACK_CPU = 1
+DLPACK_CUDA_HOST = 3  # pinned host memory
+
+
+class ArrayKind(Protocol):
+    """How a communicator handles arrays. "Native" is what `native` returns; "flat" is 1-D and contiguous."""
+
+    def native(self, array: Any, who: str) -> Any:
+        """Returns `array` as an array over the same memory; see Communicator.native_array."""
+
+    def flat(self, native: Any) -> Any:
+        """Returns the elements in C (index) order on the communicator's device; a view where that is possible."""
+
+    def is_viewed_flat(self, native: Any) -> bool:
+        """Whether flat() gives a view of this very memory."""
+
+    def write_back(self, flat: Any, native: Any) -> None:
+        """Copies elements in C order into an array that flat() had to copy; does nothing for a view."""
+
+    def empty_like(self, native: Any) -> Any:
+        """Returns a new C-contiguous array of the same shape and dtype, in the same kind of memory."""
+
+    def writeable(self, native: Any) -> bool:
+        """Whether the array may be written to."""
+
+    def byte_bounds(self, native: Any) -> tuple[int, int]:
+        """Returns the first address of a non-empty array, and one past its last."""
+
+    def share_memory(self, first: Any, second: Any) -> bool:
+        """Whether two arrays share an element; True where that is hard to tell."""
+
+
+class HostArrays:
+    """NumPy arrays, and whatever speaks DLPack in host memory."""
+
+    def native(self, array: Any, who: str) -> Array:
+        """See ArrayKind."""
+        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always
+            return array
+        return as_host_array(array, who)
+
+    def flat(self, native: Array) -> Array:
+        """See ArrayKind."""
+        return native.reshape(-1) if native.flags.c_contiguous else np.ascontiguousarray(native).reshape(-1)
+
+    def is_viewed_flat(self, native: Array) -> bool:
+        """See ArrayKind."""
+        return native.flags.c_contiguous
+
+    def write_back(self, flat: Array, native: Array) -> None:
+        """See ArrayKind."""
+        if not native.flags.c_contiguous:
+            native[...] = flat.reshape(native.shape)
+
+    def empty_like(self, native: Array) -> Array:
+        """See ArrayKind."""
+        return np.empty(native.shape, native.dtype)
+
+    def writeable(self, native: Array) -> bool:
+        """See ArrayKind."""
+        return native.flags.writeable
+
+    def byte_bounds(self, native: Array) -> tuple[int, int]:
+        """See ArrayKind."""
+        address: int = native.__array_interface__["data"][0]
+        return span(native, address)
+
+    def share_memory(self, first: Array, second: Array) -> bool:
+        """See ArrayKind."""
+        try:
+            return bool(np.shares_memory(first, second, max_work=10_000))  # type: ignore[arg-type]  # any count is allowed
+        except np.exceptions.TooHardError:
+            return True
+
+
+def span(array: Any, address: int) -> tuple[int, int]:
+    """Returns the first address of a non-empty array and one past its last, given that of its first element."""
+    if array.flags.c_contiguous or array.flags.f_contiguous:
+        return address, address + array.nbytes
+    steps = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
+    low, high = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    return address + low, address + high + array.itemsize
 
 
 def as_host_array(array: Any, who: str) -> Array:
@@ -33,13 +117,14 @@ def as_host_array(array: Any, who: str) -> Array:
     elif hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         native = _from_dlpack(array, who)
     else:
-        raise InvalidArgument(f"{who} needs a NumPy array or one that speaks DLPack, got {_kind_of(array)}")
+        raise InvalidArgument(f"{who} needs a NumPy array or one that speaks DLPack, got {kind_of(array)}")
     if native.dtype.hasobject:
         raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype})")
     return native
 
 
-def _kind_of(array: Any) -> str:
+def kind_of(array: Any) -> str:
+    """Says what somebody handed in that is no array, and what to do about it."""
     if hasattr(array, "tocoo"):
         return "a sparse array"
     if isinstance(array, np.generic):
@@ -51,7 +136,7 @@ def _kind_of(array: Any) -> str:
 
 def _from_dlpack(array: Any, who: str) -> Array:
     device_type = array.__dlpack_device__()[0]
-    if int(device_type) not in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
+    if int(device_type) not in (DLPACK_CPU, DLPACK_CUDA_HOST):
         raise InvalidArgument(
             f"{who} runs in host memory, got an array on a device "
             f'(DLPack device type {int(device_type)}): copy it to the host, or use backend="nccl"'
@@ -62,18 +147,7 @@ def _from_dlpack(array: Any, who: str) -> Array:
         raise InvalidArgument(f"{who} cannot view {type(array).__name__} without a copy: {error}") from error
 
 
-def flat_copy_or_view(array: Array) -> Array:
-    """Returns the elements in C (index) order as a 1-D contiguous array: a view where the layout allows it."""
-    return array.reshape(-1) if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1)
-
-
-def write_back(flat: Array, array: Array) -> None:
-    """Copies elements in C order back into the array that flat_copy_or_view had to copy; does nothing for a view."""
-    if not array.flags.c_contiguous:
-        array[...] = flat.reshape(array.shape)
-
-
-def overlaps_itself(array: Array) -> bool:
+def overlaps_itself(array: Any) -> bool:
     """Whether two indices may share memory (broadcast views, sliding windows); errs towards True."""
     if array.flags.c_contiguous or array.flags.f_contiguous or array.size <= 1:
         return False

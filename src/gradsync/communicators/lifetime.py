@@ -35,6 +35,7 @@ class Lifetime:
         self._inside = ""
         self._released = False
         self.ended_because: str | None = None  # None while it may be used
+        self._untold: BaseException | None = None  # a failure that no call has raised yet
         _of_this_process.add(communicator)
 
     def turn(self, what: str) -> _Turn:
@@ -54,6 +55,18 @@ class Lifetime:
         if self.ended_because is None:
             self.ended_because = f"it was aborted: {reason}"
             self._communicator._announce_abort(reason, culprit)
+        self._release_when_idle()
+
+    def fail(self, error: BaseException, *, told: bool) -> None:
+        """Ends it because of a failure found between collectives, or by another thread.
+
+        Args:
+            error: raised by the next call, once.
+            told: whether it is being raised already.
+        """
+        if self.ended_because is None:
+            self.ended_because = f"it failed: {describe(error)}"
+            self._untold = None if told else error
         self._release_when_idle()
 
     def disown(self) -> None:
@@ -77,6 +90,9 @@ class Lifetime:
         # Whoever interrupts from here on, Ctrl-C included, must not leave the lock behind.
         try:
             self._inside = what
+            if self._untold is not None:
+                error, self._untold = self._untold, None
+                raise error
             if self.ended_because is not None:  # looked at under the lock: close() releases only when it is free
                 raise CommunicatorClosed(
                     f"{self._communicator.label}: {what} on a {self._communicator.backend} communicator that cannot "
@@ -89,7 +105,8 @@ class Lifetime:
     def leave(self, error: BaseException | None) -> None:
         """Ends a collective; one that failed midway ends the communicator for all ranks."""
         try:
-            if error is not None and not isinstance(error, PlanMismatch):
+            unharmed = error is None or (isinstance(error, PlanMismatch) and not error.broken)
+            if error is not None and not unharmed:
                 self.abort(f"in {self._inside}: {describe(error)}", _culprit_of(error))
         finally:
             self._lock.release()

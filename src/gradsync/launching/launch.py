@@ -10,7 +10,7 @@ from gradsync.errors import GradsyncError, InvalidArgument
 from gradsync.launching.outcome import load_results, signal_name
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_target
-from gradsync.launching.visible_devices import default_process_count
+from gradsync.visible_devices import default_process_count
 
 
 class WorkerError(GradsyncError, ProcessError):

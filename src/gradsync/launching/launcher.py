@@ -14,7 +14,7 @@ from gradsync.launching.outcome import Outcome, load_results
 from gradsync.launching.rank_main import HOW_TO_DEFINE
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_target
-from gradsync.launching.visible_devices import default_process_count
+from gradsync.visible_devices import default_process_count
 
 _Result = TypeVar("_Result")
 _DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}

@@ -14,16 +14,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from gradsync.errors import CommunicatorClosed, InvalidArgument, RankFailed, RendezvousError
-from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded, dial
+from gradsync.rendezvous.agreements import Verdict
+from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
+from gradsync.rendezvous.dialling import dial
+from gradsync.rendezvous.followers import OnAsked
 from gradsync.rendezvous.handshake import check_secret
-from gradsync.rendezvous.messages import (
-    MAX_REASON_BYTES,
-    PROTOCOL_VERSION,
-    UNIQUE_ID_BYTES,
-    FrameType,
-    clip_text,
-)
+from gradsync.rendezvous.messages import MAX_REASON_BYTES, PROTOCOL_VERSION, FrameType, clip_text
 from gradsync.rendezvous.request_channel import RequestChannel, check_timeout
+from gradsync.rendezvous.unique_ids import UniqueIds
 
 _JOIN_ATTEMPTS = 50
 
@@ -31,8 +29,7 @@ _JOIN_ATTEMPTS = 50
 class RendezvousClient:
     """A rank's membership in one generation; made by `connect`.
 
-    One thread at a time uses it: a second one waits for its turn, within its own deadline. `check` from
-    another thread is harmless.
+    Any number of threads may use it, each request with its own deadline.
 
     Attributes:
         rank, world_size: as given to `connect`.
@@ -47,7 +44,8 @@ class RendezvousClient:
         self.address = connection.address
         self._who = f"rank {rank}/{world_size}"
         self._requests = RequestChannel(connection, self._who)
-        self._ids: dict[tuple[str, tuple[int, ...] | None], bytes] = {}  # ids that this rank made, as root
+        self._ids = UniqueIds(self._requests, rank, self._who)
+        self._passed_positions: dict[str, int] = {}
 
     @classmethod
     def connect(
@@ -179,24 +177,70 @@ class RendezvousClient:
             RendezvousTimeout: the root did not hand the id in by the deadline.
             RankFailed: a rank died, or the root has left without handing it in.
         """
-        members = self._check_ranks(ranks)
-        operation = f"unique_id {group!r}"
-        if self.rank != root:
-            value = self._requests.ask(operation, timeout_seconds, FrameType.GET_ID, group, root, members)
-            return bytes(value)
-        place = (group, None if members is None else tuple(members))
-        if place not in self._ids:
-            if make_id is None:
-                raise InvalidArgument(f"{self._who}: {operation} needs make_id on its root, got None")
-            made = make_id()
-            if not isinstance(made, (bytes, bytearray)) or len(made) != UNIQUE_ID_BYTES:
-                size = f"{len(made)} bytes" if isinstance(made, (bytes, bytearray)) else type(made).__name__
-                raise InvalidArgument(
-                    f"{self._who}: {operation} needs {UNIQUE_ID_BYTES} bytes from make_id, got {size}"
-                )
-            self._requests.ask_at_once(operation, FrameType.PUT_ID, group, root, members, bytes(made))
-            self._ids[place] = bytes(made)
-        return self._ids[place]
+        return self._ids.get(group, root, self._check_ranks(ranks), make_id, timeout_seconds)
+
+    def agree(
+        self,
+        group: str,
+        position: int,
+        digest: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        timeout_seconds: float = 120.0,
+    ) -> Verdict:
+        """Asks whether all members do the same at a position of their group, and returns the verdict.
+
+        Returns once every member has called it for this position, or has told, asked through `follow`, that it has
+        gone ahead: SAME when all digests are equal, else DIFFERENT, or PASSED when a member went ahead with another
+        digest. PASSED comes at once, and for every later position of the group too; `passed_position` says where.
+
+        Args:
+            group: the group's name, at most 960 bytes.
+            position: which of the group's collectives, from 0.
+            digest: of what this rank is about to do, an unsigned integer of 64 bits.
+            ranks: the members, the same in every call for this group; all ranks by default.
+            timeout_seconds: this rank's deadline.
+
+        Raises:
+            InvalidArgument: an argument is out of its range, the members differ from an earlier call's, or this rank
+                already waits at this position.
+            RendezvousTimeout: `missing_ranks` names the members who did not report, the text where they are.
+            RankFailed: a rank died, or a member who has not reported has left.
+        """
+        operation = f"agree {group!r} at position {position}"
+        fields = (group, operator.index(position), operator.index(digest), self._check_ranks(ranks))
+        verdict, decided_at = self._requests.ask(operation, timeout_seconds, FrameType.AGREE, *fields)
+        if verdict == Verdict.PASSED:
+            self._passed_positions[group] = decided_at
+        return Verdict(verdict)
+
+    def passed_position(self, group: str) -> int | None:
+        """Returns where a member of the group went ahead, known after a verdict of PASSED; else None.
+
+        It may lie before the position that this rank asked about: then this rank went ahead there too.
+        """
+        return self._passed_positions.get(group)
+
+    def follow(self, group: str, on_asked: OnAsked) -> None:
+        """Lets `on_asked(position)` say what this rank launched there, whenever another member asks.
+
+        Call it before the group's first collective: a question that comes earlier is not kept. `on_asked` runs in
+        whichever thread receives the question, in a request or in `check`, without a lock of this client held;
+        two threads may run it at once. It is to be quick and not to raise.
+
+        Args:
+            group: the group's name.
+            on_asked: returns what this rank launched at that position, or None when it has not come there yet. It
+                must `agree` there then, even if it would have gone ahead.
+
+        Raises:
+            InvalidArgument: the group is followed already.
+        """
+        self._requests.followers.follow(group, on_asked)
+
+    def unfollow(self, group: str) -> None:
+        """Ends `follow`; a call under way in another thread may still run. Idempotent."""
+        self._requests.followers.unfollow(group)
 
     def check(self) -> None:
         """Raises when the generation has failed or the server is gone; never waits, one poll call at most.

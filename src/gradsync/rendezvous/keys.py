@@ -75,11 +75,19 @@ class Keys:
 
     def delete(self, request: Request, key: str) -> list[Send]:
         """Removes a key and answers whether it was there."""
+        return [request.reply(self.discard(key))]
+
+    def publish(self, key: str, value: bytes) -> list[Send]:
+        """Stores a value that came without a request, and answers those who wait for it; drops it for want of room."""
+        return self._answer_waiting(key) if self._store(key, value) else []
+
+    def discard(self, key: str) -> bool:
+        """Removes a key; returns whether it was there."""
         value = self._values.pop(key, None)
         if value is None:
-            return [request.reply(False)]
+            return False
         self._stored_bytes -= len(key) + len(value)
-        return [request.reply(True)]
+        return True
 
     def rank_left(self) -> list[Send]:
         """Fails the reads that nobody can answer any more."""

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
 MAX_NAME_BYTES = 1024
+MAX_GROUP_BYTES = MAX_NAME_BYTES - 64  # the name of a group that agrees becomes part of its events' keys
+MAX_EVENT_BYTES = 48 * 1024
 MAX_PHASE_BYTES = 256
 MAX_REASON_BYTES = 4096
 MAX_TEXT_BYTES = 8192
@@ -51,12 +53,16 @@ class FrameType(enum.IntEnum):
     REPORT_FAILURE = 25
     CANCEL = 26
     BYE = 27
+    AGREE = 28
+    PASSED = 29
 
     REPLY = 64
     REFUSED = 65
     TIMED_OUT = 66
     FAILED = 67
     SEATED = 68
+    ASKED = 69
+    VERDICT = 70
 
     @property
     def from_server(self) -> bool:
@@ -125,6 +131,9 @@ _RANK = _integer("rank", 0, MAX_RANKS - 1)
 _MEMBERS = _ranks("ranks", optional=True)
 _TIMEOUT = _integer("timeout_ms", 0, MAX_TIMEOUT_MS)
 _REQUEST = _integer("request sequence", 0, 2**63 - 1)
+_GROUP = _text("group", MAX_GROUP_BYTES)
+_POSITION = _integer("position", 0, 2**63 - 1)
+_DIGEST = _integer("digest", 0, 2**64 - 1)
 
 SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     # The form of JOIN is the same in every protocol version: versions meet here, and are compared first.
@@ -145,10 +154,14 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.REPORT_FAILURE: (_text("reason", MAX_REASON_BYTES),),
     FrameType.CANCEL: (_REQUEST,),
     FrameType.BYE: (),
+    FrameType.AGREE: (_GROUP, _POSITION, _DIGEST, _MEMBERS, _TIMEOUT),
+    FrameType.PASSED: (_GROUP, _POSITION, _DIGEST, _text("description", MAX_EVENT_BYTES)),
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean, an integer or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks", optional=False), _text("text", MAX_TEXT_BYTES)),
     FrameType.SEATED: (_REQUEST,),
+    FrameType.ASKED: (_GROUP, _POSITION),
+    FrameType.VERDICT: (_REQUEST, _integer("verdict", 0, 2), _POSITION),
     FrameType.FAILED: (_REQUEST, _RANK, _text("phase", MAX_PHASE_BYTES), _text("text", MAX_TEXT_BYTES)),
 }
 

@@ -10,34 +10,13 @@ with the same failure.
 from __future__ import annotations
 
 from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Received, Send
-from gradsync.rendezvous.keys import Keys
+from gradsync.rendezvous.generation import Generation
 from gradsync.rendezvous.messages import PROTOCOL_VERSION, REFUSED, TO_GENERATION, FrameType, Message
-from gradsync.rendezvous.places import Barriers, GroupIds
 from gradsync.rendezvous.roster import RUNNING_PHASE, MemberState, Roster
-from gradsync.rendezvous.waiting import Failure, Request, Wait, WaitTable
+from gradsync.rendezvous.waiting import Failure, Request, WaitTable
 
 NOTICE_INTERVAL_SECONDS = 5.0
 MAX_WAITS_PER_CONNECTION = 64
-
-
-class Generation:
-    """One generation: its members, what they share, and what went wrong."""
-
-    def __init__(self, world_size: int, waits: WaitTable) -> None:
-        self.roster = Roster(world_size)
-        self.number: int | None = None  # counted once formed
-        self.failure: Failure | None = None
-        self.keys = Keys(self.roster, waits)
-        self.barriers = Barriers(self.roster, waits)
-        self.ids = GroupIds(self.roster, waits)
-
-    def withdraw(self, wait: Wait) -> None:
-        """Takes a join back (this is the place where a joining rank waits)."""
-        self.roster.give_up(wait.request.rank)
-
-    def missing_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks that hold up the forming of this generation."""
-        return self.roster.missing_ranks()
 
 
 class RendezvousCore:
@@ -88,6 +67,8 @@ class RendezvousCore:
         if message.type is FrameType.SET_PHASE:
             generation.roster.members[rank].phase = message.fields[0]
             return []
+        if message.type is FrameType.PASSED:
+            return [*generation.hear_passed(rank, message)]
         if message.type is FrameType.CANCEL:
             return self._cancel(connection, message.fields[0])
         if message.type is FrameType.REPORT_FAILURE:
@@ -132,44 +113,14 @@ class RendezvousCore:
         return ""
 
     def _serve(self, request: Request, generation: Generation, message: Message) -> list[Send]:
-        """Answers the requests that concern what the generation shares."""
+        """Answers a request that needs a generation which has formed and not failed."""
         if generation.failure is not None:
             return [request.fail(generation.failure)]
         if generation.number is None:
             return [request.refuse("this connection has not joined a complete generation yet", REFUSED)]
         if self._waits.count(request.connection) >= MAX_WAITS_PER_CONNECTION:
             return [request.refuse("too many requests of this connection wait already", REFUSED)]
-        fields = message.fields
-        if message.type is FrameType.SET:
-            return generation.keys.set(request, *fields)
-        if message.type is FrameType.GET:
-            return generation.keys.get(request, *fields)
-        if message.type is FrameType.ADD:
-            return generation.keys.add(request, *fields)
-        if message.type is FrameType.DELETE:
-            return generation.keys.delete(request, *fields)
-        return self._serve_group(request, generation, message)
-
-    def _serve_group(self, request: Request, generation: Generation, message: Message) -> list[Send]:
-        """Answers the requests that name members."""
-        if message.type is FrameType.BARRIER:
-            name, ranks, timeout_ms = message.fields
-            members = self._members(ranks)
-            if not members or members[-1] >= self._world_size or request.rank not in members:
-                who = generation.roster.label(request.rank)
-                return [request.refuse(f"barrier {name!r} of ranks {members} does not include {who}")]
-            return generation.barriers.arrive(request, name, members, timeout_ms)
-        if message.type in (FrameType.PUT_ID, FrameType.GET_ID):
-            group, root, ranks, last = message.fields
-            members = self._members(ranks)
-            if not members or members[-1] >= self._world_size:
-                return [request.refuse(f"group {group!r} needs ranks below {self._world_size}, got {members}")]
-            serve = generation.ids.put if message.type is FrameType.PUT_ID else generation.ids.get
-            return serve(request, group, root, members, last)
-        return [request.refuse(f"{message.type.name} is not a request of a joined rank", REFUSED)]
-
-    def _members(self, ranks: list[int] | None) -> tuple[int, ...]:
-        return tuple(range(self._world_size)) if ranks is None else tuple(ranks)
+        return generation.serve(request, message)
 
     def _cancel(self, connection: int, sequence: int) -> list[Action]:
         wait = self._waits.find(connection, sequence)
@@ -181,14 +132,8 @@ class RendezvousCore:
 
     def _say_goodbye(self, connection: int, generation: Generation, rank: int) -> list[Action]:
         self._unseat(connection)
-        if generation.failure is None and generation.number is not None:
-            generation.roster.mark_left(rank)
-            sends = [
-                *generation.barriers.rank_left(rank),
-                *generation.ids.rank_left(rank),
-                *generation.keys.rank_left(),
-            ]
-            return [*sends, Close(connection)]
+        if generation.is_running:
+            return [*generation.rank_left(rank), Close(connection)]
         if rank in generation.roster.members:
             generation.roster.mark_left(rank)
         return [Close(connection)]

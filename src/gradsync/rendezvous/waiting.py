@@ -11,6 +11,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
+from gradsync.rendezvous.agreements import Verdict
 from gradsync.rendezvous.events import Send
 from gradsync.rendezvous.messages import INVALID, FrameType, clip_text
 
@@ -41,6 +42,10 @@ class Request:
     def reply(self, value: object = None) -> Send:
         """Answers with a value."""
         return Send(self.connection, FrameType.REPLY, (self.sequence, value))
+
+    def decide(self, verdict: Verdict, position: int) -> Send:
+        """Answers with a verdict, and the position that brought it."""
+        return Send(self.connection, FrameType.VERDICT, (self.sequence, int(verdict), position))
 
     def refuse(self, text: str, kind: int = INVALID) -> Send:
         """Answers that the request cannot be granted."""

@@ -1,8 +1,8 @@
 import pytest
 
+from gradsync import visible_devices
 from gradsync.environment import usable_cores
 from gradsync.errors import BackendUnavailable
-from gradsync.launching import visible_devices
 
 
 @pytest.fixture

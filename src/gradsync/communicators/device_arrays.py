@@ -1,0 +1,145 @@
+"""Arrays for a communicator on a GPU: CuPy's, foreign ones without a copy, and host arrays, which are staged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gradsync.communicators.host_arrays import DLPACK_CPU, DLPACK_CUDA_HOST, HostArrays, as_host_array, kind_of, span
+from gradsync.errors import InvalidArgument, UnsupportedDtype
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name
+
+_DLPACK_CUDA = 2
+_DLPACK_CUDA_MANAGED = 13
+
+
+class DeviceArrays:
+    """Native arrays are CuPy arrays on one device, or NumPy arrays; flat ones are on the device. See ArrayKind.
+
+    Args:
+        device_id: CUDA's number of the device in this process.
+    """
+
+    def __init__(self, device_id: int) -> None:
+        self._device_id = device_id
+        self._host = HostArrays()
+
+    def native(self, array: Any, who: str) -> Any:
+        """Returns `array` as a CuPy array over the same memory, or as a NumPy array where it lives on the host.
+
+        Raises:
+            InvalidArgument: not an array, read-only on the device, or on another GPU.
+            UnsupportedDtype: the elements are Python objects.
+        """
+        if isinstance(array, cupy.ndarray):
+            native = array
+        elif isinstance(array, np.ndarray):
+            return as_host_array(array, who)
+        else:
+            native = _foreign(array, who)
+            if isinstance(native, np.ndarray):
+                return native
+        if native.device.id != self._device_id:
+            raise InvalidArgument(
+                f"{who} runs on cuda:{self._device_id}, got an array on cuda:{native.device.id}: copy it there first, "
+                "or choose the device with init_process_group(device=...)"
+            )
+        if native.dtype.hasobject:
+            raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype})")
+        return native
+
+    def flat(self, native: Any) -> Any:
+        """See ArrayKind; a host array is copied to the device on the current stream."""
+        if self.is_viewed_flat(native):
+            return native.reshape(-1)
+        with cupy.cuda.Device(self._device_id):
+            if isinstance(native, np.ndarray):
+                return cupy.asarray(_transferable(native))
+            return cupy.ascontiguousarray(native).reshape(-1)
+
+    def is_viewed_flat(self, native: Any) -> bool:
+        """See ArrayKind."""
+        return not isinstance(native, np.ndarray) and bool(native.flags.c_contiguous)
+
+    def write_back(self, flat: Any, native: Any) -> None:
+        """See ArrayKind; blocks for a host array until the current stream has come here."""
+        if isinstance(native, np.ndarray):
+            copy_home(flat, native)
+        elif not native.flags.c_contiguous:
+            native[...] = flat.reshape(native.shape)
+
+    def empty_like(self, native: Any) -> Any:
+        """See ArrayKind."""
+        if isinstance(native, np.ndarray):
+            return np.empty(native.shape, native.dtype)
+        with cupy.cuda.Device(self._device_id):
+            return cupy.empty(native.shape, native.dtype)
+
+    def writeable(self, native: Any) -> bool:
+        """See ArrayKind; CuPy's arrays always are."""
+        return not isinstance(native, np.ndarray) or native.flags.writeable
+
+    def byte_bounds(self, native: Any) -> tuple[int, int]:
+        """See ArrayKind. The addresses of the host and of all devices are one space (CUDA's unified addressing)."""
+        if isinstance(native, np.ndarray):
+            return self._host.byte_bounds(native)
+        return span(native, native.data.ptr)
+
+    def share_memory(self, first: Any, second: Any) -> bool:
+        """See ArrayKind."""
+        if isinstance(first, np.ndarray) != isinstance(second, np.ndarray):
+            return False
+        return self._host.share_memory(_addresses_of(first), _addresses_of(second))
+
+
+def copy_home(flat: Any, native: Array, stream: Any = None) -> None:
+    """Copies what flat() staged on the device back into the host array; waits for the stream."""
+    native[...] = flat.get(stream=stream).view(native.dtype).reshape(native.shape)
+
+
+def _transferable(native: Array) -> Array:
+    """Returns the elements of a host array in C order, as bytes where CuPy does not know their dtype."""
+    flat = np.ascontiguousarray(native).reshape(-1)
+    return flat if flat.dtype.isnative and dtype_name(flat.dtype) in OPERATIONS_BY_DTYPE else flat.view(np.uint8)
+
+
+def _foreign(array: Any, who: str) -> Any:
+    """Returns an array of another library as ours, without a copy, ordered after the work that it says it waits for."""
+    try:
+        interface = getattr(array, "__cuda_array_interface__", None)
+        if interface is not None:
+            if interface["data"][1]:
+                raise InvalidArgument(f"{who} got a read-only {type(array).__name__} on a GPU: hand over a copy")
+            return cupy.asarray(array)
+        if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+            kind = int(array.__dlpack_device__()[0])
+            if kind in (DLPACK_CPU, DLPACK_CUDA_HOST):
+                return as_host_array(array, who)
+            if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+                return cupy.from_dlpack(array)
+            raise InvalidArgument(f"{who} got an array on a device that is no CUDA device (DLPack device type {kind})")
+    except (RuntimeError, BufferError, TypeError) as error:
+        if isinstance(error, UnsupportedDtype):
+            raise
+        raise InvalidArgument(f"{who} cannot view {type(array).__name__} without a copy: {error}") from error
+    needed = "a CuPy or NumPy array, or one that speaks DLPack"
+    raise InvalidArgument(f"{who} needs {needed}, got {kind_of(array)}")
+
+
+class _Addresses:
+    """An array's addresses as NumPy's interface gives them; for comparing, never for reading."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.data.ptr, False),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+        }
+
+
+def _addresses_of(array: Any) -> Any:
+    return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))

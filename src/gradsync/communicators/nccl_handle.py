@@ -1,0 +1,164 @@
+"""The raw communicator of NCCL: calls with our errors, and an end that never hangs.
+
+ncclCommInitRank, ncclCommDestroy and ncclCommAbort may block for ever when another rank is gone; each runs on a daemon
+thread, waited for until a deadline. CuPy destroys a communicator when its object is collected, which could block
+anywhere; so the object is kept alive until it has been ended here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import cupy
+
+from gradsync.communicators.nccl_library import NcclLibrary
+from gradsync.errors import GradsyncError, describe
+
+DESTROY_SECONDS = 10.0
+_OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for a call to come back before it interrupts it
+_LOOK_EVERY_SECONDS = 0.02
+
+_log = logging.getLogger("gradsync")
+_Result = TypeVar("_Result")
+
+
+def call_with_deadline(
+    function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
+) -> _Result:
+    """Calls a function that may hang, on a daemon thread, which is left behind where it does.
+
+    Args:
+        function: what to call.
+        name: of the thread.
+        seconds: the deadline.
+        check: called while waiting; what it raises ends the wait.
+
+    Raises:
+        TimeoutError: the deadline came first.
+    """
+    outcome: list[_Result] = []
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ended.set()
+
+    deadline = time.monotonic() + seconds
+    threading.Thread(target=run, name=name, daemon=True).start()
+    while not ended.wait(_LOOK_EVERY_SECONDS):
+        if check is not None:
+            check()
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{name} did not return within {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+class NcclHandle:
+    """One communicator of NCCL on one device.
+
+    Args:
+        library: NCCL.
+        raw: CuPy's NcclCommunicator.
+        device_id: its device.
+        label: this rank in messages.
+    """
+
+    def __init__(self, library: NcclLibrary, raw: Any, device_id: int, label: str) -> None:
+        self.library = library
+        self._raw = raw
+        self._device_id = device_id
+        self._label = label
+        self._pid = os.getpid()
+        self._calling = threading.Lock()
+        self._ending = threading.Lock()  # held for looking at and setting what follows
+        self._how: str | None = None
+        self._before: Callable[[], None] | None = None
+        self._kept: list[object] = []
+        self._told_to_end = threading.Event()
+        self._has_ended = threading.Event()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until the end: see the module's text
+        # Started now: at interpreter exit no thread can be started any more.
+        threading.Thread(target=self._end_when_told, name="gradsync-nccl-end", daemon=True).start()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a method of CuPy's communicator.
+
+        Raises:
+            NcclError: NCCL refused or failed.
+        """
+        with self._calling, self.library.errors(f"nccl{name[0].upper()}{name[1:]}", self._label, self._raw):
+            getattr(self._raw, name)(*arguments)
+
+    def check(self) -> None:
+        """Raises NcclError when a collective has failed since it was launched."""
+        with self._ending:
+            if self._how is None:
+                with self.library.errors("a collective", self._label, self._raw):
+                    self._raw.check_async_error()
+
+    def begin_abort(self, before: Callable[[], None] | None = None) -> None:
+        """Ends it now, on another thread: what is queued ends with undefined data. Returns at once.
+
+        Args:
+            before: called on that thread first; may block.
+        """
+        self._begin("abort", before)
+
+    def destroy(self) -> None:
+        """Ends it in order, after what is queued. Returns at the deadline at the latest."""
+        self._begin("destroy", None)
+        self.await_end(DESTROY_SECONDS)
+
+    def keep_until_end(self, objects: Sequence[object]) -> None:
+        """Keeps objects, and with them GPU memory, until no collective can use it any more."""
+        if not self._has_ended.is_set():
+            self._kept.extend(objects)
+
+    def await_end(self, seconds: float) -> None:
+        """Waits until it has ended, or the deadline comes."""
+        if os.getpid() == self._pid and not self._has_ended.wait(seconds):
+            _log.warning(
+                "%s: ncclComm%s did not return within %g s; left behind", self._label, str(self._how).title(), seconds
+            )
+
+    def _begin(self, how: str, before: Callable[[], None] | None) -> None:
+        with self._ending:
+            if self._how is not None or os.getpid() != self._pid:
+                return
+            self._how, self._before = how, before
+        self._told_to_end.set()
+
+    def _end_when_told(self) -> None:
+        self._told_to_end.wait()
+        if self._before is not None:
+            self._before()
+        # A thread that is stuck inside a call holds this. Abort is documented as safe only without, but it is also
+        # the only way to free that thread.
+        idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
+        try:
+            with (
+                cupy.cuda.Device(self._device_id),
+                self.library.errors(f"ncclComm{str(self._how).title()}", self._label),
+            ):
+                getattr(self._raw, str(self._how))()
+        except GradsyncError as error:
+            _log.warning("%s", describe(error))
+        finally:
+            if idle:
+                self._calling.release()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
+        self._kept.clear()
+        self._has_ended.set()

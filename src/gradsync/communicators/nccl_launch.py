@@ -1,0 +1,149 @@
+"""One launched collective on a GPU: what keeps its memory alive, tells its end, and brings host results home."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+
+from gradsync.communicators.device_arrays import copy_home
+from gradsync.errors import CollectiveTimeout, describe
+
+_log = logging.getLogger("gradsync")
+
+# Host waits: look often at first, because most collectives take microseconds, then give the core away.
+_LOOKS_WITHOUT_SLEEP = 200
+_SLEEP_SECONDS = 100e-6
+
+
+class Launch:
+    """A Completion (see completion.py) by a CUDA event.
+
+    Attributes:
+        name: of the collective, for messages.
+        position: the collective's number on its communicator.
+        launched_at: monotonic seconds.
+        started: event recorded before the collective: its clock runs from there, not while the GPU computes.
+        ended: event recorded after it.
+
+    Args:
+        name: see above.
+        check: raises what has broken the communicator.
+        copy_stream: an otherwise idle stream, for bringing host results home.
+        position: the collective's number on its communicator.
+    """
+
+    def __init__(self, name: str, check: Callable[[], None], copy_stream: Any, position: int) -> None:
+        self.name = name
+        self.position = position
+        self.started = cupy.cuda.Event(disable_timing=True)
+        self.ended = cupy.cuda.Event(disable_timing=True)
+        self.launched_at = time.monotonic()
+        self.seen_started_at: float | None = None  # by the watcher
+        self._check = check
+        self._copy_stream = copy_stream
+        self._memory: list[Any] = []  # what the GPU reads or writes: not given to others before its end
+        self._host_results: list[tuple[Any, Any]] = []  # (flat device array, NumPy array)
+        self._callbacks: list[Callable[[BaseException | None], None]] = []
+        self._error: BaseException | None = None
+        self._over = False
+        self._told = False  # whether the callbacks have been called
+        self._lock = threading.Lock()
+
+    # -- While launching -----------------------------------------------------------------------------------------
+
+    def keep(self, *arrays: Any) -> None:
+        """Keeps arrays until the end: CuPy's pool gives freed memory away although a stream still uses it."""
+        self._memory.extend(arrays)
+
+    def bring_back(self, flat: Any, native: Any) -> None:
+        """Puts the values of a device array into a host array, once they are there."""
+        self._host_results.append((flat, native))
+
+    @property
+    def has_host_results(self) -> bool:
+        """Whether results belong in host memory, which the host must wait for."""
+        return bool(self._host_results)
+
+    # -- Completion ----------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """See Completion."""
+        return self._over or self._settle()
+
+    def order(self, stream: Any = None) -> None:
+        """See Completion."""
+        if self._host_results:
+            self.wait()
+        elif self._error is not None or not self._over:
+            self._raise_failure()
+            (stream if stream is not None else cupy.cuda.get_current_stream()).wait_event(self.ended)
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """See Completion."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        looks = 0
+        while not self.done():
+            self._raise_failure()
+            looks += 1
+            if looks > _LOOKS_WITHOUT_SLEEP:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise CollectiveTimeout(f"{self.name} did not end within {timeout_seconds:g} s")
+                time.sleep(_SLEEP_SECONDS)
+        if self._error is not None:
+            raise self._error
+
+    def when_done(self, function: Callable[[BaseException | None], None]) -> None:
+        """See Completion."""
+        with self._lock:
+            if not self._told:
+                self._callbacks.append(function)
+                return
+        self._call(function)
+
+    # -- For the watcher -----------------------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Calls those who want to be called at its end; on the watcher's thread only, after the end."""
+        with self._lock:
+            self._told = True
+            callbacks, self._callbacks = self._callbacks, []
+        for function in callbacks:
+            self._call(function)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it with an error, whatever its event says: an aborted collective ends too."""
+        self._end(error)
+
+    def _settle(self) -> bool:
+        """Looks at the event; brings results home the first time that it is over."""
+        if not self.ended.done:
+            return False
+        self._end(None)
+        return True
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._over:
+                return
+            if error is None:
+                for flat, native in self._host_results:
+                    copy_home(flat, native, self._copy_stream)
+                self._memory.clear()  # after an error the GPU may still use it
+            self._error = error
+            self._over = True
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._check()
+
+    def _call(self, function: Callable[[BaseException | None], None]) -> None:
+        try:
+            function(self._error)
+        except BaseException as error:  # SystemExit too: the thread that calls has others to look after
+            _log.error("a callback at the end of %s raised %s", self.name, describe(error))

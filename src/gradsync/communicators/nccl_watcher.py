@@ -1,0 +1,171 @@
+"""The thread beside an NCCL communicator that sees what no call would: failures, deadlines, ends of launches.
+
+A collective on a GPU returns at once and then may never end; only somebody who looks can tell. The thread holds no
+reference to the communicator, so that a forgotten one can be collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import cupy
+
+from gradsync.communicators.nccl_handle import NcclHandle
+from gradsync.communicators.nccl_launch import Launch
+from gradsync.communicators.predicted_agreement import PredictedAgreement
+from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed
+from gradsync.rendezvous.client import RendezvousClient
+
+_IDLE_SECONDS = 0.05
+_BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
+_SUSPICIOUS_AFTER_SECONDS = 1.0  # when a running collective makes the thread ask whether a rank has closed
+_KEY_SECONDS = 0.1
+
+
+class Watcher:
+    """Looks after the launches of one communicator.
+
+    Args:
+        handle: NCCL's communicator.
+        client: this rank's connection to the rendezvous server.
+        agreement: of the communicator's ranks.
+        group: the communicator's name.
+        label: this rank in messages.
+        device_id: the device.
+        timeout_seconds: how long a collective may run.
+        on_failure: called once, on this thread, with what has broken the communicator.
+    """
+
+    def __init__(
+        self,
+        handle: NcclHandle,
+        client: RendezvousClient,
+        agreement: PredictedAgreement,
+        *,
+        group: str,
+        label: str,
+        device_id: int,
+        timeout_seconds: float,
+        on_failure: Callable[[GradsyncError], None],
+    ) -> None:
+        self._handle = handle
+        self._client = client
+        self._agreement = agreement
+        self._closing_keys = f"nccl/{group}/closed"
+        self._label = label
+        self._device_id = device_id
+        self._timeout_seconds = timeout_seconds
+        self._on_failure = on_failure
+        self._running: deque[Launch] = deque()
+        self._ended: deque[Launch] = deque()  # whose callbacks are to be called
+        self._error: BaseException | None = None  # what a launch that comes now has failed with
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._ask_about_closing_at = 0.0
+        threading.Thread(target=self._run, name="gradsync-nccl-watcher", daemon=True).start()
+
+    def add(self, launch: Launch) -> None:
+        """Takes a launch into care; drops those that have ended."""
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._running.append(launch)
+        if error is not None:
+            launch.fail(error)
+            launch.tell()  # the thread may have ended
+        self.reap()
+
+    def reap(self) -> None:
+        """Lets go of launches that have ended, and of their memory; a stream ends them in order."""
+        while (head := self._head()) is not None and head.done():
+            with self._lock:
+                if self._running and self._running[0] is head:
+                    self._ended.append(self._running.popleft())
+
+    def fail_launches(self, error: BaseException) -> None:
+        """Ends every launch that has not ended with an error, and those that are still to come."""
+        with self._lock:
+            self._error = error
+            failed = list(self._running)
+            self._running.clear()
+        for launch in failed:
+            if not launch.done():
+                launch.fail(error)
+        self._ended.extend(failed)
+
+    def announce_closed(self) -> None:
+        """Tells the other ranks, should they wait for this one, how far it has come."""
+        with contextlib.suppress(GradsyncError):
+            self._client.set(f"{self._closing_keys}/{self._client.rank}", str(self._agreement.position).encode())
+            self._client.add(self._closing_keys)
+
+    def stop(self) -> None:
+        """Makes the thread end; does not wait for it."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        cupy.cuda.Device(self._device_id).use()
+        try:
+            while not self._stopped.wait(_BUSY_SECONDS if self._running else _IDLE_SECONDS):
+                self._look()
+        except GradsyncError as error:
+            if not self._stopped.is_set():
+                self._on_failure(error)
+        while self._running or self._ended:  # what is left ends soon: it was waited for, or has failed
+            self._end_launches()
+            time.sleep(_BUSY_SECONDS)
+
+    def _end_launches(self) -> None:
+        self.reap()
+        while self._ended:
+            self._ended.popleft().tell()
+
+    def _head(self) -> Launch | None:
+        with self._lock:
+            return self._running[0] if self._running else None
+
+    def _look(self) -> None:
+        """Raises what has broken the communicator."""
+        self._end_launches()
+        self._client.check()
+        overtaken = self._agreement.overtaken()
+        if overtaken is not None:
+            raise overtaken
+        self._handle.check()
+        head = self._head()
+        if head is not None:
+            self._look_at_clock(head, time.monotonic())
+
+    def _look_at_clock(self, head: Launch, now: float) -> None:
+        if head.seen_started_at is None:
+            if head.started.done:
+                head.seen_started_at = now
+                self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
+            return
+        if now - head.seen_started_at > self._timeout_seconds and not head.done():
+            raise CollectiveTimeout(
+                f"{self._label}: {head.name} has run for {self._timeout_seconds:g} s on cuda:{self._device_id}: "
+                "another rank has not launched it, or is stuck before it"
+            )
+        if now >= self._ask_about_closing_at:
+            self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
+            self._look_for_closed_ranks(head)
+
+    def _look_for_closed_ranks(self, head: Launch) -> None:
+        """Raises RankFailed when a rank has closed the communicator before it came to this launch."""
+        if not self._client.add(self._closing_keys, 0):
+            return
+        for rank in range(self._client.world_size):
+            with contextlib.suppress(TimeoutError):
+                came_to = int(self._client.get(f"{self._closing_keys}/{rank}", timeout_seconds=_KEY_SECONDS))
+                if rank != self._client.rank and came_to <= head.position and not head.done():
+                    raise RankFailed(
+                        f"{self._label}: rank {rank} closed the communicator while this rank still needed it; "
+                        "do all ranks make the same number of steps?",
+                        rank=rank,
+                        phase="collective",
+                    )

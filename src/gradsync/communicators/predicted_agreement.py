@@ -1,0 +1,173 @@
+"""How ranks agree on the next collective where the collective itself cannot carry a digest: for NCCL.
+
+Ranks that have agreed on everything so far have the same history, and so predict the same next collective from it. A
+rank that is about to launch the predicted one launches it without asking. Any other collective is asked about first,
+through the rendezvous server. Two ranks that differ cannot both be about to launch the predicted one, so at least one
+of them asks, and nothing is launched in error but by a rank that had gone ahead already; that one is told, and the
+communicator is then broken for all.
+
+A training loop that repeats itself asks in its first steps and never again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.errors import CollectiveTimeout, GradsyncError, PlanMismatch, RendezvousTimeout
+from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
+from gradsync.rendezvous.client import RendezvousClient
+
+_CONTEXT_EVENTS = 4  # how many events predict the next one
+_MAX_CONTEXTS = 65_536
+_REMEMBERED_EVENTS = 256  # how far back a rank can tell what it launched
+_MAX_TEXT_BYTES = 48 * 1024
+_TEXTS_WITHIN_SECONDS = 5.0
+
+
+class History:
+    """The agreed past of a communicator, as a predictor; the same on every rank, because only agreed events enter."""
+
+    def __init__(self) -> None:
+        self._next_by_context: dict[tuple[int, ...], int] = {}
+        self._context: tuple[int, ...] = ()
+
+    def predicts(self, digest: int) -> bool:
+        """Whether this event followed the last time that the same events came before."""
+        return self._next_by_context.get(self._context) == digest
+
+    def append(self, digest: int) -> None:
+        """Enters an agreed event."""
+        if len(self._next_by_context) >= _MAX_CONTEXTS:
+            self._next_by_context.clear()
+        self._next_by_context[self._context] = digest
+        self._context = (*self._context, digest)[-_CONTEXT_EVENTS:]
+
+    def break_off(self) -> None:
+        """Begins a new context, after an event on which the ranks did not agree."""
+        self._context = ()
+
+
+class PredictedAgreement:
+    """The agreement of one communicator's ranks.
+
+    Args:
+        client: this rank's connection to the rendezvous server.
+        group: the communicator's name, the same on all ranks.
+        label: this rank in messages, e.g. "rank 0/2".
+        timeout_seconds: how long a rank waits for the others' word.
+    """
+
+    def __init__(self, client: RendezvousClient, group: str, label: str, timeout_seconds: float) -> None:
+        self._client = client
+        self._group = group
+        self._label = label
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()  # between the thread that launches and the one that hears the server
+        self._history = History()
+        self._position = 0  # of the next event
+        self._asked_at = -1  # where another rank wants everybody to ask
+        self._launched: deque[Agreement | None] = deque(maxlen=_REMEMBERED_EVENTS)  # None: agreed on by asking
+        self._overtaken_at: int | None = None  # an event that this rank launched and another one asked about
+        client.follow(group, self._on_asked)
+
+    @property
+    def position(self) -> int:
+        """Number of the next event."""
+        return self._position
+
+    def next(self, agreement: Agreement) -> None:
+        """Returns once this rank may launch the event.
+
+        Raises:
+            PlanMismatch: the ranks differ; where it is `broken`, the communicator must not be used again.
+            RankFailed, CollectiveTimeout: a rank died, left, or did not come.
+        """
+        self._client.check()
+        with self._lock:
+            position = self._position
+            if self._asked_at != position and self._history.predicts(agreement.digest):
+                self._advance(agreement.digest, agreement)
+                return
+        verdict = self._ask(position, agreement.digest)
+        if verdict is Verdict.SAME:
+            with self._lock:
+                self._advance(agreement.digest, None)
+            return
+        with self._lock:
+            self._position += 1
+            self._launched.append(None)
+            self._history.break_off()
+        raise self._mismatch(position, agreement, broken=verdict is Verdict.PASSED)
+
+    def overtaken(self) -> PlanMismatch | None:
+        """Returns the error of a rank that launched an event which the others did not; None while there is none."""
+        with self._lock:
+            position, self._overtaken_at = self._overtaken_at, None
+            if position is None:
+                return None
+            launched = self._launched_at(position)
+        return self._mismatch(position, launched, broken=True)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._client.unfollow(self._group)
+
+    def _advance(self, digest: int, launched: Agreement | None) -> None:
+        self._history.append(digest)
+        self._launched.append(launched)
+        self._position += 1
+
+    def _launched_at(self, position: int) -> Agreement | None:
+        """Returns what was launched by prediction at a position that lies behind; None for what was asked about."""
+        age = self._position - position
+        return self._launched[-age] if age <= len(self._launched) else _forgotten(position)
+
+    def _on_asked(self, position: int) -> PassedEvent | None:
+        """Hears that another rank asks about an event; tells what was launched there, if that has happened."""
+        with self._lock:
+            if position >= self._position:
+                self._asked_at = position
+                return None
+            launched = self._launched_at(position)
+            if launched is None:
+                return None  # its question crossed this rank's own
+            self._overtaken_at = position
+        return PassedEvent(launched.digest, launched.describe())
+
+    def _ask(self, position: int, digest: int) -> Verdict:
+        try:
+            return self._client.agree(self._group, position, digest, timeout_seconds=self._timeout_seconds)
+        except RendezvousTimeout as error:
+            raise CollectiveTimeout(
+                f"{self._label}: waited {self._timeout_seconds:g} s for the other ranks to agree on the next "
+                f"collective: {error}",
+                missing_ranks=error.missing_ranks,
+            ) from error
+
+    def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
+        """Exchanges descriptions through the server and makes the error."""
+        mine = agreement.describe() if agreement is not None else "(unknown)"
+        client = self._client
+        texts = {client.rank: mine}
+        try:
+            client.set(event_key(self._group, position, client.rank), mine.encode(errors="replace")[:_MAX_TEXT_BYTES])
+            for rank in range(client.world_size):
+                if rank != client.rank:
+                    key = event_key(self._group, position, rank)
+                    texts[rank] = client.get(key, timeout_seconds=_TEXTS_WITHIN_SECONDS).decode(errors="replace")
+        except GradsyncError as error:  # the mismatch is the news; whose text is missing is told beside it
+            for rank in range(client.world_size):
+                texts.setdefault(rank, f"(not told: {error})")
+        lines = [text.splitlines()[1:] for text in texts.values()]
+        first = first_difference(lines)
+        described = {
+            rank: Description(text.splitlines()[0] if text else "", first, tuple(text.splitlines()[1 + first :]))
+            for rank, text in texts.items()
+        }
+        return mismatch(self._label, None if agreement is None else agreement.event, described, broken=broken)
+
+
+def _forgotten(position: int) -> Agreement:
+    return Agreement(0, lambda: f"(event {position}, launched too long ago to be known)")

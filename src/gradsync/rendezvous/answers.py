@@ -1,0 +1,53 @@
+"""What a server's answer stands for at the client: a value, or the error that the caller gets.
+
+Used by `request_channel` for answers, and by `inbox` for the failure of a whole generation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradsync.errors import InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
+from gradsync.rendezvous.messages import INVALID, FrameType, Message
+
+
+def rank_failed(message: Message, who: str, operation: str = "") -> RankFailed:
+    """Returns the error of a FAILED message.
+
+    Args:
+        message: of the type FAILED.
+        who: this rank as messages name it, e.g. "rank 1/4".
+        operation: the request that it answers, ending in ": "; empty for a whole generation.
+    """
+    _, rank, phase, text = message.fields
+    return RankFailed(f"{who}: {operation}{text}", rank=rank, phase=phase)
+
+
+def result_of(message: Message, who: str, operation: str, timeout_seconds: float) -> Any:
+    """Returns the value of an answer (of a verdict: also its position), or raises the error that it stands for.
+
+    Args:
+        message: the answer.
+        who: this rank as messages name it.
+        operation: what messages call the request.
+        timeout_seconds: the deadline that messages name.
+
+    Raises:
+        RankFailed, RendezvousTimeout, InvalidArgument, RendezvousError: as the answer says.
+    """
+    if message.type is FrameType.REPLY:
+        return message.fields[1]
+    if message.type is FrameType.VERDICT:
+        return message.fields[1:]
+    if message.type is FrameType.FAILED:
+        raise rank_failed(message, who, f"{operation}: ")
+    if message.type is FrameType.TIMED_OUT:
+        _, missing, where = message.fields
+        raise RendezvousTimeout(
+            f"{who}: {operation} reached its deadline of {timeout_seconds:.3g} s; "
+            + (f"missing: {where}" if missing else "no rank has set it"),
+            missing_ranks=tuple(missing),
+        )
+    _, kind, text = message.fields
+    error = InvalidArgument if kind == INVALID else RendezvousError
+    raise error(f"{who}: {operation}: {text}")

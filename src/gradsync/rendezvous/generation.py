@@ -1,0 +1,105 @@
+"""One generation of ranks: who is in it, what they share, and which part of it answers which request.
+
+Part of the server's core, without I/O: `protocol` decides who is in a generation and when it ends, and hands the
+requests of its members over to it.
+"""
+
+from __future__ import annotations
+
+from gradsync.rendezvous.agreement_places import Agreements
+from gradsync.rendezvous.events import Send
+from gradsync.rendezvous.keys import Keys
+from gradsync.rendezvous.messages import REFUSED, FrameType, Message
+from gradsync.rendezvous.places import Barriers, GroupIds
+from gradsync.rendezvous.roster import Roster
+from gradsync.rendezvous.waiting import Failure, Request, Wait, WaitTable
+
+
+class Generation:
+    """One generation: its members, what they share, and what went wrong.
+
+    Args:
+        world_size: how many ranks it needs.
+        waits: the server's table of open waits.
+    """
+
+    def __init__(self, world_size: int, waits: WaitTable) -> None:
+        self.roster = Roster(world_size)
+        self.number: int | None = None  # counted once formed
+        self.failure: Failure | None = None
+        self._world_size = world_size
+        self._keys = Keys(self.roster, waits)
+        self._barriers = Barriers(self.roster, waits)
+        self._ids = GroupIds(self.roster, waits)
+        self._agreements = Agreements(self.roster, waits, self._keys)
+
+    def withdraw(self, wait: Wait) -> None:
+        """Takes a join back (this is the place where a joining rank waits)."""
+        self.roster.give_up(wait.request.rank)
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Returns the ranks that hold up the forming of this generation."""
+        return self.roster.missing_ranks()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has formed and not failed."""
+        return self.number is not None and self.failure is None
+
+    def serve(self, request: Request, message: Message) -> list[Send]:
+        """Answers a request that concerns what the members share."""
+        if message.type is FrameType.SET:
+            return self._keys.set(request, *message.fields)
+        if message.type is FrameType.GET:
+            return self._keys.get(request, *message.fields)
+        if message.type is FrameType.ADD:
+            return self._keys.add(request, *message.fields)
+        if message.type is FrameType.DELETE:
+            return self._keys.delete(request, *message.fields)
+        return self._serve_group(request, message)
+
+    def hear_passed(self, rank: int, message: Message) -> list[Send]:
+        """Takes in what a member tells unasked for an answer: what it launched at a position asked about."""
+        return self._agreements.hear_passed(rank, *message.fields) if self.is_running else []
+
+    def rank_left(self, rank: int) -> list[Send]:
+        """Fails the waits that need a rank which has left in good order."""
+        self.roster.mark_left(rank)
+        return [
+            *self._barriers.rank_left(rank),
+            *self._ids.rank_left(rank),
+            *self._agreements.rank_left(rank),
+            *self._keys.rank_left(),
+        ]
+
+    def _serve_group(self, request: Request, message: Message) -> list[Send]:
+        """Answers the requests that name members."""
+        if message.type is FrameType.BARRIER:
+            name, ranks, timeout_ms = message.fields
+            members = self._members(ranks)
+            if not self._are_members(members) or request.rank not in members:
+                return [self._refuse_outsider(request, f"barrier {name!r}", members)]
+            return self._barriers.arrive(request, name, members, timeout_ms)
+        if message.type is FrameType.AGREE:
+            group, position, digest, ranks, timeout_ms = message.fields
+            members = self._members(ranks)
+            if not self._are_members(members) or request.rank not in members:
+                return [self._refuse_outsider(request, f"group {group!r}", members)]
+            return self._agreements.ask(request, group, members, position, digest, timeout_ms)
+        if message.type in (FrameType.PUT_ID, FrameType.GET_ID):
+            group, root, ranks, last = message.fields
+            members = self._members(ranks)
+            if not self._are_members(members):
+                return [request.refuse(f"group {group!r} needs ranks below {self._world_size}, got {members}")]
+            serve = self._ids.put if message.type is FrameType.PUT_ID else self._ids.get
+            return serve(request, group, root, members, last)
+        return [request.refuse(f"{message.type.name} is not a request of a joined rank", REFUSED)]
+
+    def _members(self, ranks: list[int] | None) -> tuple[int, ...]:
+        return tuple(range(self._world_size)) if ranks is None else tuple(ranks)
+
+    def _are_members(self, members: tuple[int, ...]) -> bool:
+        return bool(members) and members[-1] < self._world_size
+
+    def _refuse_outsider(self, request: Request, what: str, members: tuple[int, ...]) -> Send:
+        return request.refuse(f"{what} of ranks {members} does not include {self.roster.label(request.rank)}")

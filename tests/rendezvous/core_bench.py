@@ -1,0 +1,58 @@
+"""Drives the server's core with a virtual clock: messages in, messages out."""
+
+from __future__ import annotations
+
+from gradsync.rendezvous.events import Close, Lost, Notice, Received, Send, Tick
+from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message, check_fields
+from gradsync.rendezvous.protocol import RendezvousCore
+
+
+class Bench:
+    """Drives a core; connection numbers are chosen by the test, time moves only by `wait`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.core = RendezvousCore(world_size)
+        self.world_size = world_size
+        self.now = 100.0
+        self.inbox: dict[int, list[tuple]] = {}
+        self.closed: list[int] = []
+        self.notices: list[str] = []
+        self._sequence = 1
+
+    def _do(self, event) -> None:
+        for action in self.core.handle(self.now, event):
+            if isinstance(action, Send):
+                check_fields(action.type, action.fields)
+                self.inbox.setdefault(action.connection, []).append((action.type, *action.fields))
+            elif isinstance(action, Close):
+                self.closed.append(action.connection)
+            elif isinstance(action, Notice):
+                self.notices.append(action.text)
+
+    def send(self, connection: int, frame_type: FrameType, *fields) -> int:
+        self._sequence += 1
+        self._do(Received(connection, Message(frame_type, self._sequence, fields)))
+        return self._sequence
+
+    def join(self, connection: int, rank: int, timeout_ms: int = 10_000, world_size: int = 0) -> int:
+        size = world_size or self.world_size
+        return self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, rank, size, timeout_ms)
+
+    def join_all(self, first_connection: int = 0) -> None:
+        for rank in range(self.world_size):
+            self.join(first_connection + rank, rank)
+        self.inbox.clear()
+
+    def lose(self, connection: int, cause: str = "reset") -> None:
+        self._do(Lost(connection, cause))
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass, ticking exactly when the core asks for it."""
+        end = self.now + seconds
+        while (due := self.core.next_deadline()) is not None and due <= end:
+            self.now = max(self.now, due)
+            self._do(Tick())
+        self.now = end
+
+    def take(self, connection: int) -> list[tuple]:
+        return self.inbox.pop(connection, [])

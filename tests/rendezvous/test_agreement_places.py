@@ -1,0 +1,447 @@
+"""The core's agreements with a virtual clock: verdicts, deadlines, departures, and ranks in any interleaving."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+from core_bench import Bench
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.rendezvous import agreement_places
+from gradsync.rendezvous.agreements import Verdict, event_key
+from gradsync.rendezvous.messages import INVALID, REFUSED, FrameType
+
+SAME, DIFFERENT, PASSED = Verdict
+NEVER_MS = 10**9
+
+
+class AgreeingBench(Bench):
+    """Ranks 0 to world_size - 1 of one generation, each on the connection of its own number."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.join_all()
+
+    def agree(self, rank, digest, position=0, *, group="g", ranks=None, timeout_ms=NEVER_MS) -> int:
+        return self.send(rank, FrameType.AGREE, group, position, digest, ranks, timeout_ms)
+
+    def tell_passed(self, rank, digest, position=0, *, group="g", text="") -> None:
+        self.send(rank, FrameType.PASSED, group, position, digest, text)
+
+    def questions(self, rank: int) -> list[int]:
+        """Takes the positions that this rank was asked about."""
+        mine = self.inbox.get(rank, [])
+        self.inbox[rank] = [m for m in mine if m[0] is not FrameType.ASKED]
+        return [m[2] for m in mine if m[0] is FrameType.ASKED]
+
+    def verdicts(self, rank: int) -> list[tuple[int, Verdict, int]]:
+        """Takes what this rank's requests were answered: sequence, verdict, and the position that brought it."""
+        self.questions(rank)
+        messages = self.take(rank)
+        assert {m[0] for m in messages} <= {FrameType.VERDICT}, messages
+        return [(sequence, Verdict(verdict), position) for _, sequence, verdict, position in messages]
+
+    def read(self, rank: int, key: str) -> bytes | None:
+        self.take(rank)
+        self.send(rank, FrameType.GET, key, 0)
+        self.wait(0)
+        kind, *fields = self.take(rank)[-1]
+        return fields[1] if kind is FrameType.REPLY else None
+
+    def open_positions(self) -> int:
+        [generation] = self.core._generations
+        return sum(len(group.positions) for group in generation._agreements._groups.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equal_digests(world_size: int) -> None:
+    bench = AgreeingBench(world_size)
+    for position in range(3):
+        sent = [bench.agree(rank, 2**64 - 1 - position, position) for rank in range(world_size)]
+        assert [bench.verdicts(rank) for rank in range(world_size)] == [[(s, SAME, position)] for s in sent]
+    assert bench.open_positions() == 0
+    assert bench.core.next_deadline() is None
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("odd_one", [0, 1])
+def test_different_digests_wait_for_the_last_one(world_size: int, odd_one: int) -> None:
+    bench = AgreeingBench(world_size)
+    sent = [bench.agree(rank, int(rank == odd_one), 5) for rank in range(world_size - 1)]
+    assert [bench.verdicts(rank) for rank in range(world_size - 1)] == [[]] * (world_size - 1)
+    sent.append(bench.agree(world_size - 1, int(world_size - 1 == odd_one), 5))
+    assert [bench.verdicts(rank) for rank in range(world_size)] == [[(s, DIFFERENT, 5)] for s in sent]
+    # Nobody went ahead: they can go on.
+    again = [bench.agree(rank, 9, 6) for rank in range(world_size)]
+    assert [bench.verdicts(rank) for rank in range(world_size)] == [[(s, SAME, 6)] for s in again]
+
+
+def test_first_question_is_passed_on_once_to_the_other_members() -> None:
+    bench = AgreeingBench(4)
+    bench.agree(1, 1, ranks=[0, 1, 3])
+    assert [bench.questions(rank) for rank in range(4)] == [[0], [], [], [0]]
+    bench.agree(3, 1, ranks=[0, 1, 3])
+    assert [bench.questions(rank) for rank in range(4)] == [[]] * 4
+
+
+def test_rank_that_went_ahead_with_something_else_is_told_to_all_who_ask() -> None:
+    bench = AgreeingBench(4)
+    waiting = bench.agree(1, 1, 3)
+    bench.tell_passed(0, 7, 3, text="all_reduce of é")
+    assert bench.verdicts(1) == [(waiting, PASSED, 3)]
+    late = bench.agree(2, 7, 3)
+    later = bench.agree(3, 7, 8)
+    assert bench.verdicts(2) == [(late, PASSED, 3)]
+    assert bench.verdicts(3) == [(later, PASSED, 3)]
+    assert bench.read(1, event_key("g", 3, 0)) == "all_reduce of é".encode()
+    # Positions before it are not touched, and may be found passed later.
+    earlier = bench.agree(1, 1, 2)
+    assert bench.verdicts(1) == []
+    bench.tell_passed(2, 4, 2)
+    assert bench.verdicts(1) == [(earlier, PASSED, 2)]
+    assert bench.open_positions() == 0
+
+
+def test_rank_that_waits_further_on_is_told_where_it_went_ahead() -> None:
+    bench = AgreeingBench(2)
+    further = bench.agree(0, 5, 4)
+    earlier = bench.agree(1, 1, 3)
+    assert bench.questions(0) == [3]
+    bench.tell_passed(0, 7, 3)
+    assert bench.verdicts(0) == [(further, PASSED, 3)]
+    assert bench.verdicts(1) == [(earlier, PASSED, 3)]
+
+
+def test_late_word_is_kept_for_readers_after_the_verdict() -> None:
+    bench = AgreeingBench(3)
+    bench.agree(2, 1)
+    bench.tell_passed(0, 7, text="first")
+    bench.take(2)
+    reading = bench.send(2, FrameType.GET, event_key("g", 0, 1), 1000)
+    bench.tell_passed(1, 7, text="second")
+    assert bench.take(2) == [(FrameType.REPLY, reading, b"second")]
+
+
+def test_rank_that_went_ahead_with_the_same_counts_as_asking() -> None:
+    bench = AgreeingBench(3)
+    waiting = bench.agree(1, 7)
+    bench.tell_passed(0, 7, text="not needed")
+    assert bench.verdicts(1) == []
+    last = bench.agree(2, 7)
+    assert bench.verdicts(1) == [(waiting, SAME, 0)]
+    assert bench.verdicts(2) == [(last, SAME, 0)]
+    assert bench.open_positions() == 0
+    assert bench.read(1, event_key("g", 0, 0)) is None
+
+
+def test_third_digest_after_an_equal_one_went_ahead() -> None:
+    bench = AgreeingBench(4)
+    waiting = bench.agree(1, 7)
+    bench.tell_passed(0, 7)
+    other = bench.agree(2, 8)
+    assert bench.verdicts(1) == [(waiting, PASSED, 0)]
+    assert bench.verdicts(2) == [(other, PASSED, 0)]
+
+
+def test_word_before_any_question_is_kept() -> None:
+    bench = AgreeingBench(2)
+    given_up = bench.agree(1, 1)
+    bench.send(1, FrameType.CANCEL, given_up)
+    bench.tell_passed(0, 7)
+    again = bench.agree(1, 1)
+    assert bench.verdicts(1) == [(again, PASSED, 0)]
+
+
+def test_meaningless_words_are_left_out() -> None:
+    bench = AgreeingBench(3)
+    bench.tell_passed(0, 7, group="unknown", text="x")
+    waiting = bench.agree(0, 1, ranks=[0, 1])
+    bench.tell_passed(2, 7, text="no member")
+    bench.tell_passed(0, 7, text="waits itself")
+    assert bench.verdicts(0) == []
+    assert bench.open_positions() == 1
+    for rank in (0, 2):
+        assert bench.read(1, event_key("g", 0, rank)) is None
+    last = bench.agree(1, 1, ranks=[0, 1])
+    assert bench.verdicts(0) == [(waiting, SAME, 0)]
+    assert bench.verdicts(1) == [(last, SAME, 0)]
+
+
+def test_refusals() -> None:
+    bench = AgreeingBench(3)
+    bench.agree(0, 1)
+    bench.tell_passed(1, 1)
+    refused = [
+        (bench.agree(0, 1), 0, "rank 0/3 already waits at position 0 of group 'g'"),
+        (bench.agree(1, 1), 1, "rank 1/3 said that it has passed"),
+        (bench.agree(2, 1, ranks=[1, 2]), 2, "group 'g' has ranks (0, 1, 2), rank 2/3 asked with ranks (1, 2)"),
+        (bench.agree(2, 1, ranks=[0, 1]), 2, "does not include rank 2/3"),
+        (bench.agree(2, 1, ranks=[2, 3]), 2, "group 'g' of ranks (2, 3)"),
+    ]
+    for sequence, rank, text in refused:
+        bench.questions(rank)
+        kind, request, reason, said = bench.inbox[rank].pop(0)
+        assert (kind, request, reason) == (FrameType.REFUSED, sequence, INVALID)
+        assert text in said
+
+
+def test_bounds_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(agreement_places, "MAX_GROUPS", 1)
+    monkeypatch.setattr(agreement_places, "MAX_OPEN_POSITIONS", 2)
+    bench = AgreeingBench(2)
+    for position in range(2):
+        bench.agree(0, 1, position)
+    for sequence in (bench.agree(0, 1, 2), bench.agree(0, 1, group="another")):
+        assert bench.inbox[0].pop(0)[:3] == (FrameType.REFUSED, sequence, REFUSED)
+    bench.tell_passed(1, 1, 2)  # finds no room, and needs no answer
+    assert bench.open_positions() == 2
+
+
+def test_description_without_room_is_dropped_and_the_verdict_stands(monkeypatch) -> None:
+    monkeypatch.setattr("gradsync.rendezvous.keys.MAX_STORED_BYTES", 100)
+    bench = AgreeingBench(2)
+    waiting = bench.agree(0, 1)
+    bench.tell_passed(1, 2, text="x" * 101)
+    assert bench.verdicts(0) == [(waiting, PASSED, 0)]
+    assert bench.read(0, event_key("g", 0, 1)) is None
+
+
+def test_deadline_names_who_did_not_report_and_withdraws() -> None:
+    bench = AgreeingBench(4)
+    first = bench.agree(0, 1, timeout_ms=1000)
+    second = bench.agree(1, 1, timeout_ms=1001)
+    bench.tell_passed(2, 1)
+    bench.send(3, FrameType.SET_PHASE, "evaluation")
+    bench.wait(2)
+    where = "rank 3 (in 'evaluation')"
+    assert bench.take(0) == [(FrameType.TIMED_OUT, first, (3,), where)]
+    assert bench.take(1)[1:] == [(FrameType.TIMED_OUT, second, (3,), where)]
+    sent = {rank: bench.agree(rank, 1) for rank in (3, 1, 0)}
+    assert {rank: bench.verdicts(rank) for rank in sent} == {rank: [(s, SAME, 0)] for rank, s in sent.items()}
+    assert bench.open_positions() == 0
+
+
+def test_nothing_is_left_of_a_question_that_is_given_up() -> None:
+    bench = AgreeingBench(2)
+    for position in range(100):
+        bench.send(0, FrameType.CANCEL, bench.agree(0, 1, position))
+        bench.agree(0, 1, 1000 + position, timeout_ms=1)
+        bench.wait(1)
+    assert bench.open_positions() == 0
+
+
+def test_goodbye_fails_those_who_need_the_word() -> None:
+    bench = AgreeingBench(3)
+    told = bench.agree(0, 1, 0)
+    bench.tell_passed(2, 1, 0)
+    untold = bench.agree(1, 1, 1)
+    pair = bench.agree(1, 1, group="pair", ranks=[0, 1])
+    bench.send(2, FrameType.BYE)
+    bench.questions(1)
+    assert [m[:4] for m in bench.take(1)] == [(FrameType.FAILED, untold, 2, "left")]
+    late = bench.agree(0, 1, 2)
+    bench.questions(0)
+    assert [m[:4] for m in bench.take(0)] == [(FrameType.FAILED, late, 2, "left")]
+    # What does not need the rank any more goes on.
+    both = [bench.agree(1, 1, 0), bench.agree(0, 1, group="pair", ranks=[0, 1])]
+    assert bench.verdicts(0) == [(told, SAME, 0), (both[1], SAME, 0)]
+    assert bench.verdicts(1) == [(both[0], SAME, 0), (pair, SAME, 0)]
+    assert bench.open_positions() == 0
+
+
+def test_departure_of_the_asker_leaves_the_others_waiting_in_vain_no_longer() -> None:
+    bench = AgreeingBench(3)
+    bench.agree(0, 1)
+    waiting = bench.agree(1, 1)
+    bench.send(0, FrameType.BYE)
+    bench.questions(1)
+    assert [m[:3] for m in bench.take(1)] == [(FrameType.FAILED, waiting, 0)]
+
+
+def test_death_fails_all_and_later_words_mean_nothing() -> None:
+    bench = AgreeingBench(3)
+    bench.agree(0, 1)
+    bench.lose(2)
+    assert [m[:3] for m in bench.take(0)] == [(FrameType.FAILED, 0, 2)]
+    bench.tell_passed(1, 7)
+    late = bench.agree(0, 1)
+    assert [m[:3] for m in bench.take(0)] == [(FrameType.FAILED, late, 2)]
+    assert bench.core.next_deadline() is None
+
+
+def test_long_runs_keep_nothing() -> None:
+    bench = AgreeingBench(2)
+
+    def agree_often(positions: range) -> int:
+        for position in positions:
+            for rank in (0, 1):
+                bench.agree(rank, position, position)
+            bench.inbox.clear()
+        return sys.getallocatedblocks()
+
+    gc.disable()  # what only the collector would find counts as kept
+    try:
+        before = agree_often(range(5000))  # fills the interpreter's free lists
+        after = agree_often(range(5000, 25_000))
+    finally:
+        gc.enable()
+    assert after - before < 1000
+    assert len(bench.core._waits._heap) < 200
+
+
+class PredictingRank:
+    """One rank as the communicators drive it: goes ahead where it predicts, unless it was asked; asks elsewhere."""
+
+    def __init__(self, bench: AgreeingBench, rank: int, digests: list[int], predicted: list[int | None]) -> None:
+        self.bench = bench
+        self.rank = rank
+        self.digests = digests
+        self.predicted = predicted
+        self.position = 0
+        self.went_ahead: set[int] = set()
+        self.asked_at = -1
+        self.is_waiting = False
+        self.verdicts: dict[int, tuple[Verdict, int]] = {}
+        self.is_broken = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_broken or self.position == len(self.digests)
+
+    def hear(self) -> bool:
+        """Reads the next message that has come for it; returns whether there was one."""
+        inbox = self.bench.inbox.get(self.rank)
+        if not inbox:
+            return False
+        kind, *fields = inbox.pop(0)
+        if kind is FrameType.ASKED:
+            position = fields[1]
+            if position in self.went_ahead:
+                self.bench.tell_passed(self.rank, self.digests[position], position)
+            elif position >= self.position:
+                self.asked_at = position
+            return True
+        assert kind is FrameType.VERDICT
+        self.is_waiting = False
+        self.verdicts[self.position] = (Verdict(fields[1]), fields[2])
+        self.is_broken = fields[1] != SAME
+        self.position += 1
+        return True
+
+    def go_on(self) -> bool:
+        """Does its next collective, if it does not wait; returns whether it did anything."""
+        if self.is_waiting or self.is_done:
+            return False
+        digest = self.digests[self.position]
+        if digest == self.predicted[self.position] and self.asked_at != self.position:
+            self.went_ahead.add(self.position)
+            self.position += 1
+        else:
+            self.is_waiting = True
+            self.bench.agree(self.rank, digest, self.position)
+        return True
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 5))
+def test_predicting_ranks_never_go_on_after_they_differ(data, world_size: int, count: int) -> None:
+    common = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
+    predicted = data.draw(st.lists(st.none() | st.integers(0, 1), min_size=count, max_size=count))
+    odd_rank = data.draw(st.integers(0, world_size - 1))
+    odd_position = data.draw(st.integers(0, count))  # == count: they never differ
+    bench = AgreeingBench(world_size)
+    ranks = []
+    for rank in range(world_size):
+        digests = list(common)
+        if rank == odd_rank and world_size > 1 and odd_position < count:
+            digests[odd_position] = 1 - digests[odd_position]
+        ranks.append(PredictingRank(bench, rank, digests, predicted))
+    moves = [(rank, move) for rank in ranks for move in (rank.go_on, rank.hear)]
+    for index in data.draw(st.lists(st.integers(0, len(moves) - 1), max_size=40)):
+        moves[index][1]()
+    while any(move() for _, move in moves):
+        pass
+
+    differ_at = odd_position if world_size > 1 else count
+    for rank in ranks:
+        assert rank.is_done, "a rank waits for ever"
+        for position, (verdict, decided_at) in rank.verdicts.items():
+            assert (verdict is SAME) == (position < differ_at)
+            assert decided_at == (position if verdict is SAME else differ_at)
+    at_difference = {rank.verdicts[differ_at] for rank in ranks if differ_at in rank.verdicts}
+    assert len(at_difference) <= 1
+    assert differ_at == count or at_difference, "nobody noticed that they differ"
+    went_ahead = any(differ_at in rank.went_ahead for rank in ranks)
+    assert (PASSED in {verdict for verdict, _ in at_difference}) == went_ahead
+    assert bench.open_positions() == 0
+    assert bench.core.next_deadline() is None
+
+
+commands = st.one_of(
+    st.tuples(st.just("agree"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 2), st.integers(1, 3000)),
+    st.tuples(st.just("passed"), st.integers(0, 3), st.integers(0, 1), st.integers(0, 2)),
+    st.tuples(st.just("cancel"), st.integers(0, 3)),
+    st.tuples(st.just("wait"), st.integers(1, 2000)),
+    st.tuples(st.just("bye"), st.integers(0, 3)),
+    st.tuples(st.just("lose"), st.integers(0, 3)),
+)
+
+
+@given(st.integers(1, 4), st.lists(commands, max_size=40))
+def test_any_sequence_answers_every_question_once(world_size: int, script: list[tuple]) -> None:
+    bench = AgreeingBench(world_size)
+    present = set(range(world_size))
+    open_requests: dict[int, tuple[int, int]] = {}  # sequence -> rank, position
+    reported: dict[tuple[int, int], set[int]] = {}  # rank, position -> every digest that it ever reported there
+
+    def collect() -> None:
+        verdicts: dict[int, set[tuple[Verdict, int]]] = {}
+        for rank in range(world_size):
+            for kind, *fields in bench.take(rank):
+                if kind is FrameType.ASKED or (kind is FrameType.FAILED and fields[0] == 0):
+                    continue
+                asker, position = open_requests.pop(fields[0])
+                assert asker == rank
+                if kind is FrameType.VERDICT:
+                    verdicts.setdefault(position, set()).add((Verdict(fields[1]), fields[2]))
+        for position, said in verdicts.items():
+            assert len(said) == 1, "the ranks that wait together hear the same"
+            [(verdict, decided_at)] = said
+            assert decided_at == position or (verdict is PASSED and decided_at < position)
+            if verdict is SAME:
+                assert set.intersection(*(reported[rank, position] for rank in range(world_size)))
+
+    for name, *arguments in script:
+        if name == "wait":
+            bench.wait(arguments[0] / 1000)
+        elif arguments[0] in present:
+            rank = arguments[0]
+            if name in ("agree", "passed"):
+                digest, position = arguments[1:3]
+                reported.setdefault((rank, position), set()).add(digest)
+            if name == "agree":
+                before = bench._sequence
+                open_requests[before + 1] = (rank, position)
+                bench.agree(rank, digest, position, timeout_ms=arguments[3])
+            elif name == "passed":
+                bench.tell_passed(rank, digest, position)
+            else:
+                mine = [sequence for sequence, (asker, _) in open_requests.items() if asker == rank]
+                if name == "cancel" and mine:
+                    del open_requests[mine[0]]
+                    bench.send(rank, FrameType.CANCEL, mine[0])
+                elif name in ("bye", "lose"):
+                    present.discard(rank)
+                    for sequence in mine:
+                        del open_requests[sequence]
+                    bench.send(rank, FrameType.BYE) if name == "bye" else bench.lose(rank)
+                    bench.take(rank)
+                    if name == "lose":  # everybody is told of it instead
+                        open_requests.clear()
+        collect()
+    bench.wait(10)
+    collect()
+    assert not open_requests
+    assert bench.core.next_deadline() is None

@@ -1,0 +1,106 @@
+"""A stand-in for CuPy 14 over host memory: enough of it to run and to check the NCCL communicator without a GPU.
+
+Streams are threads, arrays are views of blocks of ordinary memory, and what a GPU would do wrong in silence shows:
+work that does not wait for what it needs reads stale data, fresh memory holds NaNs, memory returns to the pool while
+it is still in use, and host and device memory do not mix. See cupy.cuda.nccl for the collectives.
+
+The environment: GRADSYNC_STAND_IN_DEVICES (number of devices, 1), GRADSYNC_STAND_IN_DELAY_MS and
+GRADSYNC_STAND_IN_SEED (random pauses before each piece of work), GRADSYNC_STAND_IN_NCCL_VERSION,
+GRADSYNC_STAND_IN_TIMEOUT (seconds until a missing peer is an error, 20), GRADSYNC_STAND_IN_HANG (1: never).
+"""
+
+from types import ModuleType
+
+import numpy as _np
+
+from . import cuda
+from ._creation import (
+    arange,
+    array,
+    asarray,
+    ascontiguousarray,
+    asfortranarray,
+    asnumpy,
+    empty,
+    empty_like,
+    full,
+    full_like,
+    ones,
+    ones_like,
+    zeros,
+    zeros_like,
+)
+from ._dlpack import from_dlpack
+from ._math import (
+    Ufunc,
+    amax,
+    amin,
+    broadcast_to,
+    concatenate,
+    copyto,
+    may_share_memory,
+    prod,
+    shares_memory,
+    sum,
+)
+from ._ndarray import ndarray
+from ._raw import RawModule
+from .cuda.memory import default_pool as _default_pool
+
+__version__ = "14.2.0"
+__all__ = [
+    "RawModule",
+    "amax",
+    "amin",
+    "arange",
+    "array",
+    "asarray",
+    "ascontiguousarray",
+    "asfortranarray",
+    "asnumpy",
+    "broadcast_to",
+    "concatenate",
+    "copyto",
+    "cuda",
+    "empty",
+    "empty_like",
+    "from_dlpack",
+    "full",
+    "full_like",
+    "get_array_module",
+    "get_default_memory_pool",
+    "may_share_memory",
+    "ndarray",
+    "ones",
+    "ones_like",
+    "prod",
+    "shares_memory",
+    "sum",
+    "zeros",
+    "zeros_like",
+]
+
+bool_ = _np.bool_
+int8, int16, int32, int64 = _np.int8, _np.int16, _np.int32, _np.int64
+uint8, uint16, uint32, uint64 = _np.uint8, _np.uint16, _np.uint32, _np.uint64
+float16, float32, float64 = _np.float16, _np.float32, _np.float64
+complex64, complex128 = _np.complex64, _np.complex128
+dtype, newaxis, nan, inf = _np.dtype, None, _np.nan, _np.inf
+
+add, subtract, multiply, divide = (Ufunc(f) for f in (_np.add, _np.subtract, _np.multiply, _np.true_divide))
+true_divide, sqrt, absolute, isfinite, isnan = (
+    Ufunc(f) for f in (_np.true_divide, _np.sqrt, _np.absolute, _np.isfinite, _np.isnan)
+)
+minimum, maximum, equal = (Ufunc(f) for f in (_np.minimum, _np.maximum, _np.equal))
+
+
+def get_array_module(*args: object) -> ModuleType:
+    """Returns this module where any argument is a device array, else NumPy."""
+    import cupy
+
+    return cupy if any(isinstance(argument, ndarray) for argument in args) else _np
+
+
+def get_default_memory_pool() -> cuda.MemoryPool:
+    """Returns the pool."""
+    return _default_pool

@@ -1,0 +1,114 @@
+"""DLPack: capsules made by NumPy, and marked as device memory."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from ._layout import extent_bytes
+from .cuda.memory import MemoryPointer, UnownedMemory
+from .cuda.stream import Stream, get_current_stream
+
+CPU, CUDA = 1, 2
+_FLOAT, _BFLOAT, _UINT = 2, 4, 1
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+class _Tensor(ctypes.Structure):
+    """The beginning of DLManagedTensor. Source: dlpack.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+    )
+
+
+class _Exported:
+    """Memory for NumPy to describe; it keeps the array alive, and with it the loan of its memory."""
+
+    def __init__(self, array: Any, dtype: np.dtype) -> None:
+        self._array = array
+        self.__array_interface__ = array._host.view(dtype).__array_interface__
+
+
+class _Imported:
+    """A capsule as an object that NumPy takes in."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._capsule
+
+
+def export(array: Any, stream: Any, dl_device: Any, copy: Any) -> Any:
+    """Returns a capsule, once the consumer's stream waits for the current one."""
+    if dl_device is not None and dl_device[0] == CPU:
+        if copy is False:
+            raise ValueError("GPU memory cannot be exported to the CPU without a copy")
+        return array.get().__dlpack__()
+    if stream == 0:
+        raise ValueError("stream 0 is ambiguous in DLPack: 1 is the legacy default stream, 2 the per-thread one")
+    if stream != -1:
+        consumer = Stream.from_external(_Handle(1 if stream is None else stream))
+        consumer.wait_event(get_current_stream().record())
+    is_bfloat = array.dtype.name == "bfloat16"
+    if array.dtype.kind == "V" and not is_bfloat:
+        raise BufferError("dtype is not supported for dlpack export")
+    capsule = np.asarray(_Exported(array, np.dtype(np.uint16) if is_bfloat else array.dtype)).__dlpack__()
+    tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+    tensor.device_type, tensor.device_id = CUDA, array.data.device_id
+    if is_bfloat:
+        tensor.code = _BFLOAT
+    return capsule
+
+
+def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> Any:
+    """Returns a view of an array in device memory, whichever library made it."""
+    from ._ndarray import ndarray
+
+    device_type, device_id = array.__dlpack_device__()
+    if device_type == CPU:
+        raise TypeError(
+            "CPU arrays cannot be directly imported to CuPy. Use `cupy.array(numpy.from_dlpack(input))` instead."
+        )
+    if device_type != CUDA:
+        raise TypeError("the array is not on a CUDA device")
+    capsule = array.__dlpack__(stream=get_current_stream(device_id).ptr or 1)
+    tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+    is_bfloat = tensor.code == _BFLOAT
+    tensor.device_type, tensor.device_id = CPU, 0
+    if is_bfloat:
+        tensor.code = _UINT
+    host = np.from_dlpack(_Imported(capsule))
+    if is_bfloat:
+        host = host.view(_bfloat16())
+    memory = UnownedMemory(host.ctypes.data, extent_bytes(host.shape, host.strides, host.itemsize), host, device_id)
+    return ndarray(host.shape, host.dtype, MemoryPointer(memory, 0), host.strides)
+
+
+def _bfloat16() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+class _Handle:
+    """A stream's handle as an object with the stream protocol."""
+
+    def __init__(self, ptr: int) -> None:
+        self._ptr = ptr
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._ptr

@@ -1,0 +1,161 @@
+"""The devices of this process: which are visible, what each thread has chosen, and the streams and errors of each."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+import weakref
+
+from ._errors import (
+    INITIALIZATION_ERROR,
+    INVALID_DEVICE,
+    INVALID_RESOURCE_HANDLE,
+    LAUNCH_FAILURE,
+    NO_DEVICE,
+    CUDARuntimeError,
+)
+from ._work_queue import Ticket, WorkQueue
+
+_stream_handles = itertools.count(0x5500_0000_0010, 0x10)
+_streams: dict[int, WorkQueue] = {}  # by handle, while the stream exists
+_chosen = threading.local()
+_is_dead = False  # a fork of a process that has used CUDA
+
+
+class DeviceState:
+    """One device of this process.
+
+    Args:
+        device_id: its number here.
+        absolute_index: its number on the machine.
+    """
+
+    def __init__(self, device_id: int, absolute_index: int) -> None:
+        self.device_id = device_id
+        self.pci_bus_id = f"0000:{absolute_index:02X}:00.0"
+        self.submission = threading.RLock()
+        self.error: BaseException | None = None
+        self._queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
+        self.null_queue = WorkQueue(self, 0, is_blocking=True)
+
+    def create_queue(self, is_blocking: bool) -> WorkQueue:
+        """Makes the queue of a new stream."""
+        queue = WorkQueue(self, next(_stream_handles), is_blocking)
+        with self.submission:
+            self._queues.add(queue)
+        _streams[queue.ptr] = queue
+        return queue
+
+    def destroy_queue(self, queue: WorkQueue) -> None:
+        """Forgets the handle; the work that is queued is still done."""
+        _streams.pop(queue.ptr, None)
+        queue.retire()
+
+    def find_queue(self, ptr: int) -> WorkQueue | None:
+        """Returns the queue of this device's stream with that handle, or None."""
+        if ptr in (0, 1):  # cudaStreamLegacy is 1
+            return self.null_queue
+        queue = _streams.get(ptr)
+        return queue if queue is not None and queue.device is self else None
+
+    def queue(self, ptr: int) -> WorkQueue:
+        """The same, or raises."""
+        queue = self.find_queue(ptr)
+        if queue is None:
+            raise CUDARuntimeError(INVALID_RESOURCE_HANDLE)
+        return queue
+
+    def implicit_waits(self, queue: WorkQueue) -> list[Ticket]:
+        """Returns what work queued now waits for beyond its own stream: the rule of the legacy null stream."""
+        if queue is self.null_queue:
+            tickets = [other.last() for other in list(self._queues) if other.is_blocking]
+        else:
+            tickets = [self.null_queue.last()] if queue.is_blocking else []
+        return [ticket for ticket in tickets if not ticket.done]
+
+    def synchronize(self) -> None:
+        """Waits for all streams, and raises the sticky error."""
+        with self.submission:
+            tickets = [queue.last() for queue in (self.null_queue, *self._queues)]
+        for ticket in tickets:
+            ticket.wait()
+        self.check()
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error for good, as a CUDA context does."""
+        if self.error is None:
+            self.error = error
+
+    def status(self) -> int:
+        """Returns the status of the sticky error, or 0."""
+        if self.error is None:
+            return 0
+        return self.error.status if isinstance(self.error, CUDARuntimeError) else LAUNCH_FAILURE
+
+    def check(self) -> None:
+        """Raises the sticky error."""
+        if self.error is not None:
+            raise CUDARuntimeError(self.status()) from self.error
+
+
+@functools.cache
+def _devices() -> tuple[DeviceState, ...]:
+    """Looked at once, as CUDA does."""
+    return tuple(DeviceState(number, absolute) for number, absolute in enumerate(_visible_indices()))
+
+
+def _visible_indices() -> list[int]:
+    count = int(os.environ.get("GRADSYNC_STAND_IN_DEVICES", "1"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(range(count))
+    indices: list[int] = []
+    for word in visible.split(","):  # the first word that names no device ends the list
+        if not word.strip().isdecimal() or not (index := int(word)) < count or index in indices:
+            break
+        indices.append(index)
+    return indices
+
+
+def all_devices() -> tuple[DeviceState, ...]:
+    """Returns every visible device; raises where there is none, and after a fork."""
+    if _is_dead:
+        raise CUDARuntimeError(INITIALIZATION_ERROR)
+    devices = _devices()
+    if not devices:
+        raise CUDARuntimeError(NO_DEVICE)
+    return devices
+
+
+def device_state(device_id: int) -> DeviceState:
+    """Returns the device with that number."""
+    devices = all_devices()
+    if not 0 <= device_id < len(devices):
+        raise CUDARuntimeError(INVALID_DEVICE)
+    return devices[device_id]
+
+
+def current_device_id() -> int:
+    """Returns the number of this thread's device."""
+    all_devices()
+    return getattr(_chosen, "device_id", 0)
+
+
+def current_device() -> DeviceState:
+    """Returns this thread's device."""
+    return device_state(current_device_id())
+
+
+def choose_device(device_id: int) -> None:
+    """Makes a device this thread's."""
+    _chosen.device_id = device_state(device_id).device_id
+
+
+def _die_in_fork() -> None:
+    global _is_dead
+    _is_dead = _devices.cache_info().currsize > 0
+
+
+os.register_at_fork(after_in_child=_die_in_fork)

@@ -1,0 +1,120 @@
+"""The work of one stream: executed in order, by a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._errors import NOT_READY
+
+
+class Ticket(NamedTuple):
+    """A place in a queue: done when everything up to it has been executed."""
+
+    queue: WorkQueue
+    number: int
+
+    @property
+    def done(self) -> bool:
+        return self.queue.completed >= self.number
+
+    def wait(self) -> None:
+        """Blocks until this place is reached."""
+        self.queue.wait(self.number)
+
+
+class WorkQueue:
+    """What one stream has to do.
+
+    Args:
+        device: whose stream it is; it knows of every queue and keeps the error of work that raised.
+        ptr: the handle of the stream; 0 is the legacy null stream.
+        is_blocking: whether the null stream waits for it, and it for the null stream.
+    """
+
+    def __init__(self, device: Any, ptr: int, is_blocking: bool) -> None:
+        self.device = device
+        self.ptr = ptr
+        self.is_blocking = is_blocking
+        self.submitted = 0
+        self.completed = 0
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], list[Ticket]] | None] = queue.SimpleQueue()
+        self._progress = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        """Queues work and returns its place; the sticky error of the device is raised instead."""
+        self.device.check()
+        with self.device.submission:  # keeps the waits between the null stream and others free of cycles
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._execute, name=f"stream {self.ptr}", daemon=True)
+                self._thread.start()
+            waits = self.device.implicit_waits(self)
+            self.submitted += 1
+            self._work.put((work, waits))
+            return Ticket(self, self.submitted)
+
+    def last(self) -> Ticket:
+        """Returns the place of what was queued last."""
+        return Ticket(self, self.submitted)
+
+    def wait(self, number: int) -> None:
+        """Blocks until as much work has been executed."""
+        if self.completed < number:
+            with self._progress:
+                self._progress.wait_for(lambda: self.completed >= number)
+
+    def synchronize(self) -> None:
+        """Blocks until all work queued so far has been executed, and raises the sticky error."""
+        _wait_for_all(self.device.implicit_waits(self))
+        self.last().wait()
+        self.device.check()
+
+    def query(self) -> int:
+        """Returns cudaSuccess when all is done, cudaErrorNotReady, or the sticky error's status; never raises."""
+        is_done = self.last().done and not self.device.implicit_waits(self)
+        return self.device.status() or (0 if is_done else NOT_READY)
+
+    def retire(self) -> None:
+        """Ends the thread once the work is done."""
+        with self.device.submission:
+            if self._thread is not None:
+                self._work.put(None)
+
+    def _execute(self) -> None:
+        np.seterr(all="ignore")  # a GPU computes infinities without a word
+        delay = _delays(self.ptr)
+        while (item := self._work.get()) is not None:
+            work, waits = item
+            _wait_for_all(waits)
+            delay()
+            if self.device.error is None:
+                try:
+                    work()
+                except BaseException as error:
+                    self.device.fail(error)
+            del item, work, waits  # what the work refers to must not outlive it
+            with self._progress:
+                self.completed += 1
+                self._progress.notify_all()
+
+
+def _wait_for_all(tickets: list[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.wait()
+
+
+def _delays(ptr: int) -> Callable[[], None]:
+    """Returns what to call before each piece of work: a seeded, random pause when the environment asks for it."""
+    longest = float(os.environ.get("GRADSYNC_STAND_IN_DELAY_MS", "0")) / 1e3
+    if longest <= 0:
+        return lambda: None
+    generator = random.Random(f"{os.environ.get('GRADSYNC_STAND_IN_SEED', '0')}/{os.getpid()}/{ptr}")
+    return lambda: time.sleep(generator.uniform(0, longest))
