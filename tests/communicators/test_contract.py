@@ -1,4 +1,4 @@
-"""The contract suite on every communicator at world sizes 1 to 4; on NCCL's stand-in, and on NCCL where there is a GPU."""
+"""The contract suite on every communicator at world sizes 1 to 4; for NCCL on its stand-in, and on a GPU if any."""
 
 from __future__ import annotations
 

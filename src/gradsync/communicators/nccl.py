@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cupy
@@ -21,15 +22,16 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.device_arrays import DeviceArrays
 from gradsync.communicators.nccl_handle import NcclHandle
-from gradsync.communicators.nccl_launch import Launch
+from gradsync.communicators.nccl_launch import Launch, as_stream
 from gradsync.communicators.nccl_reduction import NcclReduction
-from gradsync.communicators.nccl_watcher import Watcher
+from gradsync.communicators.nccl_watcher import Watcher, cause_of
 from gradsync.communicators.predicted_agreement import PredictedAgreement
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
 from gradsync.reduction import ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
 _DRAIN_SECONDS = 10.0  # how long close() lets queued collectives end
+_TELL_SECONDS = 1.0  # and how long it waits for the server to hear of a failure
 
 
 class NcclCommunicator(Communicator):
@@ -71,13 +73,13 @@ class NcclCommunicator(Communicator):
         self._last: tuple[Launch, int] | None = None  # the one before, and its stream
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
+        self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
         self._agreement = PredictedAgreement(client, group, self.label, timeout_seconds)
         failed = weakref.WeakMethod(self._fail)
         self._watcher = Watcher(
             handle,
             client,
             self._agreement,
-            group=group,
             label=self.label,
             device_id=device_id,
             timeout_seconds=timeout_seconds,
@@ -89,6 +91,12 @@ class NcclCommunicator(Communicator):
     def current_stream(self) -> Any:
         """Returns CuPy's current stream on the communicator's device."""
         return cupy.cuda.get_current_stream(self._device.id)
+
+    def close(self) -> None:
+        """See Communicator.close; what this rank has to tell the others of a failure is told when it returns."""
+        super().close()
+        if self._telling is not None:
+            self._telling.wait(_TELL_SECONDS)
 
     # -- Hooks ---------------------------------------------------------------------------------------------------
 
@@ -150,6 +158,9 @@ class NcclCommunicator(Communicator):
                     yield launch
                 except PlanMismatch:
                     raise  # before anything was launched
+                except NcclError as error:
+                    self._take_into_care(launch, where)
+                    raise cause_of(error, self._client) from error
                 except BaseException:
                     self._take_into_care(launch, where)
                     raise
@@ -167,7 +178,7 @@ class NcclCommunicator(Communicator):
             launch.wait()
 
     def _announce_close(self) -> None:
-        self._watcher.announce_closed()
+        self._agreement.announce_closed()
 
     def _announce_abort(self, reason: str, culprit: int | None) -> None:
         error = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
@@ -239,8 +250,8 @@ class NcclCommunicator(Communicator):
 
     def _begin_abort(self, reason: str | None) -> None:
         """Aborts on another thread: neither the server nor NCCL may hold up the one that failed."""
-        client, tells = self._client, reason is not None and self.world_size > 1
-        self._handle.begin_abort(lambda: client.report_failure(str(reason)) if tells else None)
+        self._telling = threading.Event()
+        self._handle.begin_abort(partial(_tell_others, self._client, reason, self._telling))
 
     def _await_last_launch(self) -> None:
         """Lets queued collectives end before the communicator is destroyed."""
@@ -254,37 +265,18 @@ class NcclCommunicator(Communicator):
                 pass  # told by the launch's own futures
 
 
-def as_stream(stream: Any) -> Any:
-    """Returns what a caller gave as a stream, as CuPy's: None is the current stream.
-
-    Takes CuPy's streams, integers, and objects with `__cuda_stream__` (CUDA's Python protocol) or `cuda_stream`
-    (PyTorch).
-    """
-    if stream is None:
-        return cupy.cuda.get_current_stream()
-    if hasattr(stream, "ptr"):
-        return stream
-    if not hasattr(stream, "__cuda_stream__"):
-        stream = _StreamHandle(int(getattr(stream, "cuda_stream", stream)))
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
-        return cupy.cuda.Stream.from_external(stream)
-    return cupy.cuda.ExternalStream(stream.__cuda_stream__()[1])
-
-
-class _StreamHandle:
-    """A stream's handle in CUDA's Python protocol."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
-
-
 def _call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None:
     bound = method()
     if bound is not None:
         bound(error)
+
+
+def _tell_others(client: RendezvousClient, reason: str | None, told: threading.Event) -> None:
+    try:
+        if reason is not None and client.world_size > 1:
+            client.report_failure(reason)
+    finally:
+        told.set()
 
 
 def _end_forgotten(handle: NcclHandle, watcher: Watcher) -> None:

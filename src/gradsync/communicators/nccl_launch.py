@@ -11,13 +11,15 @@ from typing import Any
 import cupy
 
 from gradsync.communicators.device_arrays import copy_home
-from gradsync.errors import CollectiveTimeout, describe
+from gradsync.errors import CollectiveTimeout, NcclError, describe
 
 _log = logging.getLogger("gradsync")
 
 # Host waits: look often at first, because most collectives take microseconds, then give the core away.
 _LOOKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
+
+_CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
 
 
 class Launch:
@@ -81,7 +83,7 @@ class Launch:
             self.wait()
         elif self._error is not None or not self._over:
             self._raise_failure()
-            (stream if stream is not None else cupy.cuda.get_current_stream()).wait_event(self.ended)
+            as_stream(stream).wait_event(self.ended)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Completion."""
@@ -105,6 +107,11 @@ class Launch:
                 return
         self._call(function)
 
+    @property
+    def error(self) -> BaseException | None:
+        """What it has ended with."""
+        return self._error
+
     # -- For the watcher -----------------------------------------------------------------------------------------
 
     def tell(self) -> None:
@@ -121,10 +128,21 @@ class Launch:
 
     def _settle(self) -> bool:
         """Looks at the event; brings results home the first time that it is over."""
-        if not self.ended.done:
+        # Not the event's `done`, which stays False for ever once the GPU has failed.
+        status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
+        if status == _CUDA_NOT_READY:
             return False
-        self._end(None)
+        self._end(None if status == _CUDA_SUCCESS else self._device_error(status))
         return True
+
+    def _device_error(self, status: int) -> NcclError:
+        cause = cupy.cuda.runtime.CUDARuntimeError(status)
+        return NcclError(
+            f"{self.name}: the GPU failed in it, or in this rank's work before it: {cause}; run the script with "
+            "CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to find the kernel",
+            code=1,
+            name="ncclUnhandledCudaError",
+        )
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
@@ -147,3 +165,30 @@ class Launch:
             function(self._error)
         except BaseException as error:  # SystemExit too: the thread that calls has others to look after
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
+
+
+def as_stream(stream: Any) -> Any:
+    """Returns what a caller gave as a stream, as CuPy's: None is the current stream.
+
+    Takes CuPy's streams, integers, and objects with `__cuda_stream__` (CUDA's Python protocol) or `cuda_stream`
+    (PyTorch).
+    """
+    if stream is None:
+        return cupy.cuda.get_current_stream()
+    if hasattr(stream, "ptr"):
+        return stream
+    if not hasattr(stream, "__cuda_stream__"):
+        stream = _StreamHandle(int(getattr(stream, "cuda_stream", stream)))
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
+        return cupy.cuda.Stream.from_external(stream)
+    return cupy.cuda.ExternalStream(stream.__cuda_stream__()[1])
+
+
+class _StreamHandle:
+    """A stream's handle in CUDA's Python protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle

@@ -6,7 +6,6 @@ reference to the communicator, so that a forgotten one can be collected.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -17,13 +16,31 @@ import cupy
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.communicators.nccl_launch import Launch
 from gradsync.communicators.predicted_agreement import PredictedAgreement
-from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed
+from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError
 from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
 _SUSPICIOUS_AFTER_SECONDS = 1.0  # when a running collective makes the thread ask whether a rank has closed
-_KEY_SECONDS = 0.1
+_NEWS_SECONDS = 1.0  # how much later than NCCL the server may hear that a rank has died
+_LOOK_FOR_NEWS_EVERY_SECONDS = 0.02
+
+
+def cause_of(error: NcclError, client: RendezvousClient) -> GradsyncError:
+    """Returns the failure of another rank where that is what NCCL has noticed, else the error itself.
+
+    Args:
+        error: from NCCL.
+        client: this rank's connection to the rendezvous server, which names the rank.
+    """
+    deadline = time.monotonic() + _NEWS_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            client.check()
+        except GradsyncError as cause:
+            return cause
+        time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
+    return error
 
 
 class Watcher:
@@ -33,7 +50,6 @@ class Watcher:
         handle: NCCL's communicator.
         client: this rank's connection to the rendezvous server.
         agreement: of the communicator's ranks.
-        group: the communicator's name.
         label: this rank in messages.
         device_id: the device.
         timeout_seconds: how long a collective may run.
@@ -46,7 +62,6 @@ class Watcher:
         client: RendezvousClient,
         agreement: PredictedAgreement,
         *,
-        group: str,
         label: str,
         device_id: int,
         timeout_seconds: float,
@@ -55,7 +70,6 @@ class Watcher:
         self._handle = handle
         self._client = client
         self._agreement = agreement
-        self._closing_keys = f"nccl/{group}/closed"
         self._label = label
         self._device_id = device_id
         self._timeout_seconds = timeout_seconds
@@ -63,6 +77,7 @@ class Watcher:
         self._running: deque[Launch] = deque()
         self._ended: deque[Launch] = deque()  # whose callbacks are to be called
         self._error: BaseException | None = None  # what a launch that comes now has failed with
+        self._device_failure: NcclError | None = None  # found at the end of a launch
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._ask_about_closing_at = 0.0
@@ -97,12 +112,6 @@ class Watcher:
                 launch.fail(error)
         self._ended.extend(failed)
 
-    def announce_closed(self) -> None:
-        """Tells the other ranks, should they wait for this one, how far it has come."""
-        with contextlib.suppress(GradsyncError):
-            self._client.set(f"{self._closing_keys}/{self._client.rank}", str(self._agreement.position).encode())
-            self._client.add(self._closing_keys)
-
     def stop(self) -> None:
         """Makes the thread end; does not wait for it."""
         self._stopped.set()
@@ -122,7 +131,10 @@ class Watcher:
     def _end_launches(self) -> None:
         self.reap()
         while self._ended:
-            self._ended.popleft().tell()
+            launch = self._ended.popleft()
+            launch.tell()
+            if isinstance(launch.error, NcclError):
+                self._device_failure = launch.error
 
     def _head(self) -> Launch | None:
         with self._lock:
@@ -131,11 +143,16 @@ class Watcher:
     def _look(self) -> None:
         """Raises what has broken the communicator."""
         self._end_launches()
+        if self._device_failure is not None:
+            raise self._device_failure
         self._client.check()
         overtaken = self._agreement.overtaken()
         if overtaken is not None:
             raise overtaken
-        self._handle.check()
+        try:
+            self._handle.check()
+        except NcclError as error:
+            raise cause_of(error, self._client) from error
         head = self._head()
         if head is not None:
             self._look_at_clock(head, time.monotonic())
@@ -153,19 +170,4 @@ class Watcher:
             )
         if now >= self._ask_about_closing_at:
             self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
-            self._look_for_closed_ranks(head)
-
-    def _look_for_closed_ranks(self, head: Launch) -> None:
-        """Raises RankFailed when a rank has closed the communicator before it came to this launch."""
-        if not self._client.add(self._closing_keys, 0):
-            return
-        for rank in range(self._client.world_size):
-            with contextlib.suppress(TimeoutError):
-                came_to = int(self._client.get(f"{self._closing_keys}/{rank}", timeout_seconds=_KEY_SECONDS))
-                if rank != self._client.rank and came_to <= head.position and not head.done():
-                    raise RankFailed(
-                        f"{self._label}: rank {rank} closed the communicator while this rank still needed it; "
-                        "do all ranks make the same number of steps?",
-                        rank=rank,
-                        phase="collective",
-                    )
+            self._agreement.look_for_closed_ranks(head.position)

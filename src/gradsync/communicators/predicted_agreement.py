@@ -11,19 +11,24 @@ A training loop that repeats itself asks in its first steps and never again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections import deque
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
-from gradsync.errors import CollectiveTimeout, GradsyncError, PlanMismatch, RendezvousTimeout
+from gradsync.errors import CollectiveTimeout, GradsyncError, PlanMismatch, RankFailed, RendezvousTimeout
 from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.messages import MAX_EVENT_BYTES
 
 _CONTEXT_EVENTS = 4  # how many events predict the next one
 _MAX_CONTEXTS = 65_536
 _REMEMBERED_EVENTS = 256  # how far back a rank can tell what it launched
-_MAX_TEXT_BYTES = 48 * 1024
+_PIECE_BYTES = MAX_EVENT_BYTES
 _TEXTS_WITHIN_SECONDS = 5.0
+_ASK_AGAIN_AFTER_SECONDS = 1.0  # when a question makes the rank look whether another one has closed
+_KEY_SECONDS = 0.1
 
 
 class History:
@@ -64,6 +69,7 @@ class PredictedAgreement:
         self._group = group
         self._label = label
         self._timeout_seconds = timeout_seconds
+        self._closing_keys = f"nccl/{group}/closed"
         self._lock = threading.Lock()  # between the thread that launches and the one that hears the server
         self._history = History()
         self._position = 0  # of the next event
@@ -99,7 +105,7 @@ class PredictedAgreement:
             self._position += 1
             self._launched.append(None)
             self._history.break_off()
-        raise self._mismatch(position, agreement, broken=verdict is Verdict.PASSED)
+        raise self._disagreement(position, agreement, broken=verdict is Verdict.PASSED)
 
     def overtaken(self) -> PlanMismatch | None:
         """Returns the error of a rank that launched an event which the others did not; None while there is none."""
@@ -109,6 +115,27 @@ class PredictedAgreement:
                 return None
             launched = self._launched_at(position)
         return self._mismatch(position, launched, broken=True)
+
+    def announce_closed(self) -> None:
+        """Tells the other ranks, should they wait for this one, how far it has come."""
+        with contextlib.suppress(GradsyncError):
+            self._client.set(f"{self._closing_keys}/{self._client.rank}", str(self._position).encode())
+            self._client.add(self._closing_keys)
+
+    def look_for_closed_ranks(self, position: int) -> None:
+        """Raises RankFailed when another rank has closed the communicator before it came to this event."""
+        if not self._client.add(self._closing_keys, 0):
+            return
+        for rank in range(self._client.world_size):
+            with contextlib.suppress(TimeoutError):
+                came_to = int(self._client.get(f"{self._closing_keys}/{rank}", timeout_seconds=_KEY_SECONDS))
+                if rank != self._client.rank and came_to <= position:
+                    raise RankFailed(
+                        f"{self._label}: rank {rank} closed the communicator while this rank still needed it; "
+                        "do all ranks make the same number of steps?",
+                        rank=rank,
+                        phase="collective",
+                    )
 
     def close(self) -> None:
         """Stops listening."""
@@ -137,14 +164,30 @@ class PredictedAgreement:
         return PassedEvent(launched.digest, launched.describe())
 
     def _ask(self, position: int, digest: int) -> Verdict:
-        try:
-            return self._client.agree(self._group, position, digest, timeout_seconds=self._timeout_seconds)
-        except RendezvousTimeout as error:
-            raise CollectiveTimeout(
-                f"{self._label}: waited {self._timeout_seconds:g} s for the other ranks to agree on the next "
-                f"collective: {error}",
-                missing_ranks=error.missing_ranks,
-            ) from error
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            left_seconds = max(deadline - time.monotonic(), 1e-3)
+            try:
+                return self._client.agree(
+                    self._group, position, digest, timeout_seconds=min(left_seconds, _ASK_AGAIN_AFTER_SECONDS)
+                )
+            except RendezvousTimeout as error:
+                self.look_for_closed_ranks(position)
+                if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
+                    raise CollectiveTimeout(
+                        f"{self._label}: waited {self._timeout_seconds:g} s for ranks {list(error.missing_ranks)} to "
+                        f"come to the next collective: {error}",
+                        missing_ranks=error.missing_ranks,
+                    ) from error
+
+    def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
+        """Makes the error for a question; it may be that this rank had gone astray before."""
+        began_at = self._client.passed_position(self._group) if broken else None
+        if began_at is not None and began_at < position:
+            with self._lock:
+                position, agreement = began_at, self._launched_at(began_at)
+                self._overtaken_at = None
+        return self._mismatch(position, agreement, broken=broken)
 
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Exchanges descriptions through the server and makes the error."""
@@ -152,11 +195,10 @@ class PredictedAgreement:
         client = self._client
         texts = {client.rank: mine}
         try:
-            client.set(event_key(self._group, position, client.rank), mine.encode(errors="replace")[:_MAX_TEXT_BYTES])
+            self._publish(position, mine)
             for rank in range(client.world_size):
                 if rank != client.rank:
-                    key = event_key(self._group, position, rank)
-                    texts[rank] = client.get(key, timeout_seconds=_TEXTS_WITHIN_SECONDS).decode(errors="replace")
+                    texts[rank] = self._read(position, rank)
         except GradsyncError as error:  # the mismatch is the news; whose text is missing is told beside it
             for rank in range(client.world_size):
                 texts.setdefault(rank, f"(not told: {error})")
@@ -167,6 +209,24 @@ class PredictedAgreement:
             for rank, text in texts.items()
         }
         return mismatch(self._label, None if agreement is None else agreement.event, described, broken=broken)
+
+    def _publish(self, position: int, text: str) -> None:
+        """Sets this rank's text, in pieces; the last one is shorter than the others."""
+        data = text.encode(errors="replace")
+        for number, begin in enumerate(range(0, len(data) + 1, _PIECE_BYTES)):
+            self._client.set(self._piece_key(position, self._client.rank, number), data[begin : begin + _PIECE_BYTES])
+
+    def _read(self, position: int, rank: int) -> str:
+        pieces: list[bytes] = []
+        while not pieces or len(pieces[-1]) == _PIECE_BYTES:
+            key = self._piece_key(position, rank, len(pieces))
+            pieces.append(self._client.get(key, timeout_seconds=_TEXTS_WITHIN_SECONDS))
+        return b"".join(pieces).decode(errors="replace")
+
+    def _piece_key(self, position: int, rank: int, number: int) -> str:
+        # The first one is what the server itself sets for a rank that has gone ahead.
+        key = event_key(self._group, position, rank)
+        return key if number == 0 else f"{key}/{number}"
 
 
 def _forgotten(position: int) -> Agreement:

@@ -243,7 +243,9 @@ class RendezvousClient:
         self._requests.followers.unfollow(group)
 
     def check(self) -> None:
-        """Raises when the generation has failed or the server is gone; never waits, one poll call at most.
+        """Raises when the generation has failed or the server is gone; never waits, one poll call when all is quiet.
+
+        Questions of other ranks that have come in are answered on the way, see `follow`.
 
         Raises:
             RankFailed: a rank of this generation died or reported a failure; raised again at every call.
