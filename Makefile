@@ -6,7 +6,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where writing byte code is switched off, every start of a rank would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu lint bench clean
+# CuPy has to fit the machine's driver, so the GPU targets take the Python that has it already, from source; where
+# $(PYTHON) has none they run in .venv. Without make, and with nothing to install:
+#   PYTHONPATH=src python3 -m pytest -m gpu -rs
+#   PYTHONPATH=src python3 benchmarks/gpu.py
+define with_cupy
+if $(PYTHON) -c 'import cupy, pytest, rich' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
+else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
+endef
+
+.PHONY: help demo test test-gpu lint bench bench-gpu clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
@@ -30,8 +39,8 @@ demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 test: $(VENV)/.dev  ## run the tests (about two minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-gpu: $(VENV)/.dev  ## run the tests that need a GPU (they skip with a reason where there is none)
-	$(BIN)/python -m pytest -m gpu -rs
+test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none)
+	@$(call with_cupy,-m pytest -m gpu -rs)
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -43,6 +52,14 @@ bench: $(VENV)/.dev  ## time the library; results as JSON under benchmarks/resul
 		--benchmark-json=benchmarks/results/pytest_benchmark.json
 	$(BIN)/python benchmarks/first_light.py
 
+bench-gpu:  ## time packing and a step on a GPU, likewise; results as JSON under benchmarks/results
+	@$(call with_cupy,benchmarks/gpu.py)
+
 clean:           ## remove .venv and caches
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+
+.PHONY: bench-peers
+bench-peers: $(VENV)/.dev  ## time the library against PyTorch and MPI (installs them, once)
+	$(BIN)/python benchmarks/full_speed.py --install
+	$(BIN)/python benchmarks/full_speed.py

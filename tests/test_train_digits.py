@@ -138,7 +138,7 @@ def train_both_ways(comm):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_train_as_one_process_does(world_size):
     alone = train_quietly(LocalCommunicator(), epochs=2, dtype="float64").parameters
-    results = run_ranks(world_size, train_both_ways)
+    results = run_ranks(world_size, train_both_ways, backend="shm")
     assert len({result["digests"] for result in results}) == 1
     for result in results:
         assert result["identical"]
@@ -153,7 +153,7 @@ def train_and_digest(comm):
 
 
 def test_training_is_reproducible_bit_for_bit():
-    first, second = run_ranks(2, train_and_digest), run_ranks(2, train_and_digest)
+    first, second = (run_ranks(2, train_and_digest, backend="shm") for _ in range(2))
     assert first == second
 
 
@@ -166,17 +166,20 @@ def compare_with_one_sign_changed(comm):
 
 
 def test_one_bit_of_difference_is_seen_by_all_ranks():
-    assert run_ranks(2, compare_with_one_sign_changed) == [(True, False)] * 2
+    assert run_ranks(2, compare_with_one_sign_changed, backend="shm") == [(True, False)] * 2
 
 
 # -- As a user runs it ---------------------------------------------------------------------------------------
 
 
-def run_script(*command):
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_script(*command, variables=NO_GPUS, timeout=100):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **variables}
     run = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
@@ -217,3 +220,42 @@ def test_no_epochs_is_refused(monkeypatch, capsys, value):
     with pytest.raises(SystemExit):
         train_digits.main()
     assert f"argument --epochs: needs an integer of at least 1, got '{value}'" in capsys.readouterr().err
+
+
+# -- On a GPU ------------------------------------------------------------------------------------------------
+
+# A first run compiles CuPy's kernels; ranks that share a GPU may take milliseconds for each collective.
+GPU_SECONDS = 400
+
+
+def train_on_gpu(comm):
+    result = train_quietly(comm, epochs=2, dtype="float64")
+    return result.identical, {name: array.get() for name, array in result.parameters.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(GPU_SECONDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_on_a_gpu_train_as_one_process_on_the_cpu_does(world_size):
+    alone = train_quietly(LocalCommunicator(), epochs=2, dtype="float64").parameters
+    results = run_ranks(world_size, train_on_gpu, backend="nccl", allow_shared_gpu=True, timeout=GPU_SECONDS / 2)
+    for identical, parameters in results:
+        assert identical
+        for name, expected in alone.items():
+            assert np.abs(parameters[name] - expected).max() < 1e-8, name
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(GPU_SECONDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_on_a_gpu_reach_97_percent(ranks):
+    output = run_script(
+        *("-m", "gradsync", "run", "-n", ranks, "--backend", "nccl", SCRIPT),
+        variables={"GRADSYNC_ALLOW_SHARED_GPU": "1"},
+        timeout=GPU_SECONDS / 2,
+    )
+    assert row(output, "ranks") == str(ranks)
+    assert row(output, "backend") == "nccl, on cuda:0"
+    assert row(output, "buckets") == "3 all-reduces a step"
+    assert row(output, "parameters on all ranks") == "identical"
+    assert float(row(output, "test accuracy").rstrip("%")) >= 97

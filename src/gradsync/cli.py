@@ -59,8 +59,10 @@ def main() -> None:
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
+    envvar="GRADSYNC_BACKEND",
     show_default=True,
-    help="How data moves; nccl and mpi come in a later version.",
+    show_envvar=True,
+    help="How data moves: shm on one host, nccl with a GPU for each rank; mpi comes in a later version.",
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")

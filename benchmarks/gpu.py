@@ -1,0 +1,137 @@
+"""Measures gradsync on a GPU: copy bandwidth, packing, and a step beside PyTorch's DistributedDataParallel.
+
+    python benchmarks/gpu.py          # writes benchmarks/results/gpu.json
+    python benchmarks/gpu.py --quick  # few rounds, writes nothing
+    python benchmarks/gpu.py --tiny   # tries the script itself; the figures mean nothing
+
+Runs from source too: PYTHONPATH=src python benchmarks/gpu.py, with whatever CuPy that Python has. PyTorch takes part
+where it is installed. Contenders take turns, round by round; a contender counts with the median of its rounds. The exit
+code is 1 when a promise is not kept, 2 when there is no GPU or a rank failed.
+
+Takes about 10 GB of the GPU's memory, in both processes together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import gradsync as gs
+from gradsync.communicators.nccl_connection import count_devices
+from gradsync.communicators.nccl_library import NcclLibrary
+from measurement import provenance
+from on_gpu.rows import Row, table_of
+from on_gpu.scale import FULL, QUICK, TINY, Scale
+from on_gpu.targets import COPY, PACKING, SHARED, STEP, Target, judge, table_of_targets
+
+FOLDER = Path(__file__).parent
+TITLES = {
+    COPY: "Copies: until the device is done, by its clock",
+    PACKING: "Packing: until the device is done, by its clock; until the call returns, by the host's",
+    STEP: "Steps of one rank, packing forced: until the device is done, by the host's clock",
+    SHARED: "Steps of two ranks on one GPU, by the host's clock: show that they are right, nothing more",
+}
+
+
+def why_no_gpu() -> str | None:
+    """Returns why nothing can be measured here, or None when it can."""
+    try:
+        NcclLibrary()
+        return None if count_devices() else "CUDA shows no device to this process"
+    except gs.BackendUnavailable as error:
+        return str(error)
+
+
+def run(parts: Sequence[str], scale: Scale, console: Console) -> tuple[list[Row], dict[str, Any]]:
+    """Measures parts and prints each once it is done.
+
+    Returns:
+        The rows, and the versions of what was loaded.
+    """
+    # They import CuPy, which may not be there before why_no_gpu() has looked.
+    from on_gpu import copying, hardware, packing, steps
+    from on_gpu.clock import DeviceClock
+
+    rows: list[Row] = []
+    versions: dict[str, Any] = hardware.versions()
+    clock = DeviceClock(scale.filler_bytes)
+    for part in parts:
+        if part == COPY:
+            of_part = copying.measure(scale, clock)
+        elif part == PACKING:
+            of_part = packing.measure(scale, clock)
+        elif part == STEP:
+            of_part, versions["in_steps"] = steps.measure_alone(scale)
+        else:
+            of_part = steps.measure_shared(scale)
+        console.print(table_of(TITLES[part], of_part))
+        rows += of_part
+    return rows, versions
+
+
+def parts_of(only: str | None) -> list[str]:
+    """Returns the parts to measure, in order."""
+    if only is None:
+        return list(TITLES)
+    return [COPY, PACKING] if only == PACKING else [only]  # packing is held against the copies of the same run
+
+
+def as_json(made: dict[str, Any], scale: Scale, rows: Sequence[Row], targets: Sequence[Target]) -> str:
+    made["machine"]["load_average_after"] = os.getloadavg()[0]
+    settings = {**asdict(scale), "models": list(scale.models)}
+    results = {"rows": [row.as_json() for row in rows], "targets": [target.as_json() for target in targets]}
+    return json.dumps({**made, "settings": settings, **results}, indent=2) + "\n"
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure gradsync on a GPU.")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="scale", action="store_const", const=QUICK, help="few rounds; writes likewise")
+    size.add_argument("--tiny", dest="scale", action="store_const", const=TINY, help="a trial; writes likewise")
+    parser.add_argument("--only", choices=tuple(TITLES), help="one part; writes only with --output")
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/gpu.json]")
+    parser.set_defaults(scale=FULL)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    reason = why_no_gpu()
+    if reason is not None:
+        print(f"gpu: nothing to measure without a GPU: {reason}", file=sys.stderr)
+        return 2
+    from on_gpu.hardware import gpu
+
+    made = provenance("benchmarks/gpu.py")
+    made["machine"]["gpu"] = gpu()
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120  # a file has no width
+    try:
+        rows, versions = run(parts_of(options.only), options.scale, console)
+    except gs.GradsyncError as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 2
+    made["versions"] |= versions
+    targets = judge(rows)
+    if targets:
+        console.print(table_of_targets(targets))
+    whole = options.scale is FULL and options.only is None
+    output = options.output or (FOLDER / "results" / "gpu.json" if whole else None)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(as_json(made, options.scale, rows, targets))
+        print(f"written to {os.path.relpath(output)}")
+    return 1 if any(target.must_kept is False for target in targets) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
