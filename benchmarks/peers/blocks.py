@@ -1,0 +1,114 @@
+"""Who measures when: contenders take turns in blocks, in one run, so that the machine's moods meet all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from measurement import slowest_rank
+from memory_mode import create_probe_memory, mode_of
+from peers.contenders import GRADSYNC
+from peers.pair import Pair, PairFailed
+from peers.workloads import BUSY, Workload
+
+_PR_SET_PDEATHSIG = 1
+
+# Asks the kernel to kill it when the benchmark dies, however it dies: nobody else would end it.
+_BUSY = f"""\
+import ctypes
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
+while True: pass"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rounds of one contender, one after the other.
+
+    Attributes:
+        contender: its name.
+        state: of the cores.
+        memory_gb_per_second: how fast a core rewrote memory that another had read, just before.
+        seconds: of each round, its slowest rank.
+    """
+
+    contender: str
+    state: str
+    memory_gb_per_second: float
+    seconds: list[float]
+
+    @property
+    def memory_mode(self) -> str:
+        return mode_of(self.memory_gb_per_second)
+
+
+@contextlib.contextmanager
+def started_pairs(systems: list[str], folder: str) -> Iterator[dict[str, Pair]]:
+    """Starts a pair of each system, gradsync's among them; ends them all.
+
+    Raises:
+        PairFailed: one did not start, or did not end in order.
+    """
+    with contextlib.ExitStack() as stack:
+        pairs = {system: stack.enter_context(Pair(system, folder)) for system in systems}
+        memory = create_probe_memory()
+        stack.callback(os.close, memory)
+        pairs[GRADSYNC].ask("open_probe", f"/proc/{os.getpid()}/fd/{memory}")
+        yield pairs
+
+
+def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, order: random.Random) -> list[Block]:
+    """Times a workload with all contenders of the pairs that are there.
+
+    Args:
+        workload: what to time.
+        pairs: by system, gradsync's among them.
+        block_count: how many blocks of each contender.
+        order: shuffles the contenders before each turn.
+
+    Raises:
+        PairFailed: a rank failed, or a contender computed something wrong.
+    """
+    contenders = [name for name, system in workload.contenders.items() if system in pairs]
+    for system, pair in pairs.items():
+        _prepare(pair, workload, {name for name in contenders if workload.contenders[name] == system})
+    blocks = []
+    for _ in range(block_count):
+        for state in workload.states:
+            with busy_processes(_usable_cores() if state == BUSY else 0):
+                for name in order.sample(contenders, len(contenders)):
+                    speed = min(pairs[GRADSYNC].ask("probe"))
+                    by_rank = pairs[workload.contenders[name]].ask("time", name)
+                    blocks.append(Block(name, state, speed, slowest_rank(by_rank)))
+    for pair in pairs.values():
+        pair.ask("release")
+    return blocks
+
+
+def _prepare(pair: Pair, workload: Workload, expected: set[str]) -> None:
+    for names in pair.ask("prepare", workload):
+        if set(names) != expected:
+            raise PairFailed(f"{pair.system}: expected the contenders {sorted(expected)}, got {sorted(names)}")
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keeps as many processes busy as long as the context lasts."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            processes.append(subprocess.Popen([sys.executable, "-c", _BUSY]))  # noqa: PERF401
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0))

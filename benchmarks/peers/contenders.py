@@ -1,0 +1,50 @@
+"""The names of everything that is timed, and the system whose ranks time it."""
+
+from __future__ import annotations
+
+GRADSYNC = "gradsync"
+TORCH = "torch"
+OPENMPI = "openmpi"
+MPICH = "mpich"
+SYSTEMS = (GRADSYNC, TORCH, OPENMPI, MPICH)
+
+LOCAL_COPY = "local copy"
+DDP = "DDP on gloo"
+DDP_VIEWS = "DDP on gloo, bucket views"
+GLOO_BUCKETS = "gloo, 25 MB buckets"
+OPENMPI_PER_TENSOR = "Open MPI per tensor"
+OPENMPI_FLAT = "Open MPI flat"
+MPICH_PER_TENSOR = "MPICH per tensor"
+MPICH_FLAT = "MPICH flat"
+GLOO = "gloo"
+OPENMPI_ARRAY = "Open MPI"
+MPICH_ARRAY = "MPICH"
+
+
+def whole_backward(ddp: str) -> str:
+    """Returns what the backward pass through DDP is called that contains the reduction `ddp`."""
+    return f"{ddp}: backward"
+
+
+def local_backward(ddp: str) -> str:
+    """Returns what the same backward pass without the reduction is called."""
+    return f"{ddp}: backward in no_sync"
+
+
+# What a reduction by DDP takes is the difference of two contenders.
+DIFFERENCES = {ddp: (whole_backward(ddp), local_backward(ddp)) for ddp in (DDP, DDP_VIEWS)}
+
+OF_A_LIST = {
+    GRADSYNC: GRADSYNC,
+    LOCAL_COPY: GRADSYNC,
+    whole_backward(DDP): TORCH,
+    local_backward(DDP): TORCH,
+    whole_backward(DDP_VIEWS): TORCH,
+    local_backward(DDP_VIEWS): TORCH,
+    GLOO_BUCKETS: TORCH,
+    OPENMPI_PER_TENSOR: OPENMPI,
+    OPENMPI_FLAT: OPENMPI,
+    MPICH_PER_TENSOR: MPICH,
+    MPICH_FLAT: MPICH,
+}
+OF_AN_ARRAY = {GRADSYNC: GRADSYNC, GLOO: TORCH, OPENMPI_ARRAY: OPENMPI, MPICH_ARRAY: MPICH}

@@ -1,0 +1,75 @@
+"""One contender on one rank: what its rounds consist of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from peers.workloads import Workload
+
+# A rank that has slept is ahead of others in the scheduler's eyes: beside a busy process it would have the core for
+# itself at first. It may also have woken on the other rank's core. Ranks that train have computed for long.
+COMPUTE_FIRST_SECONDS = 0.2
+
+
+def compute_for(seconds: float) -> None:
+    """Keeps this rank's core busy for a while."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def nothing() -> None:
+    """What a round needs before its clock starts, for most."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is timed.
+
+    Attributes:
+        run: does it once.
+        results: returns where its results are, in the order of the arrays; None: it leaves none to look at.
+        prepare_round: what a round needs before its clock starts.
+    """
+
+    run: Callable[[], object]
+    results: Callable[[], list[np.ndarray]] | None
+    prepare_round: Callable[[], object] = nothing
+
+    def seconds(self, workload: Workload, barrier: Callable[[], object]) -> list[float]:
+        """Times a block of rounds. Every rank must call it.
+
+        Returns:
+            The seconds of one call, round by round.
+        """
+        compute_for(COMPUTE_FIRST_SECONDS)
+        seconds = []
+        for _ in range(workload.warm_up + workload.rounds):
+            self.prepare_round()
+            barrier()
+            began = time.perf_counter()
+            for _ in range(workload.calls):
+                self.run()
+            seconds.append((time.perf_counter() - began) / workload.calls)
+        return seconds[workload.warm_up :]
+
+
+class System(Protocol):
+    """What moves the bytes between the two ranks."""
+
+    rank: int
+    versions: dict[str, str]
+
+    def barrier(self) -> object:
+        """Returns once both ranks have called it."""
+
+    def operations(self, workload: Workload, arrays: list[np.ndarray]) -> Mapping[str, Operation]:
+        """Returns what this system's contenders do with the arrays, in place. Every rank must call it."""
+
+    def close(self) -> object:
+        """Leaves in order."""

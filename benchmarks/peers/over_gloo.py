@@ -1,0 +1,144 @@
+"""PyTorch's contenders on one rank, over gloo.
+
+How DistributedDataParallel is timed: its hooks run inside a backward pass, and what is wanted is the reduction alone.
+So the backward pass computes nothing. One autograd function hands out gradients that exist already, and autograd takes
+such tensors over as they are, without a copy; what remains beside the reduction is the walk of the engine over the
+parameters. The same backward pass inside no_sync() is timed too, and the reduction counts as the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from peers.contenders import DDP, DDP_VIEWS, GLOO, GLOO_BUCKETS, local_backward, whole_backward
+from peers.operation import Operation
+from peers.workloads import RANKS, Workload
+
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
+
+
+class Gloo:
+    """A rank of PyTorch's gloo process group, with one thread for PyTorch's own operators, as torchrun sets it."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=self.rank, world_size=RANKS)
+        self.barrier = dist.barrier
+        self.close = dist.destroy_process_group
+        self.versions = {"torch": str(torch.__version__)}
+
+    def operations(self, workload: Workload, arrays: list[np.ndarray]) -> dict[str, Operation]:
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if not workload.is_list:
+            (tensor,) = tensors
+            return {GLOO: Operation(lambda: dist.all_reduce(tensor), lambda: arrays)}
+        return {
+            **_ddp_operations(DDP, tensors, gradient_as_bucket_view=False),
+            **_ddp_operations(DDP_VIEWS, tensors, gradient_as_bucket_view=True),
+            GLOO_BUCKETS: Operation(_bucket_by_bucket(tensors), lambda: arrays),
+        }
+
+
+# -- DistributedDataParallel ---------------------------------------------------------------------------------
+
+
+class _HandOut(torch.autograd.Function):
+    """A loss of the parameters whose gradients exist already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *_: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Autograd takes over a tensor that nobody else holds: a fresh one, over the same memory.
+        return (None, *[gradient.detach() for gradient in ctx.gradients])
+
+
+class _Model(torch.nn.Module):
+    """Parameters in the shapes of the gradients; a model lists them first to last, a backward pass last to first."""
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros_like(gradient) for gradient in reversed(gradients))
+        self._gradients = gradients
+
+    def forward(self) -> torch.Tensor:
+        return _HandOut.apply(self._gradients, *reversed(list(self.weights)))
+
+
+def _ddp_operations(name: str, gradients: list[torch.Tensor], **options: bool) -> dict[str, Operation]:
+    model = DistributedDataParallel(_Model(gradients), **options)
+    return {
+        whole_backward(name): _Backward(model, synchronising=True).operation(),
+        local_backward(name): _Backward(model, synchronising=False).operation(),
+    }
+
+
+class _Backward:
+    """A backward pass through DistributedDataParallel, alone on the clock; the forward pass comes before it."""
+
+    def __init__(self, model: DistributedDataParallel, *, synchronising: bool) -> None:
+        self._model = model
+        self._synchronising = synchronising
+
+    def operation(self) -> Operation:
+        return Operation(self._backward, self._results if self._synchronising else None, self._forward)
+
+    def _forward(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+        with self._context():
+            self._loss = self._model()
+
+    def _backward(self) -> None:
+        with self._context():
+            self._loss.backward()
+
+    def _context(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._synchronising else self._model.no_sync()
+
+    def _results(self) -> list[np.ndarray]:
+        return [weight.grad.numpy() for weight in reversed(list(self._model.module.weights))]
+
+
+# -- By hand -------------------------------------------------------------------------------------------------
+
+
+def _bucket_by_bucket(tensors: list[torch.Tensor]) -> Any:
+    """Flattens buckets with PyTorch's own functions; each is under way while the next one is flattened."""
+    buckets = _buckets_of(tensors)
+
+    def synchronise() -> None:
+        under_way = []
+        for bucket in buckets:
+            flat = torch._utils._flatten_dense_tensors(bucket)
+            under_way.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+        for bucket, flat, work in under_way:
+            work.wait()
+            flat.div_(RANKS)
+            for tensor, reduced in zip(bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True):
+                tensor.copy_(reduced)
+
+    return synchronise
+
+
+def _buckets_of(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns the tensors in buckets up to BUCKET_BYTES; a larger tensor is alone in its own."""
+    buckets: list[list[torch.Tensor]] = []
+    room_bytes = 0
+    for tensor in tensors:
+        if not buckets or tensor.nbytes > room_bytes:
+            buckets.append([])
+            room_bytes = BUCKET_BYTES
+        buckets[-1].append(tensor)
+        room_bytes -= tensor.nbytes
+    return buckets

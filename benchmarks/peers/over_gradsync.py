@@ -1,0 +1,53 @@
+"""gradsync's contenders, and the local copy, on one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import gradsync as gs
+from memory_mode import MemoryProbe
+from peers.contenders import GRADSYNC, LOCAL_COPY
+from peers.operation import Operation
+from peers.workloads import Workload
+
+
+class Gradsync:
+    """A rank of `gradsync run`, default settings."""
+
+    def __init__(self) -> None:
+        self._communicator = gs.init_process_group(backend="shm")
+        self.rank = self._communicator.rank
+        self.barrier = self._communicator.barrier
+        self.close = gs.destroy_process_group
+        self.versions = {"gradsync": gs.__version__}
+
+    def operations(self, workload: Workload, arrays: list[np.ndarray]) -> dict[str, Operation]:
+        if workload.is_list:
+            return {GRADSYNC: _through_callback(arrays), LOCAL_COPY: _local_copy(arrays)}
+        (array,) = arrays
+        return {GRADSYNC: Operation(lambda: self._communicator.all_reduce(array, "sum"), lambda: arrays)}
+
+    def memory_probe(self, path: str) -> MemoryProbe:
+        return MemoryProbe(path, self.rank, self.barrier)
+
+
+def _through_callback(gradients: list[np.ndarray]) -> Operation:
+    callback = gs.AllreduceCallback("mean")
+
+    def synchronise() -> None:
+        with callback.backward():
+            futures = [callback(index, gradient) for index, gradient in enumerate(gradients)]
+        for future in futures:
+            future.result()
+
+    return Operation(synchronise, lambda: gradients)
+
+
+def _local_copy(gradients: list[np.ndarray]) -> Operation:
+    destinations = [np.full_like(gradient, -1) for gradient in gradients]  # touches every page
+
+    def copy() -> None:
+        for source, destination in zip(gradients, destinations, strict=True):
+            np.copyto(destination, source)
+
+    return Operation(copy, None)

@@ -1,0 +1,117 @@
+"""One rank of one pair: `python -m peers.rank SYSTEM SOCKET`, started by whatever launches ranks of that system.
+
+It connects to the controller, then sleeps in the socket until it is asked for something: a rank that waited inside its
+own library would spin, and the others are measured meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import traceback
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import numpy as np
+
+from peers.contenders import GRADSYNC, TORCH
+from peers.messages import Failure, Hello
+from peers.operation import Operation, System
+from peers.workloads import Workload
+
+
+class WrongResult(RuntimeError):
+    """A contender did not compute what it was to be timed for."""
+
+
+class Requests:
+    """What the controller may ask of a rank, by method name."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._probe: Any = None
+        self.release()
+
+    def prepare(self, workload: Workload) -> list[str]:
+        """Makes the arrays and checks every contender's results; returns the contenders' names."""
+        arrays = workload.make_arrays()
+        self._workload = workload
+        self._operations = dict(self._system.operations(workload, arrays))
+        for name, operation in self._operations.items():
+            # The second step takes other paths: gradsync knows its plan by then, and DDP has rebuilt its buckets.
+            for step in (1, 2):
+                self._check(f"{name}, step {step}", operation, arrays)
+        if not workload.is_list:
+            arrays[0].fill(0)  # a mean stays what it is however often it is taken; of sums, only zero does
+        return list(self._operations)
+
+    def _check(self, what: str, operation: Operation, arrays: list[np.ndarray]) -> None:
+        self._workload.fill(arrays, self._system.rank)
+        operation.prepare_round()
+        operation.run()
+        index = None if operation.results is None else self._workload.wrong(operation.results())
+        if index is not None:
+            raise WrongResult(f"rank {self._system.rank}: {what} of {self._workload.name}: array {index} is wrong")
+
+    def time(self, contender: str) -> list[float]:
+        """Returns the seconds of each round of a block."""
+        return self._operations[contender].seconds(self._workload, self._system.barrier)
+
+    def release(self) -> None:
+        """Gives the memory of the workload back."""
+        self._operations: dict[str, Operation] = {}
+
+    def open_probe(self, path: str) -> None:
+        """Maps the memory of the probe."""
+        self._probe = self._system.memory_probe(path)
+
+    def probe(self) -> float:
+        """Returns how fast this rank rewrites memory that the other has read, in GB/s."""
+        return self._probe.gb_per_second()
+
+
+def connect(name: str) -> System:
+    """Meets the other rank by the means of the system of that name."""
+    if name == GRADSYNC:
+        from peers.over_gradsync import Gradsync
+
+        return Gradsync()
+    if name == TORCH:
+        from peers.over_gloo import Gloo
+
+        return Gloo()
+    from peers.over_mpi import Mpi
+
+    return Mpi(name)
+
+
+def serve(connection: Connection, name: str) -> None:
+    """Does what it is asked until the controller hangs up."""
+    system = connect(name)
+    versions = {"python": platform.python_version(), "numpy": np.__version__, **system.versions}
+    connection.send(Hello(system.rank, os.getpid(), versions))
+    requests = Requests(system)
+    with contextlib.suppress(EOFError):
+        while True:
+            method, *arguments = connection.recv()
+            connection.send(getattr(requests, method)(*arguments))
+    system.close()
+
+
+def main() -> None:
+    """Runs this rank to its end; one that fails tells the controller why."""
+    name, address = sys.argv[1:]
+    with Client(address, "AF_UNIX") as connection:
+        try:
+            serve(connection, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                connection.send(Failure(traceback.format_exc()))
+            # An orderly exit would wait, inside the library, for a rank that is not coming.
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

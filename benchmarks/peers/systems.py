@@ -1,0 +1,110 @@
+"""How a pair of ranks of each system is installed and started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peers.contenders import GRADSYNC, MPICH, OPENMPI, TORCH
+from peers.workloads import RANKS
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = BENCHMARKS / ".environments"
+# Where pip sees several builds of this version, it takes the one for the CPU.
+PACKAGES = {
+    TORCH: ("torch==2.13.0", "numpy"),
+    OPENMPI: ("mpi4py", "openmpi", "numpy"),
+    MPICH: ("mpi4py", "mpich", "numpy"),
+}
+# Bound to cores, Open MPI was no faster on idle cores, and slower beside busy ones; MPICH binds to none by default.
+BIND_TO = "none"
+# Two ranks on two cores: what gradsync's launcher and torchrun set as well.
+THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process to start, from the folder of the benchmarks."""
+
+    command: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def install() -> None:
+    """Makes the environments that are missing.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; it has told why.
+    """
+    for system, packages in PACKAGES.items():
+        if is_installed(system):
+            continue
+        folder = ENVIRONMENTS / system
+        print(f"installing {' '.join(packages)} into {os.path.relpath(folder)} (once) ...", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([_program(system, "python"), "-m", "pip", "install", "--quiet", *packages], check=True)
+        _stamp(system).touch()
+
+
+def is_installed(system: str) -> bool:
+    """Tells whether ranks of the system can be started. gradsync's run in the controller's own environment."""
+    return system == GRADSYNC or _stamp(system).exists()
+
+
+def starts(system: str, address: str) -> list[Start]:
+    """Returns the processes to start for a pair of ranks, one for both or one for each.
+
+    Args:
+        system: one of SYSTEMS.
+        address: path of the controller's socket; beside it there is room for files.
+    """
+    return _STARTS[system](address)
+
+
+def _start_gradsync(address: str) -> list[Start]:
+    run = [sys.executable, "-m", "gradsync", "run", "-n", str(RANKS)]
+    return [Start([*run, "-m", "peers.rank", GRADSYNC, address])]
+
+
+def _start_torch(address: str) -> list[Start]:
+    # Left alone, gloo looks for the interface of the host's name.
+    common = {"GLOO_SOCKET_IFNAME": "lo", "INIT_METHOD": f"file://{address}.init"}
+    return [Start(_rank_command(TORCH, address), {"RANK": str(rank), **common}) for rank in range(RANKS)]
+
+
+def _start_openmpi(address: str) -> list[Start]:
+    run = [_program(OPENMPI, "mpirun"), "--bind-to", BIND_TO, "-n", str(RANKS)]
+    # It refuses to run as root, which is what one is in a container.
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [Start([*run, *_rank_command(OPENMPI, address)], allowed)]
+
+
+def _start_mpich(address: str) -> list[Start]:
+    run = [_program(MPICH, "mpiexec"), "-bind-to", BIND_TO, "-n", str(RANKS)]
+    return [Start([*run, *_rank_command(MPICH, address)])]
+
+
+_STARTS: dict[str, Callable[[str], list[Start]]] = {
+    GRADSYNC: _start_gradsync,
+    TORCH: _start_torch,
+    OPENMPI: _start_openmpi,
+    MPICH: _start_mpich,
+}
+
+
+def _rank_command(system: str, address: str) -> list[str]:
+    # -E: variables such as PYTHONPATH are meant for the controller's environment.
+    return [_program(system, "python"), "-E", "-m", "peers.rank", system, address]
+
+
+def _program(system: str, name: str) -> str:
+    return str(ENVIRONMENTS / system / "bin" / name)
+
+
+def _stamp(system: str) -> Path:
+    """Returns the file that says that an environment is complete."""
+    return ENVIRONMENTS / system / "installed"

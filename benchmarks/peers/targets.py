@@ -1,0 +1,134 @@
+"""What gradsync promises against the others, as ratios: its median over the best of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memory_mode import FAST, SLOW
+from models import MODELS
+from peers.contenders import DDP, GLOO, GRADSYNC, LOCAL_COPY, MPICH_ARRAY, OPENMPI_ARRAY, OPENMPI_PER_TENSOR
+from peers.rows import Row
+from peers.workloads import BUSY, IDLE, SIZES_BYTES, busy_cores, size_name
+
+AHEAD = 1.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit for a ratio.
+
+    Attributes:
+        workload: what is timed.
+        against: the contenders; of several, the fastest.
+        must: the ratio that is promised; None: nothing is.
+        reach: the ratio that is aimed at; None: nothing is.
+        state: of the cores while gradsync is timed.
+        against_state: of the cores while the others are.
+    """
+
+    workload: str
+    against: tuple[str, ...]
+    must: float | None = None
+    reach: float | None = None
+    state: str = IDLE
+    against_state: str = IDLE
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target and what was measured.
+
+    Attributes:
+        target: the target.
+        ratio: over all rounds; None where not all contenders were measured.
+        ratio_of_means: the same of means; nothing is promised of it.
+        ratio_by_mode: the same by memory mode, as far as all contenders were measured in it.
+    """
+
+    target: Target
+    ratio: float | None
+    ratio_of_means: float | None = None
+    ratio_by_mode: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def must_kept(self) -> bool | None:
+        """None where nothing is promised, or nothing was measured."""
+        return self._within(self.target.must)
+
+    @property
+    def reach_kept(self) -> bool | None:
+        """None where nothing is aimed at, or nothing was measured."""
+        return self._within(self.target.reach)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **vars(self.target),
+            "ratio": self.ratio,
+            "ratio_of_means": self.ratio_of_means,
+            "ratio_by_mode": self.ratio_by_mode,
+            "must_kept": self.must_kept,
+            "reach_kept": self.reach_kept,
+        }
+
+    def _within(self, limit: float | None) -> bool | None:
+        return None if limit is None or self.ratio is None else self.ratio <= limit
+
+
+def all_targets() -> list[Target]:
+    """Returns what the README may claim, in its order."""
+    lists = [
+        target
+        for model in MODELS
+        for target in (
+            Target(model, (LOCAL_COPY,), must=1.2, reach=0.9),
+            Target(model, (DDP,), must=1 / 5),
+            Target(model, (OPENMPI_PER_TENSOR,), reach=1 / 1.5),
+        )
+    ]
+    sizes = [target for size_bytes in SIZES_BYTES for target in _targets_of_size(size_bytes)]
+    busy = [Target(w.name, (GRADSYNC,), must=10.0, reach=4.0, state=BUSY) for w in busy_cores()]
+    return [*lists, *sizes, *busy]
+
+
+def _targets_of_size(size_bytes: int) -> list[Target]:
+    workload = size_name(size_bytes)
+    if size_bytes < 64 * 2**10:
+        return [Target(workload, (OPENMPI_ARRAY,), must=2.0, reach=AHEAD)]
+    targets = [
+        Target(workload, (GLOO,), must=AHEAD),
+        Target(workload, (MPICH_ARRAY,), must=AHEAD),
+        Target(workload, (OPENMPI_ARRAY,), must=AHEAD if size_bytes >= 2**20 else None, reach=AHEAD),
+    ]
+    if size_bytes >= 10 * 2**20:
+        targets.append(Target(workload, (GLOO, MPICH_ARRAY, OPENMPI_ARRAY), reach=1 / 2))
+    return targets
+
+
+def judge(targets: Sequence[Target], rows: Sequence[Row]) -> list[Verdict]:
+    """Holds the rows against the targets; those of workloads that were not run are left out."""
+    by_key = {(row.workload, row.state, row.contender): row for row in rows}
+    return [_verdict(target, by_key) for target in targets if (target.workload, target.state, GRADSYNC) in by_key]
+
+
+def _verdict(target: Target, rows: dict[tuple[str, str, str], Row]) -> Verdict:
+    ours = rows[target.workload, target.state, GRADSYNC]
+    others = [rows[target.workload, target.against_state, name] for name in target.against]
+
+    def ratio_of(value: Callable[[Row], float | None]) -> float | None:
+        return _ratio(value(ours), [value(other) for other in others])
+
+    by_mode = {mode: ratio_of(lambda row, mode=mode: row.median(mode)) for mode in (FAST, SLOW)}
+    return Verdict(
+        target,
+        ratio_of(lambda row: row.median()),
+        ratio_of(lambda row: row.mean_seconds),
+        {mode: ratio for mode, ratio in by_mode.items() if ratio is not None},
+    )
+
+
+def _ratio(ours: float | None, others: list[float | None]) -> float | None:
+    """Returns our value over the smallest of theirs; None where one is missing."""
+    known = [value for value in others if value is not None]
+    return None if ours is None or len(known) < len(others) else ours / min(known)
