@@ -78,7 +78,8 @@ OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
 _HALF_PRECISION = ("float16", "bfloat16")
 _FLOAT32 = np.dtype(np.float32)
 
-_UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
+#: How two contributions become one; a mean is divided afterwards.
+UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
     ReduceOp.PROD: np.multiply,
@@ -134,7 +135,7 @@ def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array, accumu
         accumulator: scratch of the same shape in `accumulation_dtype`, used by half precision (allocated when
             absent).
     """
-    ufunc = _UFUNCS[op]
+    ufunc = UFUNCS[op]
     wide = accumulation_dtype(out.dtype)
     if wide is out.dtype or wide == out.dtype:
         _reduce_in_place(ufunc, op, contributions, out)

@@ -33,6 +33,10 @@ class Backend(ABC):
     ) -> None:
         """Reduces each source into its target. Preconditions: see all_reduce_list; at least one source."""
 
+    def _all_reduce_prepared(self, array: Any, op: str | ReduceOp) -> bool:
+        """A shortcut for all_reduce in place: does it all, with all checks, or returns False having done nothing."""
+        return False
+
     @abstractmethod
     def _broadcast(self, flat: Array, root: int, agreement: Agreement) -> None:
         """Copies the root's flat into the others'. Precondition: 1-D, contiguous; writable except on the root."""

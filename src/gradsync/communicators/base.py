@@ -79,6 +79,8 @@ class Communicator(Backend):
             CollectiveTimeout: a rank did not arrive before the deadline.
             CommunicatorClosed: closed, aborted, or inherited through a fork.
         """
+        if out is None and self._all_reduce_prepared(array, op):
+            return array
         op = ReduceOp.parse(op)
         source = self.native_array(array, "all_reduce")
         check_operation(op, source.dtype)

@@ -24,7 +24,7 @@ from gradsync.communicators.device_arrays import DeviceArrays
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.communicators.nccl_launch import Launch, as_stream
 from gradsync.communicators.nccl_reduction import NcclReduction
-from gradsync.communicators.nccl_watcher import Watcher, cause_of
+from gradsync.communicators.nccl_watcher import Watcher
 from gradsync.communicators.predicted_agreement import PredictedAgreement
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
 from gradsync.reduction import ReduceOp
@@ -160,7 +160,7 @@ class NcclCommunicator(Communicator):
                     raise  # before anything was launched
                 except NcclError as error:
                     self._take_into_care(launch, where)
-                    raise cause_of(error, self._client) from error
+                    raise self._watcher.cause_of(error) from error
                 except BaseException:
                     self._take_into_care(launch, where)
                     raise

@@ -26,23 +26,6 @@ _NEWS_SECONDS = 1.0  # how much later than NCCL the server may hear that a rank 
 _LOOK_FOR_NEWS_EVERY_SECONDS = 0.02
 
 
-def cause_of(error: NcclError, client: RendezvousClient) -> GradsyncError:
-    """Returns the failure of another rank where that is what NCCL has noticed, else the error itself.
-
-    Args:
-        error: from NCCL.
-        client: this rank's connection to the rendezvous server, which names the rank.
-    """
-    deadline = time.monotonic() + _NEWS_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            client.check()
-        except GradsyncError as cause:
-            return cause
-        time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
-    return error
-
-
 class Watcher:
     """Looks after the launches of one communicator.
 
@@ -112,6 +95,18 @@ class Watcher:
                 launch.fail(error)
         self._ended.extend(failed)
 
+    def cause_of(self, error: NcclError) -> GradsyncError:
+        """Returns what another rank has done where that is what NCCL has noticed, else the error itself."""
+        deadline = time.monotonic() + _NEWS_SECONDS
+        try:
+            while time.monotonic() < deadline:
+                self._look_at_others()
+                time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
+            self._agreement.look_for_closed_ranks(self._agreement.position - 1)
+        except GradsyncError as cause:
+            return cause
+        return error
+
     def stop(self) -> None:
         """Makes the thread end; does not wait for it."""
         self._stopped.set()
@@ -145,17 +140,21 @@ class Watcher:
         self._end_launches()
         if self._device_failure is not None:
             raise self._device_failure
+        self._look_at_others()
+        try:
+            self._handle.check()
+        except NcclError as error:
+            raise self.cause_of(error) from error
+        head = self._head()
+        if head is not None:
+            self._look_at_clock(head, time.monotonic())
+
+    def _look_at_others(self) -> None:
+        """Raises what the server tells of the other ranks."""
         self._client.check()
         overtaken = self._agreement.overtaken()
         if overtaken is not None:
             raise overtaken
-        try:
-            self._handle.check()
-        except NcclError as error:
-            raise cause_of(error, self._client) from error
-        head = self._head()
-        if head is not None:
-            self._look_at_clock(head, time.monotonic())
 
     def _look_at_clock(self, head: Launch, now: float) -> None:
         if head.seen_started_at is None:

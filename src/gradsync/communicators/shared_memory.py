@@ -19,6 +19,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_copy import copy_words
+from gradsync.communicators.prepared_exchange import PreparedExchange, quiet_caller
 from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_reduction import Exchange, Scratch, SlotArrays, WriteBack
 from gradsync.communicators.shared_segment import SegmentOffer, create_segment, map_segment, take_segment
@@ -31,6 +32,8 @@ from gradsync.rendezvous.client import RendezvousClient
 CHUNK_BYTES = 1024 * 1024
 # Up to here one barrier and n reads of everything beat two barriers and a share of the work.
 SMALL_BYTES = 128 * 1024
+_MAX_PREPARED = 1024
+_OPS = frozenset(op.value for op in ReduceOp)
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -64,6 +67,8 @@ class SharedMemoryCommunicator(Communicator):
         self._stream_slots = _Slots(self._memory[header + self._exchange_slots.bytes :], world_size)
         scratch = Scratch(CHUNK_BYTES)
         self._exchange = Exchange(self._exchange_slots.of, self._barrier, scratch, rank)
+        self._prepared: dict[Any, PreparedExchange] = {}  # by operator, shape and dtype
+        self._quietly = quiet_caller()
         self._write_back = WriteBack(self._stream_slots.of, self._barrier, scratch, rank, world_size, CHUNK_BYTES)
 
     def _all_reduce_list(
@@ -80,6 +85,32 @@ class SharedMemoryCommunicator(Communicator):
         # Overflow and NaN are the caller's business; as exceptions they would hit some ranks and not others.
         with np.errstate(all="ignore"):
             reduction.all_reduce(sources, targets, op, agreement)
+
+    def _all_reduce_prepared(self, array: Any, op: str | ReduceOp) -> bool:
+        if type(array) is not np.ndarray or not isinstance(op, str):
+            return False
+        key = (op, array.shape, array.dtype)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if self.world_size == 1 or array.nbytes > SMALL_BYTES or op not in _OPS:
+                return False
+            prepared = self._prepare(array, ReduceOp(op))
+            if prepared is None:
+                return False
+            self._prepared[key] = prepared
+        if not prepared.fits(array):
+            return False
+        with self.lifetime.turn("all_reduce"):
+            prepared.all_reduce(array, self._quietly)
+        return True
+
+    def _prepare(self, array: Array, op: ReduceOp) -> PreparedExchange | None:
+        if self.closed or not PreparedExchange.suits(array, op, SMALL_BYTES):
+            return None
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        slots = self._exchange_slots.of(array.dtype)
+        return PreparedExchange(op, array.shape, array.dtype, slots, self._barrier, self.rank)
 
     def _broadcast(self, flat: Array, root: int, agreement: Agreement) -> None:
         if not flat.size:
@@ -107,6 +138,7 @@ class SharedMemoryCommunicator(Communicator):
     def _release(self) -> None:
         # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
         del self._exchange, self._write_back
+        self._prepared.clear()
         self._exchange_slots.release()
         self._stream_slots.release()
         self._barrier.release()
