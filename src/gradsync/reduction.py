@@ -141,18 +141,19 @@ def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array, accumu
         _reduce_in_place(ufunc, op, contributions, out)
         return
     target = np.empty(out.shape, wide) if accumulator is None else accumulator
-    # Reading half precision as float32 is exact.
-    _reduce_in_place(ufunc, op, [contribution.astype(wide) for contribution in contributions], target)
+    _reduce_in_place(ufunc, op, contributions, target)
     np.copyto(out, target, casting="same_kind")
 
 
 def _reduce_in_place(ufunc: Callable[..., Any], op: ReduceOp, contributions: Sequence[Array], target: Array) -> None:
+    """Reduces into `target`, whose dtype may be wider: reading half precision as float32 is exact."""
+    dtype = target.dtype
     if len(contributions) == 1:
         np.copyto(target, contributions[0])
     else:
-        ufunc(contributions[0], contributions[1], out=target)
+        ufunc(contributions[0], contributions[1], out=target, dtype=dtype)
     for contribution in contributions[2:]:
-        ufunc(target, contribution, out=target)
+        ufunc(target, contribution, out=target, dtype=dtype)
     if op is ReduceOp.MEAN:
         divide_into(target, len(contributions), target)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import expect
+from contract import contribution, expect
 from gradsync.communicators import shared_memory
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
@@ -268,3 +268,31 @@ def raise_on_overflow(comm: Any) -> None:
 
 def test_overflow_is_no_exception() -> None:
     run_ranks(2, raise_on_overflow)
+
+
+def allocate_in_a_steady_step(comm: Any) -> dict[str, int]:
+    """Returns the most bytes that were newly allocated at any moment of a repeated step."""
+    import tracemalloc
+
+    peaks = {}
+    for name in ("float32", "float16", "bfloat16", "complex64", "int64"):
+        shapes: list[tuple[int, ...]] = [(400, 400), (7,), (300, 1000), (64, 64), ()]
+        gradients = [contribution(comm.rank, shape, name) for shape in shapes]
+        callback = gs.AllreduceCallback("sum", comm)
+        single = contribution(comm.rank, (200_000,), name)
+        for step in range(5):
+            if step == 4:
+                tracemalloc.start()
+            with callback.backward():
+                for index, gradient in enumerate(gradients):
+                    callback(index, gradient)
+            comm.all_reduce(single)
+        peaks[name] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peaks
+
+
+def test_a_steady_step_allocates_no_buffers() -> None:
+    """Views and futures cost a few kilobytes, casts of half precision 64 KiB, whatever the size; the data are 2 MB."""
+    for peaks in run_ranks(2, allocate_in_a_steady_step):
+        assert max(peaks.values()) < 100_000, peaks

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.host_copy import word_dtype
 from gradsync.communicators.shared_barrier import SharedBarrier
 from gradsync.errors import UnsupportedDtype
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, check_operation, divide_into
@@ -44,6 +45,8 @@ class PreparedExchange:
         size = int(np.prod(shape))
         views = [[slot[:size].reshape(shape) for slot in half] for half in slots]
         self._own = [half[rank] for half in views]
+        self._word = word_dtype(dtype)
+        self._own_words = [half[rank].view(self._word) for half in views]
         self._first = [half[0] for half in views]
         self._second = [half[1] for half in views]
         self._rest = [half[2:] for half in views]
@@ -51,7 +54,7 @@ class PreparedExchange:
         self._agreement = agreement_on("all_reduce", shape, dtype, op.value)
         self._ufunc = UFUNCS[op]
         self._divisor = len(slots[0]) if op is ReduceOp.MEAN else 1
-        self._copies_by_ufunc = size * dtype.itemsize > _ASSIGN_UP_TO_BYTES and dtype.kind != "b"
+        self._copies_by_ufunc = size * dtype.itemsize > _ASSIGN_UP_TO_BYTES and self._word != dtype
 
     @classmethod
     def suits(cls, array: Array, op: ReduceOp, limit_bytes: int) -> bool:
@@ -77,13 +80,13 @@ class PreparedExchange:
         """
         parity = self._barrier.next_parity
         if self._copies_by_ufunc:
-            np.positive(array, self._own[parity])
+            np.positive(array.view(self._word), self._own_words[parity])
         else:
             self._own[parity][...] = array
         self._barrier.meet(self._agreement)
-        quietly(self._ufunc, self._first[parity], self._second[parity], array)
+        quietly(self._ufunc, self._first[parity], self._second[parity], out=array)
         for contribution in self._rest[parity]:
-            quietly(self._ufunc, array, contribution, array)
+            quietly(self._ufunc, array, contribution, out=array)
         if self._divisor > 1:
             quietly(divide_into, array, self._divisor, array)
 
@@ -100,8 +103,8 @@ def quiet_caller() -> Callable[..., Any]:
         return context.run  # NumPy 2 keeps the setting in the context: entering one costs next to nothing
     np.seterr(**before)
 
-    def call(function: Callable[..., Any], *arguments: Any) -> None:
+    def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         with np.errstate(all="ignore"):
-            function(*arguments)
+            function(*arguments, **keywords)
 
     return call
