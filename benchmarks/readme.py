@@ -93,13 +93,39 @@ def table(name: str) -> str:
     """Returns the committed results as a table."""
     results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     machine, versions = results["machine"], results["versions"]
-    lines = [
-        "| measured | median | compared with | ratio |",
-        "| --- | --- | --- | --- |",
-        *map(row, results["results"]),
-    ]
+    if "rows" in results:
+        lines = comparison(results["rows"])
+    else:
+        lines = ["| measured | median | compared with | ratio |", "| --- | --- | --- | --- |"]
+        lines += map(row, results["results"])
     where = f"{machine['cpu']}, {machine['usable_cores']} cores, Python {versions['python']}, NumPy {versions['numpy']}"
     return "\n".join(lines) + f"\n\nTwo ranks on {where}; medians, contenders alternating in one run.\n"
+
+
+# A column for each system, and what it is called in the rows, for lists of gradients and for single arrays.
+SYSTEMS = {
+    "gradsync": ("gradsync",),
+    "local copy": ("local copy",),
+    "DDP on gloo": ("DDP on gloo",),
+    "gloo": ("gloo", "gloo, 25 MB buckets"),
+    "Open MPI": ("Open MPI", "Open MPI per tensor"),
+    "MPICH": ("MPICH", "MPICH per tensor"),
+}
+
+
+def comparison(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the lines of a table with a line for each workload and a column for each system."""
+    medians: dict[str, dict[str, float]] = {}
+    for found in rows:
+        beside_busy = found["workload"].endswith("busy cores")
+        if found["seconds"] and beside_busy == (found["state"] == "busy"):  # the idle half of that one is shown already
+            medians.setdefault(found["workload"], {})[found["contender"]] = found["seconds"]["median"]
+    lines = [f"| milliseconds | {' | '.join(SYSTEMS)} |", "| --- |" + " --- |" * len(SYSTEMS)]
+    for name, of_workload in medians.items():
+        cells = [next((of_workload[c] for c in names if c in of_workload), None) for names in SYSTEMS.values()]
+        shown = ["" if cell is None else f"{1e3 * cell:.3g}" for cell in cells]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return lines
 
 
 def row(result: dict[str, Any]) -> str:

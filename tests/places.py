@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kits import end_together
 from rank_processes import Outcome, run_ranks, run_ranks_for_outcomes
 
 
@@ -27,11 +28,11 @@ class Place(NamedTuple):
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Runs function(communicator, *args) on every rank; see run_ranks."""
-        return run_ranks(world_size, function, *args, **self._with(options))
+        return run_ranks(world_size, end_together, function, *args, **self._with(options))
 
     def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
         """The same, with the errors of the ranks returned; see run_ranks_for_outcomes."""
-        return run_ranks_for_outcomes(world_size, function, *args, **self._with(options))
+        return run_ranks_for_outcomes(world_size, end_together, function, *args, **self._with(options))
 
     def _with(self, options: dict[str, Any]) -> dict[str, Any]:
         environment = {**self.options.get("environment", {}), **options.get("environment", {})}

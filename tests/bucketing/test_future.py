@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,3 +101,103 @@ def test_another_thread_meets_its_deadline() -> None:
     thread.start()
     thread.join(30)
     assert "0.01 s" in errors[0]
+
+
+# A reduction that runs beside the host.
+
+
+class Reduction:
+    """A Completion that ends when it is told to, and writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.error: BaseException | None = None
+        self.ordered: list[Any] = []
+        self._callbacks: list[Callable[[BaseException | None], None]] = []
+
+    def done(self) -> bool:
+        return self.over
+
+    def order(self, stream: Any = None) -> None:
+        if self.error is not None:
+            raise self.error
+        self.ordered.append(stream)
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        assert self.over, "who asks for the error of a future does not wait"
+        if self.error is not None:
+            raise self.error
+
+    def when_done(self, function: Callable[[BaseException | None], None]) -> None:
+        if self.over:
+            function(self.error)
+        else:
+            self._callbacks.append(function)
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.over, self.error = True, error
+        for function in self._callbacks:
+            function(error)
+
+
+class DeviceArray:
+    """What a future gives on a GPU."""
+
+    shape, dtype, device = (2,), np.dtype(np.float32), "cuda:3"
+
+    def get(self) -> str:
+        return "in host memory"
+
+
+def launched() -> tuple[GradientFuture, Reduction, DeviceArray]:
+    future, reduction, array = pending(), Reduction(), DeviceArray()
+    future.resolve(array, reduction)
+    return future, reduction, array
+
+
+def test_a_launched_reduction_has_a_value_and_is_not_done() -> None:
+    future, reduction, _ = launched()
+    assert not future.done()
+    assert (future.shape, future.dtype, future.device) == ((2,), np.float32, "cuda:3")
+    with pytest.raises(gs.FutureNotReady, match="exception.*not ready"):
+        future.exception()
+    assert "pending" in repr(future)
+    reduction.end()
+    assert future.done()
+    assert future.exception() is None
+    assert "ready" in repr(future)
+
+
+def test_results_order_streams_and_do_not_block() -> None:
+    future, reduction, array = launched()
+    assert future.result() is array
+    future.wait()
+    future.wait("a stream")
+    assert future.numpy() == "in host memory"
+    assert reduction.ordered == [None, None, "a stream", None]
+    assert not future.done()
+
+
+def test_a_reduction_that_failed_after_its_launch() -> None:
+    future, reduction, _ = launched()
+    error = gs.RankFailed("rank 1 died", rank=1)
+    reduction.end(error)
+    assert future.done()
+    assert future.exception() is error
+    future.wait()
+    for ask in (future.result, future.numpy):
+        with pytest.raises(gs.RankFailed):
+            ask()
+    assert "failed" in repr(future)
+
+
+@pytest.mark.parametrize("error", [None, gs.RankFailed("rank 1 died")])
+def test_callbacks_run_at_the_end_of_the_reduction(error: BaseException | None) -> None:
+    future, reduction, seen = pending(), Reduction(), []
+    future.add_done_callback(lambda f: seen.append(("before the launch", f.exception())))
+    future.resolve(DeviceArray(), reduction)
+    future.add_done_callback(lambda f: seen.append(("after the launch", f.exception())))
+    assert seen == []
+    reduction.end(error)
+    future.add_done_callback(lambda f: seen.append(("after the end", f.exception())))
+    assert seen == [("before the launch", error), ("after the launch", error), ("after the end", error)]

@@ -1,16 +1,171 @@
-"""What a GPU machine must do: until NCCL arrives, refuse it in words that say what was found."""
+"""The NCCL communicator's devices, arrays and errors."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 import gradsync as gs
+from gradsync.communicators.nccl_connection import choose_device
+from gradsync.communicators.nccl_library import version_text
+from places import GPU, SHM, STAND_IN, Place, on
+
+
+def check(comm: Any, name: str, *args: Any) -> Any:
+    """Runs a check; only ranks have a CuPy, so that only they import it."""
+    import nccl_device_checks
+
+    return getattr(nccl_device_checks, name)(comm, *args)
+
+
+# Which GPU a rank takes.
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "local_rank", "wanted", "device"),
+    [
+        (None, 8, 0, None, 0),
+        (None, 8, 5, None, 5),
+        ("2,3", 2, 1, None, 1),
+        ("2", 1, 0, None, 0),
+        ("2", 1, 5, None, 0),  # given by the launcher: this rank's own
+        ("GPU-1f2e", 1, 3, None, 0),
+        (None, 8, 5, "cuda", 5),
+        (None, 8, 5, "cuda:2", 2),
+        ("4,5", 2, 7, "cuda:0", 0),
+    ],
+)
+def test_the_device_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int, local_rank: int, wanted: str | None, device: int
+) -> None:
+    set_visible(monkeypatch, visible)
+    for allow_shared_gpu in (False, True):
+        assert choose_device(wanted, local_rank, count, allow_shared_gpu=allow_shared_gpu) == device
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "local_rank", "wanted", "kind", "text"),
+    [
+        (None, 2, 2, None, gs.BackendUnavailable, "local rank 2 has no GPU of its own: 2 GPUs are visible"),
+        (None, 1, 1, None, gs.BackendUnavailable, "CUDA_VISIBLE_DEVICES is not set"),
+        ("0,1", 2, 2, "cuda", gs.BackendUnavailable, "CUDA_VISIBLE_DEVICES=0,1"),
+        ("", 0, 0, None, gs.BackendUnavailable, "needs a GPU"),
+        (None, 2, 0, "cuda:2", gs.BackendUnavailable, "'cuda:2' does not exist: 2 GPUs"),
+        (None, 2, 0, "cpu", gs.InvalidArgument, "'cuda' or 'cuda:N', got 'cpu'"),
+        (None, 2, 0, "cuda:", gs.InvalidArgument, "got 'cuda:'"),
+        (None, 2, 0, "cuda:-1", gs.InvalidArgument, "got 'cuda:-1'"),
+        (None, 2, 0, "gpu:0", gs.InvalidArgument, "got 'gpu:0'"),
+    ],
+)
+def test_no_device_for_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    count: int,
+    local_rank: int,
+    wanted: str | None,
+    kind: type[Exception],
+    text: str,
+) -> None:
+    set_visible(monkeypatch, visible)
+    with pytest.raises(kind, match=text):
+        choose_device(wanted, local_rank, count, allow_shared_gpu=False)
+
+
+def test_ranks_that_share_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_visible(monkeypatch, None)
+    assert [choose_device(None, rank, 2, allow_shared_gpu=True) for rank in range(5)] == [0, 1, 0, 1, 0]
+
+
+def set_visible(monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+def test_ranks_take_the_visible_devices_in_order() -> None:
+    assert STAND_IN.run(3, check, "take_devices_in_order") == ["cuda:0", "cuda:1", "cuda:2"]
+    visible = {"CUDA_VISIBLE_DEVICES": "3,1", "GRADSYNC_STAND_IN_DEVICES": "4"}
+    assert STAND_IN.run(2, check, "take_devices_in_order", environment=visible) == ["cuda:0", "cuda:1"]
+
+
+def test_ranks_with_visible_devices_of_their_own() -> None:
+    two = {"GRADSYNC_STAND_IN_DEVICES": "2"}
+    for visible in (["0", "1"], ["1", "0"]):
+        found = SHM.run(2, check, "begin_on_own_gpu", visible, environment=two)
+        assert found == [("cuda:0", f"0000:0{number}:00.0") for number in visible]
+
+
+# Ranks that share a GPU.
+
+
+def test_two_ranks_on_one_gpu_are_refused_in_words() -> None:
+    one = {"GRADSYNC_STAND_IN_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    for text in SHM.run(2, check, "begin_anew", ["nccl", "nccl"], {}, environment=one):
+        # The second one may hear it from the first.
+        assert text.startswith(("BackendUnavailable: rank ", "RankFailed: "))
+        assert "ranks [0, 1] share the GPU 0000:00:00.0" in text
+        assert "allow_shared_gpu=True" in text
+
+
+@pytest.mark.parametrize("version", ["23203", "22907"])
+def test_two_ranks_may_share_a_gpu(version: str) -> None:
+    one = {"GRADSYNC_STAND_IN_DEVICES": "1", "GRADSYNC_STAND_IN_NCCL_VERSION": version}
+    found = STAND_IN.run(2, check, "share_a_gpu", environment=one, allow_shared_gpu=True)
+    if version >= "23000":
+        assert found == [("1", None)] * 2
+    else:
+        assert [enabled for enabled, _ in found] == [None, None]
+        assert len({host for _, host in found}) == 2
 
 
 @pytest.mark.gpu
-def test_nccl_is_refused_and_the_gpus_are_counted() -> None:
-    import cupy
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_a_real_gpu(world_size: int) -> None:
+    GPU.run(world_size, check, "share_a_gpu")
 
-    count = cupy.cuda.runtime.getDeviceCount()
-    with pytest.raises(gs.BackendUnavailable, match=f"no NCCL communicator .CuPy sees {count} GPUs"):
-        gs.init_process_group("nccl", rank=0, world_size=1)
+
+# Beginnings that are refused.
+
+
+def test_ranks_that_take_different_backends_are_told() -> None:
+    first, second = SHM.run(2, check, "begin_anew", ["nccl", "shm"], {}, environment={"GRADSYNC_STAND_IN_DEVICES": "2"})
+    assert second.startswith("InvalidArgument: rank 1/2: rank 0 takes backend 'nccl', this rank 'shm'")
+    assert first.startswith("RankFailed")
+    assert "this rank 'shm'" in first
+
+
+def test_communicators_that_do_not_block_are_refused() -> None:
+    (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {}, environment={"NCCL_COMM_BLOCKING": "0"})
+    assert text.startswith("BackendUnavailable")
+    assert "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with: unset it" in text
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {"device": "cuda:1"})
+    assert "device 'cuda:1' does not exist: 1 GPUs are visible" in text
+
+
+def test_a_missing_libnccl_is_told() -> None:
+    (text,) = STAND_IN.run(1, check, "lack_libnccl")
+    assert "CuPy could not load libnccl.so.2: pip install nvidia-nccl-cu12" in text
+
+
+# Arrays and errors.
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2), *on(GPU, 1, 2)])
+def test_foreign_arrays_are_not_copied(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "reach_foreign_arrays")
+
+
+def test_arrays_on_another_gpu_are_refused() -> None:
+    STAND_IN.run(1, check, "refuse_another_gpu", environment={"GRADSYNC_STAND_IN_DEVICES": "2"})
+
+
+def test_errors_of_nccl() -> None:
+    STAND_IN.run(1, check, "tell_errors_of_nccl")
+
+
+def test_versions_are_written_as_people_write_them() -> None:
+    assert [version_text(v) for v in (23203, 22907, 21805)] == ["2.32.3", "2.29.7", "2.18.5"]

@@ -65,8 +65,8 @@ class Lifetime:
             told: whether it is being raised already.
         """
         if self.ended_because is None:
+            self._untold = None if told else error  # first: whoever finds the reason has been told the error
             self.ended_because = f"it failed: {describe(error)}"
-            self._untold = None if told else error
         self._release_when_idle()
 
     def disown(self) -> None:

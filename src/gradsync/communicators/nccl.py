@@ -86,7 +86,7 @@ class NcclCommunicator(Communicator):
             on_failure=lambda error: _call_if_alive(failed, error),
         )
         # Not at exit: the process group closes its communicator then, and what is left cannot hang (nccl_handle.py).
-        weakref.finalize(self, _end_forgotten, handle, self._watcher).atexit = False
+        weakref.finalize(self, _end_forgotten, handle, self._watcher, self._agreement).atexit = False
 
     def current_stream(self) -> Any:
         """Returns CuPy's current stream on the communicator's device."""
@@ -148,7 +148,11 @@ class NcclCommunicator(Communicator):
         with self._device:
             where = as_stream(stream) if producers is None else self._stream
             launch = Launch(
-                f"{self.label}: a collective", self._raise_failure, self._copy_stream, self._agreement.position
+                f"{self.label}: a collective",
+                self._raise_failure,
+                self._copy_stream,
+                self._agreement.position,
+                self._handle.has_failed,
             )
             self._order_after_others(where, producers or ())
             with where:
@@ -279,7 +283,8 @@ def _tell_others(client: RendezvousClient, reason: str | None, told: threading.E
         told.set()
 
 
-def _end_forgotten(handle: NcclHandle, watcher: Watcher) -> None:
+def _end_forgotten(handle: NcclHandle, watcher: Watcher, agreement: PredictedAgreement) -> None:
     """Ends a communicator that was collected without being closed."""
     watcher.stop()
+    agreement.close()
     handle.begin_abort()

@@ -48,7 +48,7 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
         BackendUnavailable: there is no such device.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = f"{count} GPUs are visible (CUDA_VISIBLE_DEVICES {'is not set' if visible is None else '=' + visible})"
+    seen = f"{count} GPUs are visible (CUDA_VISIBLE_DEVICES{' is not set' if visible is None else '=' + visible})"
     if wanted is not None and wanted != "cuda":
         kind, _, number = wanted.partition(":")
         if kind != "cuda" or not number.isdecimal():

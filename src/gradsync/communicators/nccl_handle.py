@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import cupy
 
 from gradsync.communicators.nccl_library import NcclLibrary
-from gradsync.errors import GradsyncError, describe
+from gradsync.errors import GradsyncError, NcclError, describe
 
 DESTROY_SECONDS = 10.0
 _OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for a call to come back before it interrupts it
@@ -108,6 +108,14 @@ class NcclHandle:
             if self._how is None:
                 with self.library.errors("a collective", self._label, self._raw):
                     self._raw.check_async_error()
+
+    def has_failed(self) -> bool:
+        """Whether check() would raise."""
+        try:
+            self.check()
+        except NcclError:
+            return True
+        return False
 
     def begin_abort(self, before: Callable[[], None] | None = None) -> None:
         """Ends it now, on another thread: what is queued ends with undefined data. Returns at once.

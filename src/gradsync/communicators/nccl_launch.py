@@ -37,9 +37,17 @@ class Launch:
         check: raises what has broken the communicator.
         copy_stream: an otherwise idle stream, for bringing host results home.
         position: the collective's number on its communicator.
+        has_nccl_failed: whether NCCL has met an error since.
     """
 
-    def __init__(self, name: str, check: Callable[[], None], copy_stream: Any, position: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        check: Callable[[], None],
+        copy_stream: Any,
+        position: int,
+        has_nccl_failed: Callable[[], bool],
+    ) -> None:
         self.name = name
         self.position = position
         self.started = cupy.cuda.Event(disable_timing=True)
@@ -48,6 +56,7 @@ class Launch:
         self.seen_started_at: float | None = None  # by the watcher
         self._check = check
         self._copy_stream = copy_stream
+        self._has_nccl_failed = has_nccl_failed
         self._memory: list[Any] = []  # what the GPU reads or writes: not given to others before its end
         self._host_results: list[tuple[Any, Any]] = []  # (flat device array, NumPy array)
         self._callbacks: list[Callable[[BaseException | None], None]] = []
@@ -132,6 +141,8 @@ class Launch:
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
         if status == _CUDA_NOT_READY:
             return False
+        if status == _CUDA_SUCCESS and self._has_nccl_failed():
+            return False  # it has ended without a result: the watcher finds out why
         self._end(None if status == _CUDA_SUCCESS else self._device_error(status))
         return True
 

@@ -97,6 +97,8 @@ class Watcher:
 
     def cause_of(self, error: NcclError) -> GradsyncError:
         """Returns what another rank has done where that is what NCCL has noticed, else the error itself."""
+        if self._client.world_size == 1:
+            return error
         deadline = time.monotonic() + _NEWS_SECONDS
         try:
             while time.monotonic() < deadline:

@@ -1,0 +1,299 @@
+"""What the NCCL communicator must do with streams, memory and a loop that repeats itself; run inside rank processes.
+
+The checks run on a GPU and on the stand-in. What must still be running when they look is held up by an Obstacle.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import numpy as np
+
+import gradsync as gs
+from gradsync.communicators.nccl_connection import connect_nccl
+from kits import bring_to_rest
+
+SIZE = 5000
+SECONDS = 30.0  # for what must come at all
+IS_STAND_IN = not hasattr(cupy, "RawKernel")
+_SPIN = """
+extern "C" __global__ void spin(long long cycles) {
+    const long long begin = clock64();
+    while (clock64() - begin < cycles) {}
+}
+"""
+_SPIN_CYCLES = 200_000_000  # 100 ms at 2 GHz
+
+
+class Obstacle:
+    """Work that holds up a stream: until it is lifted, or, on a GPU, for 100 ms."""
+
+    def __init__(self) -> None:
+        self._lifted = threading.Event()
+        self._spin = None if IS_STAND_IN else cupy.RawKernel(_SPIN, "spin")
+
+    def put_on(self, stream: Any) -> None:
+        if self._spin is None:
+            stream.launch_host_func(lambda _: self._lifted.wait(SECONDS), None)
+            return
+        with stream:
+            self._spin((1,), (1,), (np.int64(_SPIN_CYCLES),))
+
+    def lift(self) -> None:
+        self._lifted.set()
+
+
+@contextmanager
+def held_up(*streams: Any) -> Iterator[None]:
+    """Holds streams up while the body runs, for all that it queues there."""
+    obstacle = Obstacle()
+    for stream in streams:
+        obstacle.put_on(stream)
+    try:
+        yield
+    finally:
+        obstacle.lift()
+
+
+def side_stream() -> Any:
+    """Returns a stream that waits for nothing but what the current one has to do now."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.wait_event(cupy.cuda.get_current_stream().record())
+    return stream
+
+
+def full(value: float, size: int = SIZE) -> Any:
+    return cupy.full(size, value, np.float32)
+
+
+def assert_all(array: Any, wanted: float, stream: Any = None) -> None:
+    got = array.get(stream=stream)
+    assert (got == wanted).all(), f"{got[:3]} where {wanted} was wanted"
+
+
+def total(comm: Any, value: float) -> float:
+    """The sum over the ranks of rank + value."""
+    n = comm.world_size
+    return n * value + n * (n - 1) / 2
+
+
+# -- Streams ------------------------------------------------------------------------------------------------------
+
+
+def reduce_what_slow_streams_make(comm: Any) -> None:
+    """One producer, then several for the gradients of one bucket; the results are used on the current stream."""
+    for threshold_bytes in (1, 2 * 4 * SIZE, 10**7):
+        callback = gs.AllreduceCallback("sum", comm, threshold_bytes=threshold_bytes)
+        for number_of_streams in (1, 3, 4):
+            gradients = [full(0) for _ in range(4)]
+            streams = [side_stream() for _ in range(number_of_streams)]
+            with held_up(*streams):
+                for index, gradient in enumerate(gradients):
+                    with streams[index % number_of_streams]:
+                        gradient += comm.rank + index
+                        callback(index, gradient)
+                callback.flush()
+            for index, gradient in enumerate(gradients):
+                assert_all(gradient, total(comm, index))
+
+
+def use_results_on_other_streams(comm: Any) -> None:
+    callback = gs.AllreduceCallback("sum", comm)
+    producer = side_stream()
+    ways: list[Callable[[Any, Any], Any]] = [
+        lambda future, stream: future.result(),  # on the current stream
+        lambda future, stream: future.wait(),
+        lambda future, stream: future.wait(stream),
+        lambda future, stream: future.wait(stream.ptr),
+    ]
+    for step, way in enumerate(ways):
+        gradient, copy = full(0), full(0)
+        consumer = side_stream()
+        producer.wait_event(cupy.cuda.get_current_stream().record())
+        with held_up(producer):
+            with producer:
+                gradient += comm.rank + step
+                future = callback("w", gradient)
+                callback.flush()  # orders the producer's stream, which is not the consumer's
+            if step < 2:
+                with consumer:
+                    way(future, consumer)
+            else:
+                way(future, consumer)
+            with consumer:
+                copy += gradient
+        assert_all(copy, total(comm, step), consumer)
+
+
+def reuse_memory_at_once(comm: Any) -> None:
+    """Gradients that the caller drops: whoever gets their memory next must neither spoil them nor be spoilt."""
+    callback = gs.AllreduceCallback("sum", comm, threshold_bytes=3 * 4 * SIZE)
+    for _ in range(3):
+        producer = side_stream()
+        fresh, futures = [], []
+        with held_up(producer):
+            with producer:
+                late = full(0)
+                late += comm.rank
+                first = callback("late", late)
+                callback("late too", full(1))
+                callback("fills the bucket", full(1))
+            # From here on the bucket stream is held up, and nothing else.
+            for index in range(12):
+                kept = cupy.full((SIZE // 50, 50), comm.rank + index, np.float32).T  # a layout that is staged
+                futures.append(callback(f"kept {index}", kept))
+                callback(f"dropped {index}", full(comm.rank))
+                del kept
+                fresh.append(full(-7))
+                full(np.nan)
+            with producer:
+                callback.flush()  # lets go of what was dropped, and orders the producer's stream only
+            fresh += [full(-7) for _ in range(20)]
+        bring_to_rest(comm)
+        assert_all(first.result(), total(comm, 0))
+        for index, future in enumerate(futures):
+            assert_all(future.result(), total(comm, index))
+        for array in fresh:
+            assert_all(array, -7)
+        del first, late, futures, future
+
+
+def finish_late(comm: Any) -> None:
+    """done() follows the device; done-callbacks run on a thread of the communicator, and see the value."""
+    callback = gs.AllreduceCallback("sum", comm)
+    seen: list[tuple[int, float]] = []
+    called = threading.Semaphore(0)
+
+    def look(future: Any) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            seen.append((threading.get_ident(), float(future.result().get(stream=own)[0])))
+        called.release()
+
+    producer = side_stream()
+    gradient = full(0)
+    producer.wait_event(cupy.cuda.get_current_stream().record())
+    with held_up(producer):
+        with producer:
+            gradient += comm.rank
+            future = callback("w", gradient)
+        future.add_done_callback(look)
+        future.add_done_callback(lambda _: sys.exit("a done-callback may not end the communicator's thread"))
+        callback.flush()
+        future.add_done_callback(look)
+        assert not future.done()
+        assert (future.shape, future.dtype) == ((SIZE,), np.float32)
+        assert not called.acquire(blocking=False)
+    bring_to_rest(comm)
+    assert future.done()
+    assert all(called.acquire(timeout=SECONDS) for _ in range(2))
+    assert threading.get_ident() not in [thread for thread, _ in seen]
+    assert [value for _, value in seen] == [total(comm, 0)] * 2
+    assert future.exception() is None
+
+
+class ForeignStream:
+    """A stream of a library with CUDA's stream protocol."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream.ptr
+
+
+class TorchStream:
+    def __init__(self, stream: Any) -> None:
+        self.cuda_stream = stream.ptr
+
+
+def run_on_given_streams(comm: Any) -> None:
+    def reduce(array: Any, stream: Any) -> None:
+        comm.all_reduce(array, stream=stream)
+
+    def broadcast(array: Any, stream: Any) -> None:
+        comm.broadcast(array, comm.world_size - 1, stream=stream)
+
+    for given in (lambda stream: stream, lambda stream: stream.ptr, ForeignStream, TorchStream):
+        for collective, wanted in ((reduce, total(comm, 3)), (broadcast, comm.world_size - 1 + 3)):
+            array, after = full(3), full(0)
+            side = side_stream()
+            with held_up(side):
+                with side:
+                    array += comm.rank
+                collective(array, given(side))
+                # NCCL runs the collectives of a communicator one after the other, whatever their streams.
+                comm.all_reduce(after)
+            assert_all(array, wanted, side)
+            assert_all(after, 0)
+
+
+# -- A loop that repeats itself --------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Counts calls by name, while it is counting."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.counting = False
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.counting:
+                self.counts[name] = self.counts.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def watch(self, owner: Any, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, self.wrap(name, getattr(owner, name)))
+
+
+class CountingModule:
+    """A cupy.RawModule whose launches are counted."""
+
+    calls: Calls
+    module = cupy.RawModule
+
+    def __init__(self, **options: Any) -> None:
+        self._module = self.module(**options)
+
+    def get_function(self, name: str) -> Any:
+        return self.calls.wrap(name, self._module.get_function(name))
+
+
+def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
+    """Returns what a step calls that repeats those before, with four buckets."""
+    from gradsync import process_group
+
+    client: Any = process_group._client
+    calls = CountingModule.calls = Calls()
+    cupy.RawModule = CountingModule
+    calls.watch(client, "agree", "set", "get", "add", "barrier")
+    if IS_STAND_IN:  # CuPy's own classes cannot be changed
+        calls.watch(cupy.cuda.Event, "synchronize")
+        calls.watch(cupy.cuda.Stream, "synchronize")
+        calls.watch(cupy.cuda.MemoryPool, "malloc")
+        calls.watch(cupy.ndarray, "get")
+        calls.watch(cupy.cuda.runtime, "streamSynchronize", "deviceSynchronize")
+    with connect_nccl(client, local_rank=comm.rank, group="counted", allow_shared_gpu=True) as counted:
+        calls.watch(counted._handle, "call")
+        callback = gs.AllreduceCallback("mean", counted, threshold_bytes=2 * 4 * SIZE)
+        gradients = [full(comm.rank) for _ in range(8)]
+        for step in range(5):
+            bring_to_rest(comm)
+            comm.barrier()
+            calls.counting = step == 4
+            with callback.backward():
+                futures = [callback(index, gradient) for index, gradient in enumerate(gradients)]
+            for future in futures:
+                future.result()
+            calls.counting = False
+        assert_all(gradients[-1], total(comm, 0) / comm.world_size)
+    return calls.counts

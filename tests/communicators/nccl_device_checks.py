@@ -1,0 +1,176 @@
+"""Which GPU a rank takes, which arrays it reaches there, and how NCCL's errors are told; run inside rank processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import gradsync as gs
+from contract import expect
+
+STAND_IN = Path(__file__).parents[1] / "stand_in"
+
+
+def begin_on_own_gpu(comm: Any, visible: list[str]) -> tuple[str, str]:
+    """Every rank has a CUDA_VISIBLE_DEVICES of its own; begins on shared memory, before CUDA looks."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[comm.rank]
+    gs.destroy_process_group()
+    sys.path.insert(0, str(STAND_IN))
+    with gs.init_process_group("nccl") as comm:
+        import cupy
+
+        array = cupy.full(3, comm.rank + 1.0)
+        comm.all_reduce(array)
+        assert array.get()[0] == 3
+        return comm.device, cupy.cuda.runtime.deviceGetPCIBusId(int(comm.device[-1]))
+
+
+def take_devices_in_order(comm: Any) -> str:
+    import cupy
+
+    assert cupy.cuda.runtime.getDevice() == int(comm.device.removeprefix("cuda:"))
+    comm.barrier()
+    return str(comm.device)
+
+
+def begin_anew(comm: Any, backends: list[str], options: dict[str, Any]) -> str:
+    """Returns why the ranks cannot begin with these backends, by rank."""
+    gs.destroy_process_group()
+    sys.path.insert(0, str(STAND_IN))
+    error = expect(gs.GradsyncError, lambda: gs.init_process_group(backends[comm.rank], **options))
+    assert not gs.is_initialized()
+    return f"{type(error).__name__}: {error}"
+
+
+def share_a_gpu(comm: Any) -> tuple[str | None, str | None]:
+    import cupy
+
+    callback = gs.AllreduceCallback("mean", comm)
+    for _ in range(3):
+        gradients = [cupy.full(7, comm.rank, np.float32) for _ in range(3)]
+        with callback.backward():
+            futures = [callback(index, gradient) for index, gradient in enumerate(gradients)]
+        for future in futures:
+            assert (future.result().get() == (comm.world_size - 1) / 2).all()
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE"), os.environ.get("NCCL_HOSTID")
+
+
+class WithInterface:
+    """An array of a library that speaks CUDA's array interface only."""
+
+    def __init__(self, memory: Any, *, read_only: bool = False) -> None:
+        self.memory = memory
+        interface = memory.__cuda_array_interface__
+        self.__cuda_array_interface__ = {**interface, "data": (interface["data"][0], read_only)}
+
+
+class WithDLPack:
+    """An array of a library that speaks DLPack only."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.memory.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return tuple(self.memory.__dlpack_device__())  # type: ignore[return-value]
+
+
+def reach_foreign_arrays(comm: Any) -> None:
+    """They are reduced where they are: nothing is copied."""
+    import cupy
+
+    callback = gs.AllreduceCallback("sum", comm)
+    for kind in (WithInterface, WithDLPack):
+        for shape in ((5,), (4, 3)):
+            foreign = kind(cupy.full(shape, comm.rank + 1.0))
+            assert comm.native_array(foreign, "a test").data.ptr == foreign.memory.data.ptr
+            assert comm.all_reduce(foreign) is foreign
+            n = comm.world_size
+            assert (foreign.memory.get() == n * (n + 1) / 2).all()
+            with callback.backward():
+                future = callback("w", foreign)
+            assert future.result() is foreign
+            assert (foreign.memory.get() == n * n * (n + 1) / 2).all()
+            gs.bcast_list_([foreign, kind(cupy.full(shape, float(comm.rank)))], communicator=comm)
+    read_only = WithInterface(cupy.ones(3), read_only=True)
+    expect(gs.InvalidArgument, lambda: comm.all_reduce(read_only), "read-only WithInterface")
+    expect(gs.InvalidArgument, lambda: callback("r", read_only), "the gradient of 'r'")
+    on_host = WithDLPack(np.full(3, comm.rank + 1.0))
+    comm.all_reduce(on_host)
+    assert (on_host.memory == comm.world_size * (comm.world_size + 1) / 2).all()
+
+
+def refuse_another_gpu(comm: Any) -> None:
+    import cupy
+
+    with cupy.cuda.Device(1):
+        elsewhere = cupy.ones(3)
+        foreign = WithDLPack(elsewhere)
+    for array in (elsewhere, foreign):
+        expect(gs.InvalidArgument, lambda a=array: comm.all_reduce(a), "runs on cuda:0, got an array on cuda:1")
+    here = cupy.ones(3)
+    expect(gs.InvalidArgument, lambda: comm.all_reduce(here, out=elsewhere), "cuda:1")
+    with cupy.cuda.Device(1):  # what the caller's current device is does not matter
+        comm.all_reduce(here)
+        comm.broadcast(here)
+        comm.barrier()
+        callback = gs.AllreduceCallback("sum", comm, threshold_bytes=1)
+        callback("w", here)
+        callback.flush()
+    with cupy.cuda.Device(0):
+        assert (here.get() == 1).all()
+
+
+def tell_errors_of_nccl(comm: Any) -> None:
+    """Codes, names, versions and what to do; CuPy's own error does not know the codes 7 and 8."""
+    library = comm._handle.library
+    for code, name, hint in (
+        (1, "ncclUnhandledCudaError", "a CUDA call failed"),
+        (5, "ncclInvalidUsage", "ranks share a GPU"),
+        (6, "ncclRemoteError", "another rank, or the network"),
+    ):
+        error = told_as(library, library.binding.NcclError(code))
+        assert (error.code, error.name) == (code, name)
+        text = str(error)
+        assert text.startswith(f"rank 0/1: ncclAllReduce failed with {name} ({code})")
+        assert hint in text
+        assert "NCCL 2.32.3 from " in text
+        assert "CuPy 14.2.0" in text
+        again = pickle.loads(pickle.dumps(error))
+        assert (str(again), again.code, again.name) == (text, code, name)
+    for code, name in ((7, "ncclInProgress"), (8, "ncclTimeout")):
+        error = told_as(library, KeyError(code))
+        assert (error.code, error.name) == (code, name)
+    assert isinstance(told_as(library, ZeroDivisionError()), ZeroDivisionError)
+    # What NCCL itself refuses comes out of a collective like this, and ends the communicator.
+    comm._reduction._library.op = lambda op: 99
+    error = expect(gs.NcclError, lambda: comm.all_reduce(np.ones(3)), "ncclAllReduce failed with ncclInvalidArgument")
+    assert error.code == 4
+    expect(gs.CommunicatorClosed, comm.barrier, "ncclInvalidArgument")
+
+
+def told_as(library: Any, error: BaseException) -> Any:
+    try:
+        with library.errors("ncclAllReduce", "rank 0/1"):
+            raise error
+    except Exception as told:
+        return told
+
+
+def lack_libnccl(comm: Any) -> str:
+    """CuPy is there, libnccl.so.2 is not: cupy.cuda.nccl is then a module without anything in it."""
+    import cupy.cuda
+
+    absent: Any = types.ModuleType("cupy.cuda.nccl")
+    absent.available = False
+    sys.modules["cupy.cuda.nccl"] = cupy.cuda.nccl = absent
+    gs.destroy_process_group()
+    return str(expect(gs.BackendUnavailable, lambda: gs.init_process_group("nccl")))

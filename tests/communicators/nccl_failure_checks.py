@@ -1,0 +1,291 @@
+"""What the NCCL communicator must do when ranks differ, die or do not come; run inside rank processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+
+import gradsync as gs
+from contract import expect
+from gradsync import process_group
+from gradsync.communicators import nccl_connection
+
+SECONDS = 30.0  # for what must come at all
+SOON_SECONDS = 5.0  # the target is 1 s; a busy machine adds
+
+
+def client() -> Any:
+    return process_group._client
+
+
+def wait_until_told() -> str:
+    """Waits for the end of the generation, and returns what the server says of it."""
+    return str(expect(gs.RankFailed, lambda: client().get("nobody sets this", timeout_seconds=SECONDS)))
+
+
+# -- Steps that repeat themselves, and then do not ------------------------------------------------------------------
+
+
+def step(callback: Any, order: str, factor: int = 1) -> list[Any]:
+    """Hands over gradients named by letters, one bucket each."""
+    with callback.backward():
+        return [callback(name, cupy.full(10, factor * (i + 1.0))) for i, name in enumerate(order)]
+
+
+def settled(comm: Any) -> Any:
+    """Returns a callback after steps that made every rank expect the same step again."""
+    callback = gs.AllreduceCallback("sum", comm, threshold_bytes=1)
+    for _ in range(3):
+        step(callback, "abcde")
+    return callback
+
+
+def leave_the_plan_alone(comm: Any, collective: str) -> str:
+    """Rank 1 does something else; the others go ahead, because all steps were equal so far."""
+    callback = settled(comm)
+
+    def go_on() -> None:
+        if comm.rank != 1:
+            step(callback, "abcde")
+            client().set(f"rank {comm.rank} is ahead", b"")
+        else:
+            for rank in set(range(comm.world_size)) - {1}:
+                client().get(f"rank {rank} is ahead", timeout_seconds=SECONDS)
+            step(callback, "abced") if collective == "bucket" else comm.all_reduce(cupy.ones(3))
+        comm.barrier()
+
+    error = expect(gs.PlanMismatch, go_on)
+    assert error.broken
+    assert set(error.descriptions) == set(range(comm.world_size))
+    expect((gs.PlanMismatch, gs.CommunicatorClosed), comm.barrier)
+    expect(gs.CommunicatorClosed, comm.barrier)
+    return str(error).partition(":")[2]
+
+
+def leave_the_plan_together(comm: Any) -> None:
+    callback = settled(comm)
+    for order in ("abced", "abc", "edcba", "abcde"):
+        results = [future.result() for future in step(callback, order, comm.rank + 1)]
+        wanted = comm.world_size * (comm.world_size + 1) / 2
+        assert [float(r[0]) for r in results] == [wanted * (i + 1) for i in range(len(order))]
+
+
+def leave_the_plan_apart(comm: Any) -> str:
+    """Every rank does something new, and not the same: all ask, nothing is launched, and they can go on."""
+    callback = settled(comm)
+    order = ("abcd" + "xyz"[comm.rank]) if comm.rank < 3 else "abcde"
+    error = expect(gs.PlanMismatch, lambda: step(callback, order))
+    assert not error.broken
+    for _ in range(2):
+        assert float(step(callback, "abcde")[0].result()[0]) == comm.world_size
+    return str(error).partition(":")[2]
+
+
+# -- Collectives that miss a rank ------------------------------------------------------------------------------------
+
+
+def launch_what_the_others_do_not(comm: Any) -> Any:
+    """Returns the future of a bucket that this rank launches alone, because the steps before were equal."""
+    callback = gs.AllreduceCallback("sum", comm)
+    for _ in range(6):
+        step(callback, "a")
+    if comm.rank != 0:
+        client().set("stopped", b"")
+        return None
+    client().get("stopped", timeout_seconds=SECONDS)
+    return step(callback, "a")[0]
+
+
+def await_failure(future: Any) -> tuple[Any, float]:
+    """Returns what ended a bucket, and after how many seconds."""
+    ended = threading.Event()
+    began = time.monotonic()
+    future.add_done_callback(lambda _: ended.set())
+    assert ended.wait(SECONDS)
+    return future.exception(), time.monotonic() - began
+
+
+def die_beside_a_stuck_collective(comm: Any, victim_is_root: bool) -> float:
+    """Rank 1 dies while rank 0 waits for it, or the other way round: the root serves the unique id."""
+    callback = gs.AllreduceCallback("sum", comm)
+    for _ in range(6):
+        step(callback, "a")
+    survives = comm.rank == int(victim_is_root)
+    if not survives:
+        client().get("launched", timeout_seconds=SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+    future = step(callback, "a")[0]
+    client().set("launched", b"")
+    error, seconds = await_failure(future)
+    assert isinstance(error, gs.RankFailed), error
+    assert error.rank == 1 - comm.rank
+    expect(gs.RankFailed, future.result)
+    expect(gs.RankFailed, comm.barrier)
+    expect(gs.CommunicatorClosed, comm.barrier)
+    return seconds
+
+
+def miss_the_deadline(comm: Any) -> tuple[str, float]:
+    future = launch_what_the_others_do_not(comm)
+    if future is None:
+        return wait_until_told(), 0.0
+    error, seconds = await_failure(future)
+    assert isinstance(error, gs.CollectiveTimeout), error
+    return str(error), seconds
+
+
+def miss_the_deadline_of_a_question(comm: Any) -> str:
+    if comm.rank == 1:
+        return wait_until_told()
+    error = expect(gs.CollectiveTimeout, lambda: comm.all_reduce(cupy.ones(3)))
+    assert error.missing_ranks == (1,)
+    expect(gs.CommunicatorClosed, comm.barrier)
+    return str(error)
+
+
+def close_early(comm: Any, next_call: str) -> str:
+    future = launch_what_the_others_do_not(comm) if next_call == "launched" else None
+    if comm.rank == 1:
+        comm.close()
+        with contextlib.suppress(gs.RankFailed):
+            client().get("done", timeout_seconds=SECONDS)
+        return ""
+    error = expect(gs.RankFailed, comm.barrier) if future is None else await_failure(future)[0]
+    assert isinstance(error, gs.RankFailed), error
+    assert error.rank == 1
+    with contextlib.suppress(gs.RankFailed):
+        client().set("done", b"")
+    return str(error)
+
+
+def abort_a_stuck_collective(comm: Any) -> str:
+    future = launch_what_the_others_do_not(comm)
+    if future is None:
+        return wait_until_told()
+    assert not future.done()
+    began = time.monotonic()
+    comm.abort("enough")
+    assert time.monotonic() - began < 1
+    assert future.done()
+    assert isinstance(future.exception(), gs.CommunicatorClosed)
+    expect(gs.CommunicatorClosed, future.result, "enough")
+    expect(gs.CommunicatorClosed, comm.barrier, "enough")
+    gs.destroy_process_group()
+    assert time.monotonic() - began < SOON_SECONDS
+    return ""
+
+
+def close_beside_a_stuck_collective(comm: Any) -> str:
+    """What cannot end any more ends with an error, never with undefined values."""
+    from gradsync.communicators import nccl
+
+    nccl._DRAIN_SECONDS = 0.3
+    future = launch_what_the_others_do_not(comm)
+    if future is None:
+        client().get("closed", timeout_seconds=SECONDS)
+        return ""
+    comm.close()
+    client().set("closed", b"")
+    return str(expect(gs.CommunicatorClosed, future.result))
+
+
+# -- Beginnings that fail -------------------------------------------------------------------------------------------
+
+
+def _refuse(*args: Any, **options: Any) -> Any:
+    raise gs.BackendUnavailable("no GPU for me")
+
+
+def _die(*args: Any, **options: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _never_come(*args: Any, **options: Any) -> Any:
+    wait_until_told()
+    raise gs.BackendUnavailable("told")
+
+
+def begin_without_a_peer(comm: Any, where: str, how: str, seconds: float) -> str:
+    """Rank 1 does something else in place of a part of the way to the communicator."""
+    gs.destroy_process_group()
+    if comm.rank == 1:
+        replacement: Callable[..., Any] = {"refuse": _refuse, "die": _die, "stay away": _never_come}[how]
+        setattr(nccl_connection, where, replacement)
+    began = time.monotonic()
+    options: dict[str, Any] = {"timeout_seconds": seconds, "allow_shared_gpu": True}
+    error = expect(gs.GradsyncError, lambda: gs.init_process_group("nccl", **options))
+    assert time.monotonic() - began < seconds + SOON_SECONDS
+    assert not gs.is_initialized()
+    return f"{type(error).__name__}: {error}"
+
+
+def begin_again(comm: Any) -> None:
+    for generation in range(3):
+        array = cupy.full(3, comm.rank + generation, np.float32)
+        comm.all_reduce(array)
+        assert array.get()[0] == sum(range(comm.world_size)) + comm.world_size * generation
+        gs.destroy_process_group()
+        expect(gs.CommunicatorClosed, comm.barrier)
+        comm = gs.init_process_group("nccl", allow_shared_gpu=True)
+    gs.destroy_process_group()
+
+
+# -- Endings ----------------------------------------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def watchers() -> int:
+    return sum(thread.name == "gradsync-nccl-watcher" for thread in threading.enumerate())
+
+
+def forget_without_closing(comm: Any) -> None:
+    """A communicator that is collected ends by itself, its threads too; the world's goes on."""
+    before = watchers()
+    for number in range(3):
+        forgotten = nccl_connection.connect_nccl(
+            client(), local_rank=comm.rank, group=f"forgotten {number}", allow_shared_gpu=True
+        )
+        ended = forgotten._handle._has_ended
+        forgotten.barrier()
+        comm.barrier()
+        del forgotten
+        # The watcher has it in its hands for moments at a time.
+        wait_until(lambda e=ended: gc.collect() >= 0 and e.is_set())
+    wait_until(lambda: watchers() <= before)
+    comm.barrier()
+
+
+def fork_and_use(comm: Any) -> str:
+    array = cupy.ones(3)
+    comm.all_reduce(array)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        error = expect(gs.CommunicatorClosed, lambda: comm.all_reduce(np.ones(3)))
+        comm.close()
+        comm.abort("in the child")
+        gs.destroy_process_group()
+        os.write(write, str(error).encode())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    text = os.read(read, 1000).decode()
+    os.close(read)
+    os.close(write)
+    comm.all_reduce(array)
+    assert array.get()[0] == comm.world_size**2
+    return text

@@ -1,0 +1,83 @@
+"""The end of an interpreter while a collective is stuck: within seconds, in order, with the right exit code."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rank_processes import STAND_IN
+from test_process_group import start_plain_ranks
+
+SCRIPT = """
+import contextlib
+import sys
+import time
+
+import cupy
+
+import gradsync as gs
+from gradsync import process_group
+from gradsync.communicators import nccl
+from gradsync.communicators.nccl_connection import connect_nccl
+
+nccl._DRAIN_SECONDS = 0.3
+world = gs.init_process_group("nccl", timeout_seconds=30, allow_shared_gpu=True)
+client = process_group._client
+used = world
+if "forget" in sys.argv:
+    used = connect_nccl(client, local_rank=world.rank, group="forgotten", allow_shared_gpu=True)
+callback = gs.AllreduceCallback("sum", used)
+
+
+def step():
+    with callback.backward():
+        callback("w", cupy.ones(3))
+
+
+for _ in range(6):
+    step()
+client.barrier()
+if world.rank == 1:
+    with contextlib.suppress(gs.RankFailed):
+        client.get("nobody sets this", timeout_seconds=30)
+    sys.exit(0)
+step()  # as always, but now alone
+print(time.monotonic())
+if "raise" in sys.argv:
+    raise KeyError("lost")
+if "exit" in sys.argv:
+    sys.exit(7)
+"""
+
+
+def run(tmp_path: Path, how: str) -> None:
+    processes = start_plain_ranks(tmp_path, 2, how, script=SCRIPT)
+    (stuck_at, errors), (_, other_errors) = [process.communicate(timeout=60) for process in processes]
+    seconds = time.monotonic() - float(stuck_at)
+    wanted = {"raise": 1, "exit": 7}.get(how, 0)
+    assert [process.returncode for process in processes] == [wanted, 0], (errors, other_errors)
+    assert seconds < 15
+    if how == "raise":
+        assert errors.rstrip().endswith("KeyError: 'lost'")
+    else:
+        assert errors == ""
+    assert other_errors == ""
+
+
+@pytest.mark.parametrize("how", ["end", "raise", "exit", "forget"])
+def test_the_interpreter_ends_beside_a_stuck_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("GRADSYNC_STAND_IN_DEVICES", "2")
+    monkeypatch.setenv("GRADSYNC_STAND_IN_HANG", "1")
+    run(tmp_path, how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["end", "raise", "exit", "forget"])
+def test_the_interpreter_ends_beside_a_stuck_collective_on_a_gpu(tmp_path: Path, how: str) -> None:
+    run(tmp_path, how)

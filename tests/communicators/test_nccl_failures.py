@@ -1,0 +1,147 @@
+"""What goes wrong between ranks on NCCL: told at once, to everybody, naming the rank; and nothing hangs.
+
+A collective that has been launched and misses a rank never ends by itself; STAND_IN_STUCK behaves like that too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from places import GPU, STAND_IN, STAND_IN_STUCK, Place, on
+
+STUCK = [*on(STAND_IN_STUCK, 2), *on(GPU, 2)]
+LONG_SECONDS = 20.0
+
+
+def check(comm: Any, name: str, *args: Any) -> Any:
+    """Runs a check; only ranks have a CuPy, so that only they import it."""
+    import nccl_failure_checks
+
+    return getattr(nccl_failure_checks, name)(comm, *args)
+
+
+# Ranks that differ.
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2, 3), *on(STAND_IN_STUCK, 2), *on(GPU, 2)])
+@pytest.mark.parametrize(("collective", "texts"), [("bucket", ("'d'", "'e'")), ("all_reduce", ("'a'", "float64[3]"))])
+def test_who_goes_ahead_of_a_rank_that_strays_is_told(
+    place: Place, world_size: int, collective: str, texts: tuple[str, str]
+) -> None:
+    told = place.run(world_size, check, "leave_the_plan_alone", collective)
+    assert all("the communicator is broken" in text for text in told)
+    # The first line has the number of the event in this rank's own step.
+    stories = {text.partition("\n")[2] for text in told}
+    assert len(stories) == 1, "the ranks tell different stories"
+    assert all(text in told[0] for text in texts)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2, 3), *on(GPU, 2)])
+def test_ranks_may_leave_the_plan_together(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "leave_the_plan_together")
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2, 3), *on(GPU, 2)])
+def test_ranks_that_all_stray_are_unharmed(place: Place, world_size: int) -> None:
+    told = place.run(world_size, check, "leave_the_plan_apart")
+    assert set(told) == {told[0]}, "the ranks tell different stories"
+    assert "nothing was reduced" in told[0]
+
+
+# Ranks that die, or do not come.
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+@pytest.mark.parametrize("victim_is_root", [True, False])
+def test_a_rank_that_dies_beside_a_stuck_collective_is_named(
+    place: Place, world_size: int, victim_is_root: bool
+) -> None:
+    outcomes = place.outcomes(world_size, check, "die_beside_a_stuck_collective", victim_is_root)
+    survivor = outcomes.pop(int(victim_is_root))
+    assert outcomes[0].exit_code == -9
+    assert survivor.error is None, survivor.traceback_text
+    assert survivor.result < 5  # 1 s, and what a busy machine adds
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_the_deadline_of_a_collective(place: Place, world_size: int) -> None:
+    (text, seconds), (told, _) = place.run(world_size, check, "miss_the_deadline", collective_timeout_seconds=1.0)
+    assert "has run for 1 s on cuda:" in text
+    assert 0.9 < seconds < 10
+    assert "has run for 1 s" in told
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_the_deadline_of_a_question(place: Place, world_size: int) -> None:
+    options = {"collective_timeout_seconds": 1.2}  # more than one round of asking
+    text, told = place.run(world_size, check, "miss_the_deadline_of_a_question", **options)
+    assert "waited 1.2 s for ranks [1] to come to the next collective" in text
+    assert "waited 1.2 s for ranks [1]" in told
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*STUCK, *on(STAND_IN, 2)])
+@pytest.mark.parametrize("next_call", ["launched", "asked about"])
+def test_a_rank_that_closes_early_is_named(place: Place, world_size: int, next_call: str) -> None:
+    text, _ = place.run(world_size, check, "close_early", next_call)
+    assert "rank 1 closed the communicator while this rank still needed it" in text
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_abort_does_not_wait(place: Place, world_size: int) -> None:
+    _, told = place.run(world_size, check, "abort_a_stuck_collective")
+    assert "enough" in told
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_closing_beside_a_stuck_collective_fails_its_futures(place: Place, world_size: int) -> None:
+    text, _ = place.run(world_size, check, "close_beside_a_stuck_collective")
+    assert "closed while a collective was running" in text
+
+
+# Beginnings and endings.
+
+
+def begin(place: Place, where: str, how: str, seconds: float) -> list[Any]:
+    outcomes = place.outcomes(2, check, "begin_without_a_peer", where, how, seconds)
+    assert outcomes[0].error is None, outcomes[0].traceback_text
+    return outcomes
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_a_peer_that_fails_before_ncclcomminitrank(place: Place, world_size: int) -> None:
+    told, failed = begin(place, "choose_device", "refuse", LONG_SECONDS)
+    assert failed.result == "BackendUnavailable: no GPU for me"
+    assert told.result.startswith("RankFailed")
+    assert "no GPU for me" in told.result
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_a_peer_that_dies_before_ncclcomminitrank(place: Place, world_size: int) -> None:
+    told, died = begin(place, "_init_rank", "die", LONG_SECONDS)
+    assert died.exit_code == -9
+    assert told.result.startswith("RankFailed: rank 0/2: rank 1")
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_a_peer_that_does_not_come_to_ncclcomminitrank(place: Place, world_size: int) -> None:
+    told, absent = begin(place, "_init_rank", "stay away", 1.0)
+    assert told.result.startswith("RendezvousTimeout: rank 0/2: ncclCommInitRank on cuda:0 did not return within")
+    assert absent.error is None, absent.traceback_text
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2), *on(GPU, 1, 2)])
+def test_generation_after_generation(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "begin_again")
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2), *on(GPU, 2)])
+def test_a_forgotten_communicator_ends(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "forget_without_closing")
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
+def test_a_forked_child_cannot_use_it(place: Place, world_size: int) -> None:
+    for text in place.run(world_size, check, "fork_and_use"):
+        assert "forked from" in text

@@ -1,0 +1,39 @@
+"""The NCCL communicator and streams: nothing is read before it is written, or given away while it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from places import GPU, STAND_IN, STAND_IN_SLOW, Place, on
+
+CHECKS = (
+    "reduce_what_slow_streams_make",
+    "use_results_on_other_streams",
+    "reuse_memory_at_once",
+    "finish_late",
+    "run_on_given_streams",
+)
+
+
+def check(comm: Any, name: str) -> Any:
+    """Runs a check; only ranks have a CuPy, so that only they import it."""
+    import nccl_checks
+
+    function: Callable[[Any], Any] = getattr(nccl_checks, name)
+    return function(comm)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2), *on(STAND_IN_SLOW, 2, 3), *on(GPU, 1, 2, 4)])
+@pytest.mark.parametrize("name", CHECKS)
+def test_streams(place: Place, world_size: int, name: str) -> None:
+    place.run(world_size, check, name)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2, 3), *on(GPU, 2)])
+def test_a_steady_step_asks_nobody_and_waits_for_nothing(place: Place, world_size: int) -> None:
+    for counts in place.run(world_size, check, "count_calls_of_a_steady_step"):
+        packed = {} if world_size == 1 else {"pack_chunks": 4, "split_chunks": 4, "call": 4}
+        assert counts == packed

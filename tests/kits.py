@@ -1,0 +1,58 @@
+"""What checks on ranks need: arrays by kit, the device at rest, an end together. Imported by ranks: no pytest here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import gradsync as gs
+from contract import KITS
+from gradsync import process_group
+
+
+class MixedKit:
+    """Arrays by turns in host memory and on the GPU; two ranks take different turns."""
+
+    def __init__(self, rank: int) -> None:
+        self._kits = [KITS["numpy"](), KITS["cupy"]()]
+        self._turn = rank
+
+    def put(self, values: np.ndarray[Any, Any]) -> Any:
+        self._turn += 1
+        return self._kits[self._turn % 2].put(values)
+
+    def get(self, array: Any) -> np.ndarray[Any, Any]:
+        return self._kits[not isinstance(array, np.ndarray)].get(array)
+
+
+def make_kit(comm: Any, name: str) -> Any:
+    """Returns the kit "numpy", "cupy" or "mixed"."""
+    return MixedKit(comm.rank) if name == "mixed" else KITS[name]()
+
+
+def bring_to_rest(comm: Any) -> None:
+    """Waits until the GPU has done its work, if there is one."""
+    if comm.device != "cpu":
+        import cupy
+
+        cupy.cuda.runtime.deviceSynchronize()
+
+
+def values_of(future: Any, kit: Any) -> np.ndarray[Any, Any]:
+    return kit.get(future.result())
+
+
+def end_together(comm: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls function(comm, *args), and returns its result when all ranks have come to their end, or failed.
+
+    On the stand-in rank 0 serves the collectives: were it to leave first, others might miss their last results.
+    """
+    result = function(comm, *args)
+    client = process_group._client
+    if client is not None:
+        with contextlib.suppress(gs.GradsyncError):
+            client.barrier("the end of the check", timeout_seconds=30.0)
+    return result
