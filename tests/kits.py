@@ -52,7 +52,7 @@ def end_together(comm: Any, function: Callable[..., Any], *args: Any) -> Any:
     """
     result = function(comm, *args)
     client = process_group._client
-    if client is not None:
+    if client is not None and not comm.closed:
         with contextlib.suppress(gs.GradsyncError):
             client.barrier("the end of the check", timeout_seconds=30.0)
     return result

@@ -68,7 +68,7 @@ def run_ranks_for_outcomes(
         args: picklable.
         timeout: seconds until every rank is killed.
         options: for init_process_group; "environment" holds variables for the ranks, and "stand_in" makes the ranks'
-            CuPy the one under tests/stand_in, with as many GPUs as ranks.
+            CuPy the one under tests/stand_in, with as many GPUs as ranks; "backends" gives each rank its own.
     """
     secret = secrets.token_bytes(32)
     with RendezvousServer(world_size, secret=secret) as server:
@@ -130,6 +130,8 @@ def _rank_main(
     options.setdefault("collective_timeout_seconds", 30.0)
     try:
         os.environ.update(options.pop("environment", {}))
+        if "backends" in options:
+            options["backend"] = options.pop("backends")[rank]
         if options.pop("stand_in", False):
             os.environ.setdefault("GRADSYNC_STAND_IN_DEVICES", str(world_size))
             sys.path.insert(0, str(STAND_IN))

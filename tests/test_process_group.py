@@ -69,7 +69,11 @@ def test_auto_takes_local_for_a_world_of_one(caplog: pytest.LogCaptureFixture) -
         ({"rank": 0, "world_size": 2}, gs.InvalidArgument, "MASTER_ADDR"),
         ({"rank": 0, "world_size": 2, "address": "nowhere"}, gs.InvalidArgument, "host:port"),
         ({"rank": 0, "world_size": 2, "backend": "local"}, gs.InvalidArgument, "for one rank"),
-        ({"rank": 0, "world_size": 1, "device": "cuda:0"}, gs.InvalidArgument, "device 'cpu', got 'cuda:0'"),
+        (
+            {"backend": "local", "rank": 0, "world_size": 1, "device": "cuda:0"},
+            gs.InvalidArgument,
+            "device 'cpu', got 'cuda:0'",
+        ),
         ({"rank": 0, "world_size": 1, "timeout_seconds": 0}, gs.InvalidArgument, "timeout_seconds"),
         ({"rank": 0, "world_size": 2, "backend": "mpi"}, gs.BackendUnavailable, "mpi"),
         (

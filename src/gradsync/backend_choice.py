@@ -1,79 +1,157 @@
-"""Which backend a process takes: what was asked for, or what suits the machine; nothing that cannot run here."""
+"""Which backend the ranks take: what was asked for, or what suits where they run; nothing that cannot run there.
+
+What was asked for is checked before the ranks meet. "auto" is decided when they have met, by rank 0 for all: a rank
+alone cannot know whether each of the others has a GPU, and one of its own.
+"""
 
 from __future__ import annotations
 
-from gradsync.communicators.nccl_connection import count_devices
+from collections.abc import Sequence
+
+from gradsync.communicators.nccl_connection import choose_device, count_devices, device_identity
 from gradsync.communicators.nccl_library import NcclLibrary
 from gradsync.communicators.shared_memory import check_platform
 from gradsync.environment import BACKENDS, RankEnvironment
-from gradsync.errors import BackendUnavailable, InvalidArgument
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
+from gradsync.rendezvous.client import RendezvousClient
 from gradsync.visible_devices import count_gpus
 
+_GPU = "gpu "  # begins the offer of a rank that has one; what follows tells GPUs apart
+_NO_GPU = "no gpu: "
+_WANTS = "wants "  # begins what a rank says that was told which backend to take
+_MAX_OFFER_BYTES = 4096
 
-def choose_backend(wanted: str, place: RankEnvironment, *, allow_shared_gpu: bool = False) -> tuple[str, str]:
-    """Returns the backend to use, and why in words for the log.
+
+def check_backend(wanted: str, place: RankEnvironment, device: str | None) -> str:
+    """Returns the backend that was asked for, or "auto", after refusing what cannot run here.
 
     Args:
         wanted: one of BACKENDS.
         place: who this process is.
-        allow_shared_gpu: whether ranks may share a GPU.
+        device: what init_process_group was given; a CUDA device asks for "nccl".
 
     Raises:
-        InvalidArgument: no backend has that name, or "local" for several ranks.
-        BackendUnavailable: the backend cannot run here, or none can; the text says why.
+        InvalidArgument: no backend has that name, it does not run on the device, or "local" for several ranks.
+        BackendUnavailable: it cannot run here; the text says why.
     """
     if wanted not in BACKENDS:
         raise InvalidArgument(f"unknown backend {wanted!r} in GRADSYNC_BACKEND: use one of {', '.join(BACKENDS)}")
-    if wanted == "auto":
-        return _suitable_backend(place, allow_shared_gpu=allow_shared_gpu)
+    if wanted == "auto" and device is not None and device != "cpu":
+        wanted = "nccl"
     if wanted == "mpi":
         raise BackendUnavailable("backend 'mpi' is not part of this version; use 'shm' on one host")
+    if wanted not in ("auto", "nccl") and device not in (None, "cpu"):
+        raise InvalidArgument(f"backend {wanted!r} runs on device 'cpu', got {device!r}")
     if wanted == "local" and place.world_size != 1:
         raise InvalidArgument(f"backend 'local' is for one rank, world_size is {place.world_size}")
     if wanted == "shm":
         check_platform()
     if wanted == "nccl":
         _check_nccl()
-    return wanted, "asked for"
+    if wanted == "auto" and place.local_world_size != place.world_size and count_gpus() == 0:
+        raise _no_backend(place, "no GPU is visible")
+    return wanted
 
 
-def _suitable_backend(place: RankEnvironment, *, allow_shared_gpu: bool) -> tuple[str, str]:
-    no_gpus = why_not_nccl(place, allow_shared_gpu=allow_shared_gpu)
+def offer_of(place: RankEnvironment, device: str | None, *, allow_shared_gpu: bool) -> str:
+    """Says which GPU this rank could use, or why it has none; loads CuPy only beside a GPU."""
+    if device == "cpu":
+        return f"{_NO_GPU}device='cpu' was asked for"
+    if count_gpus() == 0:
+        return f"{_NO_GPU}no GPU is visible"
+    try:
+        NcclLibrary()
+        device_id = choose_device(device, place.local_rank, count_devices(), allow_shared_gpu=allow_shared_gpu)
+        return f"{_GPU}{device_identity(device_id)}"
+    except GradsyncError as error:
+        return f"{_NO_GPU}{error}"
+
+
+def suitable_backend(offers: Sequence[str], place: RankEnvironment, *, allow_shared_gpu: bool) -> tuple[str, str]:
+    """Returns the backend for ranks that have made these offers, and why.
+
+    Raises:
+        BackendUnavailable: no backend can join them; the text says why.
+    """
+    no_gpus = _why_not_nccl(offers, allow_shared_gpu=allow_shared_gpu)
     if no_gpus is None:
         return "nccl", "each rank has a GPU"
     if place.world_size == 1:
         return "local", f"one rank; {no_gpus}"
     if place.local_world_size != place.world_size:
-        raise BackendUnavailable(
-            f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: without a GPU for "
-            f"each rank ({no_gpus}), this version joins the ranks of one host"
-        )
+        raise _no_backend(place, no_gpus)
     check_platform()
     return "shm", f"all ranks are on this host; {no_gpus}"
 
 
-def why_not_nccl(place: RankEnvironment, *, allow_shared_gpu: bool) -> str | None:
-    """Returns why the ranks of this host cannot use NCCL, or None when they can. Loads CuPy only beside a GPU."""
-    if count_gpus() == 0:
-        return "no GPU is visible"
-    try:
-        count = _usable_gpus()
-    except BackendUnavailable as error:
-        return str(error)
-    if count < place.local_world_size and not (allow_shared_gpu and count):
-        return f"{place.local_world_size} ranks here for {count} visible GPUs"
+def agree_on_backend(
+    client: RendezvousClient,
+    wanted: str,
+    place: RankEnvironment,
+    device: str | None,
+    timeout_seconds: float,
+    *,
+    allow_shared_gpu: bool,
+) -> tuple[str, str]:
+    """Returns the backend that all ranks take, and why. Every rank must call it, once in a generation.
+
+    Raises:
+        InvalidArgument: the ranks ask for different backends.
+        BackendUnavailable: no backend can join them.
+        RendezvousTimeout, RankFailed: a rank did not come, or died.
+    """
+    is_open = wanted == "auto"
+    offer = offer_of(place, device, allow_shared_gpu=allow_shared_gpu) if is_open else f"{_WANTS}{wanted}"
+    client.set(f"backend/offer/{client.rank}", offer.encode()[:_MAX_OFFER_BYTES])
+    if client.rank == 0:
+        chosen, reason = wanted, "asked for"
+        if wanted == "auto":
+            offers = [
+                client.get(f"backend/offer/{rank}", timeout_seconds=timeout_seconds).decode(errors="replace")
+                for rank in range(client.world_size)
+            ]
+            _check_all_open(offers)
+            chosen, reason = suitable_backend(offers, place, allow_shared_gpu=allow_shared_gpu)
+        client.set("backend", f"{wanted}\n{chosen}\n{reason}".encode())
+    common, chosen, reason = client.get("backend", timeout_seconds=timeout_seconds).decode().split("\n", 2)
+    if common != wanted:
+        raise InvalidArgument(
+            f"rank {client.rank}/{client.world_size}: rank 0 asks for backend {common!r}, this rank for {wanted!r}: "
+            "name one for all, by init_process_group or GRADSYNC_BACKEND"
+        )
+    return chosen, reason
+
+
+def _check_all_open(offers: Sequence[str]) -> None:
+    for rank, offer in enumerate(offers):
+        if offer.startswith(_WANTS):
+            raise InvalidArgument(
+                f"rank {rank} asks for backend {offer.removeprefix(_WANTS)!r}, rank 0 for 'auto': name one for all, by "
+                "init_process_group or GRADSYNC_BACKEND"
+            )
+
+
+def _why_not_nccl(offers: Sequence[str], *, allow_shared_gpu: bool) -> str | None:
+    for rank, offer in enumerate(offers):
+        if not offer.startswith(_GPU):
+            reason = offer.removeprefix(_NO_GPU)
+            return reason if len(offers) == 1 or len(set(offers)) == 1 else f"rank {rank}: {reason}"
+    if len(set(offers)) < len(offers) and not allow_shared_gpu:
+        return f"{len(offers)} ranks for {len(set(offers))} visible GPUs"
     return None
+
+
+def _no_backend(place: RankEnvironment, no_gpus: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: without a GPU for "
+        f"each rank ({no_gpus}), this version joins the ranks of one host"
+    )
 
 
 def _check_nccl() -> None:
     try:
-        if _usable_gpus() == 0:
+        NcclLibrary()
+        if count_devices() == 0:
             raise BackendUnavailable("no GPU is visible")
     except BackendUnavailable as error:
         raise BackendUnavailable(f"backend 'nccl' cannot run here: {error}; use 'shm' on one host") from None
-
-
-def _usable_gpus() -> int:
-    """Loads NCCL, and counts the GPUs that CUDA shows to this process."""
-    NcclLibrary()
-    return count_devices()

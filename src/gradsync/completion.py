@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 class Completion(Protocol):
-    """The end of one launched collective. Every method raises what ended it, once it has failed."""
+    """The end of one launched collective. Once it has failed, order() and wait() raise what ended it."""
 
     def done(self) -> bool:
         """Whether it has ended, or failed; never waits for the device."""

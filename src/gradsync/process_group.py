@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import replace
 
-from gradsync.backend_choice import choose_backend
+from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, suitable_backend
 from gradsync.bootstrap import Host, join
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
@@ -76,20 +76,19 @@ def init_process_group(
     _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
     place = _place(backend, rank, world_size)
     allow_shared_gpu = allow_shared_gpu or allows_shared_gpu()
-    chosen, reason = choose_backend(
-        backend if backend != "auto" else place.backend, place, allow_shared_gpu=allow_shared_gpu
-    )
-    if chosen != "nccl" and device not in (None, "cpu"):
-        raise InvalidArgument(f"backend {chosen!r} runs on device 'cpu', got {device!r}")
-    _log.info("rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
+    wanted = check_backend(backend if backend != "auto" else place.backend, place, device)
+    if wanted == "auto" and place.world_size == 1:
+        offer = offer_of(place, device, allow_shared_gpu=allow_shared_gpu)
+        wanted, reason = suitable_backend([offer], place, allow_shared_gpu=allow_shared_gpu)
+        _tell(place, wanted, reason)
     communicator: Communicator
-    if chosen == "local":
+    if wanted == "local":
         communicator = LocalCommunicator()
     else:
         _client, _host = join(place, address, timeout_seconds, _host)
         try:
             communicator = _connect(
-                chosen,
+                wanted,
                 _client,
                 place,
                 device,
@@ -113,10 +112,12 @@ def destroy_process_group() -> None:
     """
     communicator = get_world()
     set_world(None)
-    if communicator is not None:
-        communicator.on_exit = None
-        communicator.close()
-    _leave()
+    try:
+        if communicator is not None:
+            communicator.on_exit = None
+            communicator.close()
+    finally:
+        _leave()
 
 
 def is_initialized() -> bool:
@@ -193,7 +194,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _connect(
-    chosen: str,
+    wanted: str,
     client: RendezvousClient,
     place: RankEnvironment,
     device: str | None,
@@ -202,20 +203,14 @@ def _connect(
     *,
     allow_shared_gpu: bool,
 ) -> Communicator:
-    """Makes the communicator of a backend between processes, after making sure that all ranks take the same one."""
-    if client.rank == 0:
-        client.set("backend", chosen.encode())
-    common = client.get("backend", timeout_seconds=timeout_seconds).decode()
-    if common != chosen:
-        raise InvalidArgument(
-            f"rank {client.rank}/{client.world_size}: rank 0 takes backend {common!r}, this rank {chosen!r}: "
-            "name one for all, by init_process_group or GRADSYNC_BACKEND"
-        )
+    """Makes the communicator of the backend between processes on which the ranks agree."""
+    chosen, reason = agree_on_backend(client, wanted, place, device, timeout_seconds, allow_shared_gpu=allow_shared_gpu)
+    _tell(place, chosen, reason)
     if chosen == "shm":
         return connect_shared_memory(
             client, timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds
         )
-    communicator: Communicator = connect_nccl(
+    return connect_nccl(
         client,
         local_rank=place.local_rank,
         device=device,
@@ -223,7 +218,10 @@ def _connect(
         collective_timeout_seconds=collective_timeout_seconds,
         allow_shared_gpu=allow_shared_gpu,
     )
-    return communicator
+
+
+def _tell(place: RankEnvironment, chosen: str, reason: str) -> None:
+    _log.info("rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
 
 
 def _destroy_because_of(error: BaseException | None) -> None:

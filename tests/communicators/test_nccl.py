@@ -130,9 +130,9 @@ def test_ranks_share_a_real_gpu(world_size: int) -> None:
 
 def test_ranks_that_take_different_backends_are_told() -> None:
     first, second = SHM.run(2, check, "begin_anew", ["nccl", "shm"], {}, environment={"GRADSYNC_STAND_IN_DEVICES": "2"})
-    assert second.startswith("InvalidArgument: rank 1/2: rank 0 takes backend 'nccl', this rank 'shm'")
+    assert second.startswith("InvalidArgument: rank 1/2: rank 0 asks for backend 'nccl', this rank for 'shm'")
     assert first.startswith("RankFailed")
-    assert "this rank 'shm'" in first
+    assert "this rank for 'shm'" in first
 
 
 def test_communicators_that_do_not_block_are_refused() -> None:

@@ -36,8 +36,9 @@ class AllreduceCallback:
     """Registers in a training loop: call it with each gradient, flush at the end of the backward pass.
 
     Every rank hands over the same gradients in the same order; ranks that differ get PlanMismatch, all of them, before
-    data moves. Gradients of one dtype are packed until the threshold is reached; the bucket's all-reduce then starts
-    at once. The reduced values are written into the gradient that was handed over, unless it is read-only.
+    data moves (on NCCL, ranks that leave a plan which they have repeated find out too late: PlanMismatch.broken).
+    Gradients of one dtype are packed until the threshold is reached; the bucket's all-reduce then starts at once. The
+    reduced values are written into the gradient that was handed over, unless it is read-only.
 
     Args:
         reduce_method: "sum" or "mean", in any case. "mean" needs floating or complex gradients.
@@ -133,7 +134,7 @@ class AllreduceCallback:
         """Ends the backward pass: reduces what is left, and resolves every future of the step.
 
         Every rank must call it. Inside no_sync() it only counts a local pass. On a GPU the current stream waits for
-        the reductions, the host does not.
+        the reductions; the host does so only where gradients came from host memory.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
@@ -159,7 +160,8 @@ class AllreduceCallback:
         """Surrounds a backward pass: flushes at its end.
 
         When the body raises, the futures that are not done are cancelled, and the communicator is aborted, so that
-        the other ranks get RankFailed instead of waiting; after PlanMismatch, which every rank gets, it stays usable.
+        the other ranks get RankFailed instead of waiting; after PlanMismatch, which every rank gets, it stays usable,
+        unless the error says `broken`.
         """
         try:
             yield

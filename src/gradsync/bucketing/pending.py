@@ -24,15 +24,16 @@ class PendingGradient(NamedTuple):
     target: Array  # flat, likewise; the source itself where the result may take its place
     write_back: Array | None  # where the target's values go afterwards: other layouts, other devices
     result: Any  # what the future gives
-    producer: Any  # the stream whose work made the gradient; None on the CPU
+    producer: Any  # mark of the work that made the gradient; None on the CPU
 
 
 def prepare(
     future: GradientFuture, param: Any, grad: Any, native: Array, communicator: Communicator
 ) -> PendingGradient:
     """Decides where the reduced values go: into the gradient, or a new array where that cannot be written to."""
-    arrays, producer = communicator.arrays, communicator.current_stream()
+    arrays = communicator.arrays
     source = arrays.flat(native)
+    producer = communicator.mark_work()
     if arrays.writeable(native) and not overlaps_itself(native):
         write_back = None if arrays.is_viewed_flat(native) else native
         return PendingGradient(future, param, source, source, write_back, grad, producer)

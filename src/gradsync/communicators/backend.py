@@ -60,6 +60,9 @@ class Backend(ABC):
         """
         return _INLINE
 
+    def _keep(self, *arrays: Array) -> None:
+        """Keeps arrays from being given to others until the launch that is being made has ended."""
+
     def _bring_back(self, flat: Array, native: Array, launch: Any) -> None:
         """Brings the values of `flat` to `native`, within _launching, unless it is a view of it."""
         self.arrays.write_back(flat, native)

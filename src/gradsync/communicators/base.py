@@ -5,7 +5,8 @@ Everything a caller can get wrong is told here, once, in the same words on every
 
 All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
 same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
-data moves, and can go on.
+data moves, and can go on; on NCCL, ranks that leave what they have repeated may find out too late: then the error is
+`broken`, and so is the communicator.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Communicator(Backend):
 
     One thread at a time may use a communicator; a second one gets an error that says so. A collective that fails in
     the middle (a rank died, a deadline passed, Ctrl-C) breaks the communicator for all its ranks: every later call
-    raises CommunicatorClosed with the first reason. Only PlanMismatch leaves it usable.
+    raises CommunicatorClosed with the first reason. Only PlanMismatch leaves it usable, unless it says `broken`.
 
     Attributes:
         rank: this process's number, 0 <= rank < world_size.
@@ -78,6 +79,7 @@ class Communicator(Backend):
             RankFailed: another rank died or aborted.
             CollectiveTimeout: a rank did not arrive before the deadline.
             CommunicatorClosed: closed, aborted, or inherited through a fork.
+            NcclError: NCCL or the GPU failed.
         """
         if out is None and self._all_reduce_prepared(array, op):
             return array
@@ -96,6 +98,7 @@ class Communicator(Backend):
                 if target is not source:
                     viewed = self.arrays.is_viewed_flat(target)
                     flat_target = self.arrays.flat(target if viewed else self.arrays.empty_like(flat_source))
+                self._keep(source, target)
                 self._all_reduce_list([flat_source], [flat_target], op, agreement)
                 self._bring_back(flat_target, target, launch)
             self._await_host_results(launch)
@@ -127,6 +130,7 @@ class Communicator(Backend):
         with self.lifetime.turn("broadcast"):
             with self._launching(stream) as launch:
                 flat = self.arrays.flat(native)
+                self._keep(native, flat)
                 self._broadcast(flat, root, agreement)
                 if self.rank != root:
                     self._bring_back(flat, native, launch)
@@ -165,7 +169,7 @@ class Communicator(Backend):
             op: an operator that the dtype table allows.
             agreement: what this rank believes all ranks are about to do.
             write_backs: pairs of a target and the native array that gets its values afterwards.
-            producers: the streams (see current_stream) whose work made the sources.
+            producers: marks (see mark_work) of the work that made the sources.
 
         Returns:
             None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
@@ -195,8 +199,8 @@ class Communicator(Backend):
         native: Array = self.arrays.native(array, f"{self.label}: {what}")
         return native
 
-    def current_stream(self) -> Any:
-        """Returns the stream that the caller's work goes to now; None on the CPU."""
+    def mark_work(self) -> Any:
+        """Returns what a stream can wait for to come after the caller's work so far; None on the CPU."""
         return None
 
     def agree(self, agreement: Agreement) -> None:

@@ -66,7 +66,7 @@ class DeviceArrays:
     def write_back(self, flat: Any, native: Any) -> None:
         """See ArrayKind; blocks for a host array until the current stream has come here."""
         if isinstance(native, np.ndarray):
-            copy_home(flat, native)
+            native[...] = flat.get().view(native.dtype).reshape(native.shape)
         elif not native.flags.c_contiguous:
             native[...] = flat.reshape(native.shape)
 
@@ -94,11 +94,6 @@ class DeviceArrays:
         return self._host.share_memory(_addresses_of(first), _addresses_of(second))
 
 
-def copy_home(flat: Any, native: Array, stream: Any = None) -> None:
-    """Copies what flat() staged on the device back into the host array; waits for the stream."""
-    native[...] = flat.get(stream=stream).view(native.dtype).reshape(native.shape)
-
-
 def _transferable(native: Array) -> Array:
     """Returns the elements of a host array in C order, as bytes where CuPy does not know their dtype."""
     flat = np.ascontiguousarray(native).reshape(-1)
@@ -108,11 +103,7 @@ def _transferable(native: Array) -> Array:
 def _foreign(array: Any, who: str) -> Any:
     """Returns an array of another library as ours, without a copy, ordered after the work that it says it waits for."""
     try:
-        interface = getattr(array, "__cuda_array_interface__", None)
-        if interface is not None:
-            if interface["data"][1]:
-                raise InvalidArgument(f"{who} got a read-only {type(array).__name__} on a GPU: hand over a copy")
-            return cupy.asarray(array)
+        # DLPack first: it orders the producer's stream before ours without the host waiting.
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
             kind = int(array.__dlpack_device__()[0])
             if kind in (DLPACK_CPU, DLPACK_CUDA_HOST):
@@ -120,8 +111,13 @@ def _foreign(array: Any, who: str) -> Any:
             if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
                 return cupy.from_dlpack(array)
             raise InvalidArgument(f"{who} got an array on a device that is no CUDA device (DLPack device type {kind})")
-    except (RuntimeError, BufferError, TypeError) as error:
-        if isinstance(error, UnsupportedDtype):
+        interface = getattr(array, "__cuda_array_interface__", None)
+        if interface is not None:
+            if interface["data"][1]:
+                raise InvalidArgument(f"{who} got a read-only {type(array).__name__} on a GPU: hand over a copy")
+            return cupy.asarray(array)
+    except (RuntimeError, BufferError, TypeError, ValueError) as error:
+        if isinstance(error, (UnsupportedDtype, InvalidArgument)):
             raise
         raise InvalidArgument(f"{who} cannot view {type(array).__name__} without a copy: {error}") from error
     needed = "a CuPy or NumPy array, or one that speaks DLPack"

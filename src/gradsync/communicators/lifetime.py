@@ -105,6 +105,8 @@ class Lifetime:
     def leave(self, error: BaseException | None) -> None:
         """Ends a collective; one that failed midway ends the communicator for all ranks."""
         try:
+            if self._untold is not None and str(error) == str(self._untold):
+                self._untold = None  # this call has raised it
             unharmed = error is None or (isinstance(error, PlanMismatch) and not error.broken)
             if error is not None and not unharmed:
                 self.abort(f"in {self._inside}: {describe(error)}", _culprit_of(error))

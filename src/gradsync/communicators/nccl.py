@@ -7,6 +7,7 @@ The way to a communicator is in nccl_connection.py.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from gradsync.communicators.nccl_launch import Launch, as_stream
 from gradsync.communicators.nccl_reduction import NcclReduction
 from gradsync.communicators.nccl_watcher import Watcher
 from gradsync.communicators.predicted_agreement import PredictedAgreement
+from gradsync.communicators.work_marks import WorkMarks
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
 from gradsync.reduction import ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
@@ -65,12 +67,13 @@ class NcclCommunicator(Communicator):
         self._device = cupy.cuda.Device(device_id)
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
-            self._copy_stream = cupy.cuda.Stream(non_blocking=True)
-        self._packer = FusedPacker()
+            self._packer = FusedPacker()
         self._reduction = NcclReduction(handle, self.world_size)
         self._flat: Any = None  # where buckets are packed; belongs to self._stream
         self._launch: Launch | None = None  # the one being made
-        self._last: tuple[Launch, int] | None = None  # the one before, and its stream
+        self._last: tuple[Launch, Any] | None = None  # the one before, and its stream
+        self._marks = WorkMarks(self._device)
+        self._timeout_seconds = timeout_seconds
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
@@ -88,9 +91,9 @@ class NcclCommunicator(Communicator):
         # Not at exit: the process group closes its communicator then, and what is left cannot hang (nccl_handle.py).
         weakref.finalize(self, _end_forgotten, handle, self._watcher, self._agreement).atexit = False
 
-    def current_stream(self) -> Any:
-        """Returns CuPy's current stream on the communicator's device."""
-        return cupy.cuda.get_current_stream(self._device.id)
+    def mark_work(self) -> Any:
+        """Returns an event after the work on the current stream so far."""
+        return self._marks.mark()
 
     def close(self) -> None:
         """See Communicator.close; what this rank has to tell the others of a failure is told when it returns."""
@@ -115,6 +118,7 @@ class NcclCommunicator(Communicator):
             return
         flat = self._flat_buffer(pack_layout(tuple([source.nbytes for source in sources])).total_bytes)
         if flat.size:
+            self._keep(flat)
             self._packer.pack(sources, flat)
             packed = flat.view(sources[0].dtype)
             self._reduction.all_reduce(packed, packed, op)
@@ -122,7 +126,6 @@ class NcclCommunicator(Communicator):
 
     def _broadcast(self, flat: Any, root: int, agreement: Agreement) -> None:
         self._agree(agreement)
-        self._keep(flat)
         self._reduction.broadcast(flat, root)
 
     def _agree(self, agreement: Agreement) -> None:
@@ -146,15 +149,21 @@ class NcclCommunicator(Communicator):
     def _launching(self, stream: Any, producers: Sequence[Any] | None = None) -> Iterator[Launch]:
         self._raise_failure()
         with self._device:
-            where = as_stream(stream) if producers is None else self._stream
+            if producers is not None:
+                where = self._stream
+            else:
+                where = as_stream(stream, self._device.id)
+                # Arrays of other libraries are ordered on the current stream when they are taken over.
+                producers = [] if stream is None else [self.mark_work()]
             launch = Launch(
                 f"{self.label}: a collective",
                 self._raise_failure,
-                self._copy_stream,
+                self._handle,
+                self._device.id,
                 self._agreement.position,
-                self._handle.has_failed,
+                self._timeout_seconds,
             )
-            self._order_after_others(where, producers or ())
+            self._order_after_others(where, producers)
             with where:
                 launch.started.record(where)
                 self._launch = launch
@@ -162,13 +171,19 @@ class NcclCommunicator(Communicator):
                     yield launch
                 except PlanMismatch:
                     raise  # before anything was launched
-                except NcclError as error:
+                except (NcclError, CommunicatorClosed) as error:
                     self._take_into_care(launch, where)
-                    raise self._watcher.cause_of(error) from error
+                    self._raise_failure()  # the cause, where another thread has ended the communicator
+                    if isinstance(error, NcclError):
+                        self._watcher.raise_cause(error)
+                    raise
                 except BaseException:
                     self._take_into_care(launch, where)
                     raise
-                self._take_into_care(launch, where)
+                else:
+                    self._take_into_care(launch, where)
+                finally:
+                    self._launch = None
 
     def _bring_back(self, flat: Any, native: Any, launch: Any) -> None:
         if isinstance(native, np.ndarray):
@@ -191,8 +206,7 @@ class NcclCommunicator(Communicator):
 
     def _release(self) -> None:
         if self._failure is None:
-            with self._device:
-                self._await_last_launch()
+            self._await_last_launch()
         self._watcher.stop()
         self._agreement.close()
         if self._failure is None:
@@ -202,29 +216,26 @@ class NcclCommunicator(Communicator):
 
     def _order_after_others(self, stream: Any, producers: Sequence[Any]) -> None:
         """Makes a stream wait for the work that its inputs come from, and for the collective before."""
-        for producer in {producer.ptr: producer for producer in producers}.values():
-            if producer.ptr != stream.ptr:
-                event = cupy.cuda.Event(disable_timing=True)
-                event.record(producer)
-                stream.wait_event(event)
+        for event in {id(event): event for event in producers}.values():
+            stream.wait_event(event)
         # NCCL wants the collectives of a communicator one after the other.
-        if self._last is not None and self._last[1] != stream.ptr:
+        if self._last is not None and self._last[1] is not stream:
             stream.wait_event(self._last[0].ended)
 
     def _take_into_care(self, launch: Launch, stream: Any) -> None:
         launch.ended.record(stream)
-        self._launch = None
-        self._last = (launch, stream.ptr)
+        self._last = (launch, stream)
         self._watcher.add(launch)
 
     def _keep(self, *arrays: Any) -> None:
+        """Keeps arrays until the launch that is being made has ended."""
         if self._launch is not None:
             self._launch.keep(*arrays)
 
     def _flat_buffer(self, size_bytes: int) -> Any:
         """Returns the first bytes of the flat buffer, grown where it is too small; only for the bucket stream."""
         if self._flat is None or self._flat.size < size_bytes:
-            # Zeros, because the gaps between gradients are reduced too.
+            # Initialised once; what the gaps between gradients hold is reduced too, and does not matter.
             self._flat = cupy.zeros(size_bytes, np.uint8)
         return self._flat[:size_bytes]
 
@@ -232,7 +243,7 @@ class NcclCommunicator(Communicator):
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)
 
     def _begin_to_fail(self, error: BaseException) -> bool:
         """Marks the communicator and its launches as failed; returns whether this was the first failure."""
@@ -284,7 +295,6 @@ def _tell_others(client: RendezvousClient, reason: str | None, told: threading.E
 
 
 def _end_forgotten(handle: NcclHandle, watcher: Watcher, agreement: PredictedAgreement) -> None:
-    """Ends a communicator that was collected without being closed."""
     watcher.stop()
     agreement.close()
     handle.begin_abort()

@@ -6,13 +6,18 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.nccl_library import NcclLibrary
 from gradsync.errors import BackendUnavailable, InvalidArgument, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
 
+if TYPE_CHECKING:
+    from gradsync.communicators.nccl import NcclCommunicator
+
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
+# Ranks on one GPU wait for each other inside their kernels, so all of them must fit on it at once.
+_CTAS_OF_A_SHARING_RANK = "4"
 
 
 def count_devices() -> int:
@@ -79,7 +84,7 @@ def connect_nccl(
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
     allow_shared_gpu: bool = False,
-) -> Any:
+) -> NcclCommunicator:
     """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
 
     Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
@@ -92,9 +97,6 @@ def connect_nccl(
         timeout_seconds: for meeting the others, ncclCommInitRank included.
         collective_timeout_seconds: how long a collective waits for a rank.
         allow_shared_gpu: whether ranks may share a GPU: for tests.
-
-    Returns:
-        An NcclCommunicator.
 
     Raises:
         BackendUnavailable: no CuPy, NCCL or GPU, or ranks share a GPU and may not; the text says which.
@@ -125,7 +127,7 @@ def _init_rank(
     group: str,
     left: Callable[[], float],
     collective_timeout_seconds: float,
-) -> Any:
+) -> NcclCommunicator:
     import cupy
 
     from gradsync.communicators.nccl import NcclCommunicator
@@ -147,9 +149,13 @@ def _init_rank(
             "a stuck GPU; NCCL_DEBUG=INFO tells more"
         ) from error
     handle = NcclHandle(library, raw, device_id, label)
-    return NcclCommunicator(
-        handle, client, group=group, device_id=device_id, timeout_seconds=collective_timeout_seconds
-    )
+    try:
+        return NcclCommunicator(
+            handle, client, group=group, device_id=device_id, timeout_seconds=collective_timeout_seconds
+        )
+    except BaseException:
+        handle.begin_abort()
+        raise
 
 
 def _use(device_id: int) -> None:
@@ -167,10 +173,7 @@ def _check_devices(
     client: RendezvousClient, device_id: int, group: str, left: Callable[[], float], *, allow_shared_gpu: bool
 ) -> None:
     """Finds ranks on one GPU before NCCL does, in words that help, on every rank."""
-    import cupy
-
-    bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
-    mine = f"{socket.gethostname()} {_boot_id()} {bus if isinstance(bus, str) else bus.decode()}"
+    mine = device_identity(device_id)
     client.set(f"nccl/{group}/device/{client.rank}", mine.encode())
     by_device: dict[str, list[int]] = {}
     for rank in range(client.world_size):
@@ -186,6 +189,14 @@ def _check_devices(
         )
 
 
+def device_identity(device_id: int) -> str:
+    """Returns what tells this GPU from all others of all hosts: host name, boot id and PCI bus id."""
+    import cupy
+
+    bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
+    return f"{socket.gethostname()} {_boot_id()} {bus if isinstance(bus, str) else bus.decode()}"
+
+
 def _boot_id() -> str:
     """Returns what tells hosts apart that were given one name."""
     try:
@@ -197,6 +208,7 @@ def _boot_id() -> str:
 
 def _let_ranks_share(version: int, rank: int) -> None:
     """Sets what makes NCCL accept several ranks on one GPU; read by NCCL when the first communicator is made."""
+    os.environ.setdefault("NCCL_MAX_CTAS", _CTAS_OF_A_SHARING_RANK)
     if version >= _MULTI_RANK_GPU_SINCE:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     else:

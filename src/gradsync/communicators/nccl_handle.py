@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import cupy
 
 from gradsync.communicators.nccl_library import NcclLibrary
-from gradsync.errors import GradsyncError, NcclError, describe
+from gradsync.errors import CommunicatorClosed, NcclError, describe
 
 DESTROY_SECONDS = 10.0
 _OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for a call to come back before it interrupts it
@@ -98,9 +98,13 @@ class NcclHandle:
 
         Raises:
             NcclError: NCCL refused or failed.
+            CommunicatorClosed: another thread has ended it.
         """
-        with self._calling, self.library.errors(f"nccl{name[0].upper()}{name[1:]}", self._label, self._raw):
-            getattr(self._raw, name)(*arguments)
+        with self._calling:
+            if self._how is not None:  # what CuPy would pass on then is a null pointer
+                raise CommunicatorClosed(f"{self._label}: {name} on a communicator of NCCL that has been ended")
+            with self.library.errors(f"nccl{name[0].upper()}{name[1:]}", self._label, self._raw):
+                getattr(self._raw, name)(*arguments)
 
     def check(self) -> None:
         """Raises NcclError when a collective has failed since it was launched."""
@@ -132,8 +136,9 @@ class NcclHandle:
 
     def keep_until_end(self, objects: Sequence[object]) -> None:
         """Keeps objects, and with them GPU memory, until no collective can use it any more."""
-        if not self._has_ended.is_set():
-            self._kept.extend(objects)
+        with self._ending:
+            if not self._has_ended.is_set():
+                self._kept.extend(objects)
 
     def await_end(self, seconds: float) -> None:
         """Waits until it has ended, or the deadline comes."""
@@ -151,8 +156,19 @@ class NcclHandle:
 
     def _end_when_told(self) -> None:
         self._told_to_end.wait()
-        if self._before is not None:
-            self._before()
+        try:
+            if self._before is not None:
+                self._before()
+            self._call_end()
+        except Exception as error:  # NCCL's and CUDA's above all: there is nobody to raise to
+            _log.warning("%s", describe(error))
+        finally:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
+            with self._ending:
+                self._kept.clear()
+                self._has_ended.set()
+
+    def _call_end(self) -> None:
         # A thread that is stuck inside a call holds this. Abort is documented as safe only without, but it is also
         # the only way to free that thread.
         idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
@@ -162,11 +178,6 @@ class NcclHandle:
                 self.library.errors(f"ncclComm{str(self._how).title()}", self._label),
             ):
                 getattr(self._raw, str(self._how))()
-        except GradsyncError as error:
-            _log.warning("%s", describe(error))
         finally:
             if idle:
                 self._calling.release()
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
-        self._kept.clear()
-        self._has_ended.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -9,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import cupy
+import numpy as np
 
-from gradsync.communicators.device_arrays import copy_home
+from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.errors import CollectiveTimeout, NcclError, describe
 
 _log = logging.getLogger("gradsync")
@@ -35,18 +37,20 @@ class Launch:
     Args:
         name: see above.
         check: raises what has broken the communicator.
-        copy_stream: an otherwise idle stream, for bringing host results home.
+        handle: NCCL's communicator.
+        device_id: its device.
         position: the collective's number on its communicator.
-        has_nccl_failed: whether NCCL has met an error since.
+        timeout_seconds: how long the host waits for it, when it is not told.
     """
 
     def __init__(
         self,
         name: str,
         check: Callable[[], None],
-        copy_stream: Any,
+        handle: NcclHandle,
+        device_id: int,
         position: int,
-        has_nccl_failed: Callable[[], bool],
+        timeout_seconds: float,
     ) -> None:
         self.name = name
         self.position = position
@@ -55,10 +59,11 @@ class Launch:
         self.launched_at = time.monotonic()
         self.seen_started_at: float | None = None  # by the watcher
         self._check = check
-        self._copy_stream = copy_stream
-        self._has_nccl_failed = has_nccl_failed
+        self._handle = handle
+        self._device_id = device_id
+        self._timeout_seconds = timeout_seconds
         self._memory: list[Any] = []  # what the GPU reads or writes: not given to others before its end
-        self._host_results: list[tuple[Any, Any]] = []  # (flat device array, NumPy array)
+        self._host_results: list[tuple[Any, Any]] = []  # (bytes in pinned memory, NumPy array)
         self._callbacks: list[Callable[[BaseException | None], None]] = []
         self._error: BaseException | None = None
         self._over = False
@@ -72,8 +77,13 @@ class Launch:
         self._memory.extend(arrays)
 
     def bring_back(self, flat: Any, native: Any) -> None:
-        """Puts the values of a device array into a host array, once they are there."""
-        self._host_results.append((flat, native))
+        """Copies a device array, on the current stream, to where the host fetches it for its own array at the end."""
+        pinned = cupy.cuda.alloc_pinned_memory(max(flat.nbytes, 1))
+        staging = np.frombuffer(pinned, np.uint8, flat.nbytes)
+        if flat.nbytes:
+            flat.view(np.uint8).get(out=staging, blocking=False)
+        self.keep(flat)
+        self._host_results.append((staging, native))
 
     @property
     def has_host_results(self) -> bool:
@@ -92,21 +102,24 @@ class Launch:
             self.wait()
         elif self._error is not None or not self._over:
             self._raise_failure()
-            as_stream(stream).wait_event(self.ended)
+            with cupy.cuda.Device(self._device_id):  # the default stream's handle means that of the current device
+                as_stream(stream, self._device_id).wait_event(self.ended)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Completion."""
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = time.monotonic() + seconds
         looks = 0
         while not self.done():
             self._raise_failure()
             looks += 1
             if looks > _LOOKS_WITHOUT_SLEEP:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise CollectiveTimeout(f"{self.name} did not end within {timeout_seconds:g} s")
+                if time.monotonic() >= deadline:
+                    begun = "it has begun" if self.started.done else "this rank's own work before it has not ended"
+                    raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: {begun}")
                 time.sleep(_SLEEP_SECONDS)
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
 
     def when_done(self, function: Callable[[BaseException | None], None]) -> None:
         """See Completion."""
@@ -141,7 +154,7 @@ class Launch:
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
         if status == _CUDA_NOT_READY:
             return False
-        if status == _CUDA_SUCCESS and self._has_nccl_failed():
+        if status == _CUDA_SUCCESS and self._handle.has_failed():
             return False  # it has ended without a result: the watcher finds out why
         self._end(None if status == _CUDA_SUCCESS else self._device_error(status))
         return True
@@ -159,16 +172,24 @@ class Launch:
         with self._lock:
             if self._over:
                 return
-            if error is None:
-                for flat, native in self._host_results:
-                    copy_home(flat, native, self._copy_stream)
-                self._memory.clear()  # after an error the GPU may still use it
-            self._error = error
+            self._error = error or self._bring_home()
+            if error is not None:  # the GPU may go on using it until NCCL has been aborted
+                self._handle.keep_until_end([*self._memory, *self._host_results])
+            self._memory.clear()
             self._over = True
+
+    def _bring_home(self) -> NcclError | None:
+        """Puts host results where they belong; returns what was in the way."""
+        try:
+            for staging, native in self._host_results:
+                native[...] = staging.view(native.dtype).reshape(native.shape)
+        except Exception as error:  # the caller has made the array read-only, or resized it
+            return NcclError(f"{self.name}: its result could not be put into the host array: {describe(error)}")
+        return None
 
     def _raise_failure(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         self._check()
 
     def _call(self, function: Callable[[BaseException | None], None]) -> None:
@@ -178,14 +199,14 @@ class Launch:
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
 
 
-def as_stream(stream: Any) -> Any:
-    """Returns what a caller gave as a stream, as CuPy's: None is the current stream.
+def as_stream(stream: Any, device_id: int) -> Any:
+    """Returns what a caller gave as a stream, as CuPy's: None is the calling thread's current one on the device.
 
     Takes CuPy's streams, integers, and objects with `__cuda_stream__` (CUDA's Python protocol) or `cuda_stream`
     (PyTorch).
     """
     if stream is None:
-        return cupy.cuda.get_current_stream()
+        return cupy.cuda.get_current_stream(device_id)
     if hasattr(stream, "ptr"):
         return stream
     if not hasattr(stream, "__cuda_stream__"):

@@ -106,7 +106,7 @@ class NcclLibrary:
 
     @contextlib.contextmanager
     def errors(self, call: str, label: str, communicator: Any = None) -> Iterator[None]:
-        """Raises what NCCL and CUDA report within it as NcclError.
+        """Raises what NCCL reports within it as NcclError.
 
         Args:
             call: the function of NCCL that runs within.
@@ -126,7 +126,7 @@ class NcclLibrary:
         name = RESULT_NAMES.get(code, f"ncclResult {code}")
         last = self._last_error(communicator)
         return NcclError(
-            f"{label}: {call} failed with {name} ({code})"
+            f"{label + ': ' if label else ''}{call} failed with {name} ({code})"
             + (f": {last}" if last else "")
             + f"; {_HINTS.get(code, 'NCCL_DEBUG=INFO tells more')}. NCCL {version_text(self.version)} from "
             f"{library_path()}, CuPy {self.cupy_version()}",

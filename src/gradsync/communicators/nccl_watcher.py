@@ -10,13 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 import cupy
 
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.communicators.nccl_launch import Launch
 from gradsync.communicators.predicted_agreement import PredictedAgreement
-from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError
+from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
@@ -85,45 +86,49 @@ class Watcher:
                     self._ended.append(self._running.popleft())
 
     def fail_launches(self, error: BaseException) -> None:
-        """Ends every launch that has not ended with an error, and those that are still to come."""
+        """Fails every launch that has not ended, and those that are still to come."""
         with self._lock:
             self._error = error
             failed = list(self._running)
             self._running.clear()
-        for launch in failed:
+        for launch in reversed(failed):  # who waits for the first that has failed finds the later ones failed too
             if not launch.done():
                 launch.fail(error)
         self._ended.extend(failed)
 
-    def cause_of(self, error: NcclError) -> GradsyncError:
-        """Returns what another rank has done where that is what NCCL has noticed, else the error itself."""
-        if self._client.world_size == 1:
-            return error
-        deadline = time.monotonic() + _NEWS_SECONDS
-        try:
-            while time.monotonic() < deadline:
-                self._look_at_others()
-                time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
-            self._agreement.look_for_closed_ranks(self._agreement.position - 1)
-        except GradsyncError as cause:
-            return cause
-        return error
+    def raise_cause(self, error: NcclError) -> NoReturn:
+        """Raises what another rank has done where that is what NCCL has noticed, else the error itself."""
+        if self._client.world_size > 1:
+            deadline = time.monotonic() + _NEWS_SECONDS
+            try:
+                while time.monotonic() < deadline:
+                    self._look_at_others()
+                    time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
+                self._agreement.look_for_closed_ranks(self._agreement.position - 1)
+            except GradsyncError as cause:
+                raise cause from error
+        raise error
 
     def stop(self) -> None:
         """Makes the thread end; does not wait for it."""
         self._stopped.set()
 
     def _run(self) -> None:
-        cupy.cuda.Device(self._device_id).use()
         try:
+            cupy.cuda.Device(self._device_id).use()
             while not self._stopped.wait(_BUSY_SECONDS if self._running else _IDLE_SECONDS):
                 self._look()
         except GradsyncError as error:
-            if not self._stopped.is_set():
-                self._on_failure(error)
+            self._report(error)
+        except Exception as error:  # CUDA's own above all: nobody else would notice that this thread is gone
+            self._report(NcclError(f"{self._label}: looking after collectives failed: {describe(error)}"))
         while self._running or self._ended:  # what is left ends soon: it was waited for, or has failed
             self._end_launches()
             time.sleep(_BUSY_SECONDS)
+
+    def _report(self, error: GradsyncError) -> None:
+        if not self._stopped.is_set():
+            self._on_failure(error)
 
     def _end_launches(self) -> None:
         self.reap()
@@ -146,7 +151,7 @@ class Watcher:
         try:
             self._handle.check()
         except NcclError as error:
-            raise self.cause_of(error) from error
+            self.raise_cause(error)
         head = self._head()
         if head is not None:
             self._look_at_clock(head, time.monotonic())

@@ -6,7 +6,8 @@ through the rendezvous server. Two ranks that differ cannot both be about to lau
 of them asks, and nothing is launched in error but by a rank that had gone ahead already; that one is told, and the
 communicator is then broken for all.
 
-A training loop that repeats itself asks in its first steps and never again.
+A training loop that repeats itself asks in its first steps only; one that evaluates now and then asks again where it
+branches off and where it comes back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ _REMEMBERED_EVENTS = 256  # how far back a rank can tell what it launched
 _PIECE_BYTES = MAX_EVENT_BYTES
 _TEXTS_WITHIN_SECONDS = 5.0
 _ASK_AGAIN_AFTER_SECONDS = 1.0  # when a question makes the rank look whether another one has closed
-_KEY_SECONDS = 0.1
 
 
 class History:
@@ -128,7 +128,7 @@ class PredictedAgreement:
             return
         for rank in range(self._client.world_size):
             with contextlib.suppress(TimeoutError):
-                came_to = int(self._client.get(f"{self._closing_keys}/{rank}", timeout_seconds=_KEY_SECONDS))
+                came_to = int(self._client.get(f"{self._closing_keys}/{rank}", timeout_seconds=0.0))
                 if rank != self._client.rank and came_to <= position:
                     raise RankFailed(
                         f"{self._label}: rank {rank} closed the communicator while this rank still needed it; "

@@ -29,6 +29,9 @@ class Pending:
     answer: Message | None = None
 
 
+_IDLE_WITHIN_SECONDS = 1.0
+
+
 class Inbox:
     """Reads one connection for every thread of a client.
 
@@ -131,9 +134,12 @@ class Inbox:
             self._end_reading()
 
     def await_idle(self) -> None:
-        """Waits until no thread reads any more; the connection has been shut down, which wakes one that does."""
+        """Waits until no thread reads any more; the connection has been shut down, which wakes one that does.
+
+        Returns after a moment in any case: it may be this very thread that reads, below a signal handler.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_read)
+            self._changed.wait_for(lambda: not self._is_read, _IDLE_WITHIN_SECONDS)
 
     def _is_my_turn(self, pending: Pending, deadline: float) -> bool:
         """Waits until nobody else reads, there is news for this thread, or the deadline; returns whether to read."""

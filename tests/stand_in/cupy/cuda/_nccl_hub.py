@@ -197,7 +197,7 @@ class _Hub:
                     self._take(key.data)
                 self._match_collectives()
                 self._match_messages()
-                for rank in tuple(self._stuck):
+                for rank in sorted(self._stuck, reverse=True):  # rank 0, whose process this is, may end at once
                     self._answer(rank)
                 self._check_hope()
 
