@@ -237,7 +237,7 @@ def test_unknown_log_level(logger):
 def test_every_name_is_described():
     names = [value for name, value in vars(environment).items() if name.isupper() and name[0] != "_"]
     ours = [value for value in names if isinstance(value, str) and value.startswith("GRADSYNC_")]
-    assert len(ours) == len(set(ours)) == 10
+    assert len(ours) == len(set(ours)) == 11
     lines = Path(environment.__file__).read_text(encoding="utf-8").splitlines()
     for value in ours:
         (index,) = [i for i, line in enumerate(lines) if line.endswith(f'= "{value}"')]
