@@ -173,10 +173,10 @@ class Launch:
             if self._over:
                 return
             self._error = error or self._bring_home()
+            self._over = True
             if error is not None:  # the GPU may go on using it until NCCL has been aborted
                 self._handle.keep_until_end([*self._memory, *self._host_results])
             self._memory.clear()
-            self._over = True
 
     def _bring_home(self) -> NcclError | None:
         """Puts host results where they belong; returns what was in the way."""

@@ -96,15 +96,6 @@ def quiet_caller() -> Callable[..., Any]:
 
     They are the caller's business, and as exceptions they would hit some ranks and not others.
     """
-    before = np.geterr()
     context = Context()
-    context.run(np.seterr, all="ignore")
-    if np.geterr() == before:
-        return context.run  # NumPy 2 keeps the setting in the context: entering one costs next to nothing
-    np.seterr(**before)
-
-    def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
-        with np.errstate(all="ignore"):
-            function(*arguments, **keywords)
-
-    return call
+    context.run(np.seterr, all="ignore")  # NumPy keeps the setting in the context; entering one costs next to nothing
+    return context.run
