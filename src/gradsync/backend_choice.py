@@ -6,6 +6,7 @@ alone cannot know whether each of the others has a GPU, and one of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from gradsync.communicators.nccl_connection import choose_device, count_devices, device_identity
@@ -20,6 +21,7 @@ _GPU = "gpu "  # begins the offer of a rank that has one; what follows tells GPU
 _NO_GPU = "no gpu: "
 _WANTS = "wants "  # begins what a rank says that was told which backend to take
 _MAX_OFFER_BYTES = 4096
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 def check_backend(wanted: str, place: RankEnvironment, device: str | None) -> str:
@@ -36,6 +38,8 @@ def check_backend(wanted: str, place: RankEnvironment, device: str | None) -> st
     """
     if wanted not in BACKENDS:
         raise InvalidArgument(f"unknown backend {wanted!r} in GRADSYNC_BACKEND: use one of {', '.join(BACKENDS)}")
+    if device is not None and not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+        raise InvalidArgument(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if wanted == "auto" and device is not None and device != "cpu":
         wanted = "nccl"
     if wanted == "mpi":

@@ -7,6 +7,7 @@ communicators/world.py that it alone fills, its communicator.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -20,8 +21,9 @@ from gradsync.communicators.nccl_connection import connect_nccl
 from gradsync.communicators.shared_memory import connect_shared_memory
 from gradsync.communicators.world import get_world, group_or_world, set_world
 from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, configure_logging, read_environment
-from gradsync.errors import InvalidArgument, PlanMismatch, describe
+from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.visible_devices import count_gpus
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
 
@@ -221,7 +223,10 @@ def _connect(
 
 
 def _tell(place: RankEnvironment, chosen: str, reason: str) -> None:
-    _log.info("rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
+    # A GPU that is there and not used is worth more than a line in the log of those who ask for it.
+    unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
+    level = logging.WARNING if unused_gpu else logging.INFO
+    _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
 
 
 def _destroy_because_of(error: BaseException | None) -> None:
@@ -235,7 +240,8 @@ def _destroy_because_of(error: BaseException | None) -> None:
                 communicator.abort(reason)
             _client.report_failure(reason)
     finally:
-        destroy_process_group()
+        with contextlib.suppress(*([] if error is None else [GradsyncError])):  # the first error is the news
+            destroy_process_group()
 
 
 def _leave() -> None:

@@ -129,7 +129,6 @@ def die_beside_a_stuck_collective(comm: Any, victim_is_root: bool) -> float:
     assert isinstance(error, gs.RankFailed), error
     assert error.rank == 1 - comm.rank
     expect(gs.RankFailed, future.result)
-    expect(gs.RankFailed, comm.barrier)
     expect(gs.CommunicatorClosed, comm.barrier)
     return seconds
 
@@ -191,11 +190,9 @@ def close_beside_a_stuck_collective(comm: Any) -> str:
     nccl._DRAIN_SECONDS = 0.3
     future = launch_what_the_others_do_not(comm)
     if future is None:
-        client().get("closed", timeout_seconds=SECONDS)
-        return ""
-    comm.close()
-    client().set("closed", b"")
-    return str(expect(gs.CommunicatorClosed, future.result))
+        return wait_until_told()
+    expect(gs.CollectiveTimeout, comm.close, "did not end within 0.3 s")
+    return str(expect(gs.CollectiveTimeout, future.result))
 
 
 # -- Beginnings that fail -------------------------------------------------------------------------------------------

@@ -120,10 +120,11 @@ class AllreduceCallback:
             self._agreements.local_gradients += 1
             future.resolve(grad)
             return future
+        pending = prepare(future, param, grad, native, communicator)  # first: what fails here leaves no trace
         self._memory.claim(native, future, communicator.arrays)
         spec = self._spec(name, native)
         self._keys.add(key)
-        self._pending[self._arrived] = prepare(future, param, grad, native, communicator)
+        self._pending[self._arrived] = pending
         self._arrived += 1
         self.statistics.gradients += 1
         for bucket in self._planner.add(spec):
@@ -143,9 +144,9 @@ class AllreduceCallback:
             self._agreements.local_passes += 1
             return
         communicator = self._communicator()
-        for bucket in self._planner.flush():
-            self._reduce(bucket, communicator)
         try:
+            for bucket in self._planner.flush():
+                self._reduce(bucket, communicator)
             communicator.agree(self._agreements.flush(self._arrived))
             for completion in self._launched:
                 completion.order()  # what the caller queues next sees reduced gradients
@@ -165,6 +166,7 @@ class AllreduceCallback:
         """
         try:
             yield
+            self.flush()
         except BaseException as error:
             self._fail_step(GradientCancelled(f"the backward pass ended with {describe(error)}"))
             communicator = self._group or get_world()
@@ -172,7 +174,6 @@ class AllreduceCallback:
             if self._synchronising and communicator is not None and not told:
                 communicator.abort(f"in the backward pass: {describe(error)}")
             raise
-        self.flush()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

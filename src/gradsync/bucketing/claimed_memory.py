@@ -30,7 +30,7 @@ class ClaimedMemory:
 
     def __init__(self) -> None:
         self._held: list[tuple[Array, GradientFuture]] = []  # this step's, so that their memory is not used again
-        self._last: list[weakref.ref[Array]] = []  # the last step's: none shared memory with another
+        self._last: list[weakref.ref[Array]] = []  # the last step's, where their ranges of memory did not meet
         self._repeating = True
         self._claims: list[_Claim] = []
         self._longest_bytes = 0
@@ -61,7 +61,9 @@ class ClaimedMemory:
 
     def clear(self) -> None:
         """Forgets the step."""
-        if not self._repeating or len(self._held) != len(self._last):
+        if self._ranges_overlap:  # read-only views of the same memory may be made writeable
+            self._last = []
+        elif not self._repeating or len(self._held) != len(self._last):
             self._last = [weakref.ref(array) for array, _ in self._held]
         self._held.clear()
         self._repeating = True

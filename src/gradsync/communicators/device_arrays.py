@@ -7,7 +7,15 @@ from typing import Any
 import cupy
 import numpy as np
 
-from gradsync.communicators.host_arrays import DLPACK_CPU, DLPACK_CUDA_HOST, HostArrays, as_host_array, kind_of, span
+from gradsync.communicators.host_arrays import (
+    DLPACK_CPU,
+    DLPACK_CUDA_HOST,
+    HostArrays,
+    advice,
+    as_host_array,
+    kind_of,
+    span,
+)
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name
 
@@ -43,8 +51,8 @@ class DeviceArrays:
                 return native
         if native.device.id != self._device_id:
             raise InvalidArgument(
-                f"{who} runs on cuda:{self._device_id}, got an array on cuda:{native.device.id}: copy it there first, "
-                "or choose the device with init_process_group(device=...)"
+                f"{who} runs on cuda:{self._device_id}, got an array on cuda:{native.device.id}: make arrays after "
+                f"init_process_group(), which makes cuda:{self._device_id} CuPy's current device, or copy it there"
             )
         if native.dtype.hasobject:
             raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype})")
@@ -119,7 +127,9 @@ def _foreign(array: Any, who: str) -> Any:
     except (RuntimeError, BufferError, TypeError, ValueError) as error:
         if isinstance(error, (UnsupportedDtype, InvalidArgument)):
             raise
-        raise InvalidArgument(f"{who} cannot view {type(array).__name__} without a copy: {error}") from error
+        raise InvalidArgument(
+            f"{who} cannot view {type(array).__name__} without a copy: {error}{advice(error)}"
+        ) from error
     needed = "a CuPy or NumPy array, or one that speaks DLPack"
     raise InvalidArgument(f"{who} needs {needed}, got {kind_of(array)}")
 

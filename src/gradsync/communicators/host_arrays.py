@@ -144,7 +144,14 @@ def _from_dlpack(array: Any, who: str) -> Array:
     try:
         return np.from_dlpack(array)
     except (RuntimeError, BufferError, TypeError) as error:
-        raise InvalidArgument(f"{who} cannot view {type(array).__name__} without a copy: {error}") from error
+        raise InvalidArgument(
+            f"{who} cannot view {type(array).__name__} without a copy: {error}{advice(error)}"
+        ) from error
+
+
+def advice(error: Exception) -> str:
+    """Returns what to do about a refusal of DLPack that many will meet: PyTorch's parameters."""
+    return " (PyTorch: hand over p.data or p.grad)" if "require gradient" in str(error) else ""
 
 
 def overlaps_itself(array: Any) -> bool:

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from gradsync.errors import (
     CollectiveTimeout,
@@ -31,6 +31,9 @@ class Lifetime:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._lock = threading.Lock()
+        self._claiming = threading.Lock()
+        self._announced = True
+        self.was_told = False  # whether a failure has been raised to the caller outside of a collective
         self._turn = _Turn(self)
         self._inside = ""
         self._released = False
@@ -44,17 +47,24 @@ class Lifetime:
         return self._turn
 
     def close(self) -> None:
-        """Ends it in order; see Communicator.close."""
-        if self.ended_because is None:
-            self.ended_because = "it was closed"
-            self._communicator._announce_close()
+        """Ends it in order; see Communicator.close. Raises a failure that no call has raised."""
+        if self._claim_end("it was closed"):
+            try:
+                self._communicator._announce_close()
+            finally:
+                self._announced = True
         self._release_when_idle()
+        if self._untold is not None:
+            error, self._untold = self._untold, None
+            raise error
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends it for all ranks; see Communicator.abort."""
-        if self.ended_because is None:
-            self.ended_because = f"it was aborted: {reason}"
-            self._communicator._announce_abort(reason, culprit)
+        if self._claim_end(f"it was aborted: {reason}"):
+            try:
+                self._communicator._announce_abort(reason, culprit)
+            finally:
+                self._announced = True
         self._release_when_idle()
 
     def fail(self, error: BaseException, *, told: bool) -> None:
@@ -64,15 +74,33 @@ class Lifetime:
             error: raised by the next call, once.
             told: whether it is being raised already.
         """
-        if self.ended_because is None:
-            self._untold = None if told else error  # first: whoever finds the reason has been told the error
-            self.ended_because = f"it failed: {describe(error)}"
+        with self._claiming:
+            if self.ended_because is None:
+                # First: whoever finds the reason has been told the error.
+                self._untold = None if told or self.was_told else error
+                self.ended_because = f"it failed: {describe(error)}"
         self._release_when_idle()
+
+    def note_told(self) -> None:
+        """Notes that the failure is being raised outside of a collective, by a future: closing need not raise it."""
+        with self._claiming:
+            self.was_told = True
+            self._untold = None
+
+    def _claim_end(self, because: str) -> bool:
+        """Ends it for new collectives; returns whether this call did, and now has to tell the others."""
+        with self._claiming:
+            if self.ended_because is not None:
+                return False
+            self._announced = False  # what the announcement needs must not be released before it
+            self.ended_because = because
+            return True
 
     def disown(self) -> None:
         """Ends it in a forked child, which has the parent's memory but not its place in the group."""
         self.ended_because = "it belongs to the process that this one was forked from"
         self._lock = threading.Lock()  # the parent's thread that may hold it is not here
+        self._claiming = threading.Lock()
         self._released = True  # what there is to release is the parent's
 
     def enter(self, what: str) -> None:
@@ -83,6 +111,8 @@ class Lifetime:
             InvalidArgument: another thread is inside a collective.
         """
         if not self._lock.acquire(False):
+            if self.ended_because is not None:  # it is being released
+                self._raise_ended(what)
             raise InvalidArgument(
                 f"{self._communicator.label}: {what} while another thread is inside {self._inside} of this "
                 "communicator: one thread at a time may use it"
@@ -94,13 +124,16 @@ class Lifetime:
                 error, self._untold = self._untold, None
                 raise error
             if self.ended_because is not None:  # looked at under the lock: close() releases only when it is free
-                raise CommunicatorClosed(
-                    f"{self._communicator.label}: {what} on a {self._communicator.backend} communicator that cannot "
-                    f"be used: {self.ended_because}"
-                )
+                self._raise_ended(what)
         except BaseException:
             self._lock.release()
             raise
+
+    def _raise_ended(self, what: str) -> NoReturn:
+        raise CommunicatorClosed(
+            f"{self._communicator.label}: {what} on a {self._communicator.backend} communicator that cannot "
+            f"be used: {self.ended_because}"
+        )
 
     def leave(self, error: BaseException | None) -> None:
         """Ends a collective; one that failed midway ends the communicator for all ranks."""
@@ -119,7 +152,7 @@ class Lifetime:
         """Releases once; leaves it to the thread inside a collective, where there is one."""
         if self._lock.acquire(False):
             try:
-                if not self._released:
+                if not self._released and self._announced:
                     self._released = True
                     self._communicator._release()
             finally:

@@ -1,8 +1,7 @@
 """The communicator between GPUs: CuPy arrays over NCCL.
 
 A single collective runs on the caller's stream. A gradient bucket runs on the communicator's own: it waits there for
-the streams that made the gradients, is packed, reduced and split, and records its end, all without the host waiting.
-The way to a communicator is in nccl_connection.py.
+the work that made the gradients, is packed, reduced and split, and records its end, all without the host waiting.
 """
 
 from __future__ import annotations
@@ -92,16 +91,19 @@ class NcclCommunicator(Communicator):
         weakref.finalize(self, _end_forgotten, handle, self._watcher, self._agreement).atexit = False
 
     def mark_work(self) -> Any:
-        """Returns an event after the work on the current stream so far."""
         return self._marks.mark()
 
     def close(self) -> None:
-        """See Communicator.close; what this rank has to tell the others of a failure is told when it returns."""
-        super().close()
-        if self._telling is not None:
-            self._telling.wait(_TELL_SECONDS)
-
-    # -- Hooks ---------------------------------------------------------------------------------------------------
+        """See Communicator.close; waits for what is queued, and raises a failure that no call has told yet."""
+        was_told = self.lifetime.was_told
+        failure = None if self.closed else self._await_last_launch()
+        try:
+            super().close()
+        finally:
+            if self._telling is not None:
+                self._telling.wait(_TELL_SECONDS)
+        if failure is not None and not was_told:
+            raise failure
 
     def _all_reduce_list(
         self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
@@ -158,6 +160,7 @@ class NcclCommunicator(Communicator):
             launch = Launch(
                 f"{self.label}: a collective",
                 self._raise_failure,
+                self.lifetime.note_told,
                 self._handle,
                 self._device.id,
                 self._agreement.position,
@@ -212,8 +215,6 @@ class NcclCommunicator(Communicator):
         if self._failure is None:
             self._handle.destroy()
 
-    # -- Launching -----------------------------------------------------------------------------------------------
-
     def _order_after_others(self, stream: Any, producers: Sequence[Any]) -> None:
         """Makes a stream wait for the work that its inputs come from, and for the collective before."""
         for event in {id(event): event for event in producers}.values():
@@ -239,10 +240,9 @@ class NcclCommunicator(Communicator):
             self._flat = cupy.zeros(size_bytes, np.uint8)
         return self._flat[:size_bytes]
 
-    # -- Failing -------------------------------------------------------------------------------------------------
-
     def _raise_failure(self) -> None:
         if self._failure is not None:
+            self.lifetime.note_told()
             raise copy.copy(self._failure)
 
     def _begin_to_fail(self, error: BaseException) -> bool:
@@ -268,16 +268,16 @@ class NcclCommunicator(Communicator):
         self._telling = threading.Event()
         self._handle.begin_abort(partial(_tell_others, self._client, reason, self._telling))
 
-    def _await_last_launch(self) -> None:
-        """Lets queued collectives end before the communicator is destroyed."""
-        if self._last is not None:
-            try:
+    def _await_last_launch(self) -> GradsyncError | None:
+        """Lets queued collectives end before the communicator is destroyed; returns what they have failed with."""
+        try:
+            if self._last is not None:
                 self._last[0].wait(_DRAIN_SECONDS)
-            except CollectiveTimeout:
-                self._begin_to_fail(CommunicatorClosed(f"{self.label}: closed while a collective was running"))
-                self._handle.begin_abort()
-            except GradsyncError:
-                pass  # told by the launch's own futures
+        except GradsyncError as error:
+            if isinstance(error, CollectiveTimeout) and self._begin_to_fail(error):
+                self._begin_abort(describe(error))
+            return error
+        return None
 
 
 def _call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None:

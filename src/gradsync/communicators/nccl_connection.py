@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 import time
@@ -33,7 +34,16 @@ def count_devices() -> int:
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
+        if not has_driver():
+            raise BackendUnavailable(
+                "there is no NVIDIA driver or GPU here (in a container: was it started with its GPUs?)"
+            ) from error
         raise BackendUnavailable(f"no usable GPU: {error}") from error
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver shows itself to this process; also below Windows (WSL2)."""
+    return bool(glob.glob("/dev/nvidia*")) or os.path.exists("/dev/dxg")
 
 
 def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shared_gpu: bool) -> int:

@@ -37,6 +37,7 @@ class Launch:
     Args:
         name: see above.
         check: raises what has broken the communicator.
+        note_told: called when its error is raised.
         handle: NCCL's communicator.
         device_id: its device.
         position: the collective's number on its communicator.
@@ -47,6 +48,7 @@ class Launch:
         self,
         name: str,
         check: Callable[[], None],
+        note_told: Callable[[], None],
         handle: NcclHandle,
         device_id: int,
         position: int,
@@ -59,6 +61,7 @@ class Launch:
         self.launched_at = time.monotonic()
         self.seen_started_at: float | None = None  # by the watcher
         self._check = check
+        self._note_told = note_told
         self._handle = handle
         self._device_id = device_id
         self._timeout_seconds = timeout_seconds
@@ -118,8 +121,7 @@ class Launch:
                     begun = "it has begun" if self.started.done else "this rank's own work before it has not ended"
                     raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: {begun}")
                 time.sleep(_SLEEP_SECONDS)
-        if self._error is not None:
-            raise copy.copy(self._error)
+        self._raise_error()
 
     def when_done(self, function: Callable[[BaseException | None], None]) -> None:
         """See Completion."""
@@ -188,9 +190,13 @@ class Launch:
         return None
 
     def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise copy.copy(self._error)
+        self._raise_error()
         self._check()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            self._note_told()
+            raise copy.copy(self._error)
 
     def _call(self, function: Callable[[BaseException | None], None]) -> None:
         try:

@@ -39,6 +39,9 @@ _HINTS = {
 }
 
 
+_INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 where nvidia-smi shows CUDA 13)"
+
+
 class Wire(NamedTuple):
     """How elements of a dtype travel through NCCL.
 
@@ -62,13 +65,19 @@ class NcclLibrary:
 
     def __init__(self) -> None:
         try:
-            from cupy.cuda import nccl
+            from cupy.cuda import nccl, nvrtc
         except ImportError as error:
-            raise BackendUnavailable(f"CuPy cannot be imported ({error}): pip install 'gradsync[cuda12]'") from error
+            raise BackendUnavailable(f"CuPy cannot be imported ({error}): {_INSTALL}") from error
         if not nccl.available:
             raise BackendUnavailable(
                 "CuPy could not load libnccl.so.2: pip install nvidia-nccl-cu12 (or nvidia-nccl-cu13, as for your CuPy)"
             )
+        try:
+            nvrtc.getVersion()
+        except RuntimeError as error:
+            raise BackendUnavailable(
+                f"CuPy finds no NVRTC to compile its kernels with ({error}): {_INSTALL}"
+            ) from error
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             raise BackendUnavailable("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with: unset it")
         self.binding: Any = nccl

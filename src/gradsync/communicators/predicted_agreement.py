@@ -13,6 +13,7 @@ branches off and where it comes back.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -122,14 +123,15 @@ class PredictedAgreement:
             self._client.set(f"{self._closing_keys}/{self._client.rank}", str(self._position).encode())
             self._client.add(self._closing_keys)
 
-    def look_for_closed_ranks(self, position: int) -> None:
-        """Raises RankFailed when another rank has closed the communicator before it came to this event."""
+    def look_for_closed_ranks(self, position: float) -> None:
+        """Raises RankFailed when another rank has closed the communicator before it had passed this event."""
         if not self._client.add(self._closing_keys, 0):
             return
-        for rank in range(self._client.world_size):
+        others = [rank for rank in range(self._client.world_size) if rank != self._client.rank]
+        for rank in others:
             with contextlib.suppress(TimeoutError):
                 came_to = int(self._client.get(f"{self._closing_keys}/{rank}", timeout_seconds=0.0))
-                if rank != self._client.rank and came_to <= position:
+                if came_to <= position:
                     raise RankFailed(
                         f"{self._label}: rank {rank} closed the communicator while this rank still needed it; "
                         "do all ranks make the same number of steps?",
@@ -172,7 +174,7 @@ class PredictedAgreement:
                     self._group, position, digest, timeout_seconds=min(left_seconds, _ASK_AGAIN_AFTER_SECONDS)
                 )
             except RendezvousTimeout as error:
-                self.look_for_closed_ranks(position)
+                self.look_for_closed_ranks(math.inf)  # who has closed answers no more, wherever it had come to
                 if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
                     raise CollectiveTimeout(
                         f"{self._label}: waited {self._timeout_seconds:g} s for ranks {list(error.missing_ranks)} to "

@@ -92,21 +92,19 @@ class SharedMemoryCommunicator(Communicator):
         key = (op, array.shape, array.dtype)
         prepared = self._prepared.get(key)
         if prepared is None:
-            if self.world_size == 1 or array.nbytes > SMALL_BYTES or op not in _OPS:
+            small = self.world_size > 1 and array.nbytes <= SMALL_BYTES and op in _OPS
+            if not small or not PreparedExchange.suits(array, ReduceOp(op), SMALL_BYTES):
                 return False
-            prepared = self._prepare(array, ReduceOp(op))
-            if prepared is None:
-                return False
-            self._prepared[key] = prepared
-        if not prepared.fits(array):
+        if not PreparedExchange.fits(array):
             return False
         with self.lifetime.turn("all_reduce"):
+            if prepared is None:
+                prepared = self._prepare(array, ReduceOp(op))
+                self._prepared[key] = prepared
             prepared.all_reduce(array, self._quietly)
         return True
 
-    def _prepare(self, array: Array, op: ReduceOp) -> PreparedExchange | None:
-        if self.closed or not PreparedExchange.suits(array, op, SMALL_BYTES):
-            return None
+    def _prepare(self, array: Array, op: ReduceOp) -> PreparedExchange:
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
         slots = self._exchange_slots.of(array.dtype)

@@ -22,6 +22,7 @@ from gradsync.rendezvous.waiting import Request, Wait, WaitTable
 
 MAX_GROUPS = 16_384
 MAX_OPEN_POSITIONS = 16_384  # of one group
+_REMEMBERED_VERDICTS = 16  # of one group, for members who had stopped waiting when the verdict came
 
 
 class Agreement:
@@ -88,6 +89,13 @@ class Group:
     ranks: tuple[int, ...]
     positions: dict[int, Agreement] = field(default_factory=dict)
     passed_from: int | None = None  # the lowest position that got the verdict PASSED
+    decided: dict[int, Verdict] = field(default_factory=dict)  # the last positions with another verdict
+
+    def remember(self, position: int, verdict: Verdict) -> None:
+        """Keeps a verdict for who asks again, and forgets the oldest."""
+        self.decided[position] = verdict
+        if len(self.decided) > _REMEMBERED_VERDICTS:
+            del self.decided[next(iter(self.decided))]
 
     def open(self, position: int) -> Agreement | None:
         """Returns the agreement on a position, a new one where there is none; None when too many are open."""
@@ -121,6 +129,8 @@ class Agreements:
             return [group]
         if group.passed_from is not None and position >= group.passed_from:
             return [request.decide(Verdict.PASSED, group.passed_from)]
+        if position in group.decided:
+            return [request.decide(group.decided[position], position)]
         agreement = group.open(position)
         if agreement is None:
             text = f"group {name!r} has more than {MAX_OPEN_POSITIONS} positions that are not agreed on yet"
@@ -136,7 +146,7 @@ class Agreements:
         The word of a rank that is no member, or that waits at this very position, means nothing and is left out.
         """
         group = self._groups.get(name)
-        if group is None or rank not in group.ranks:
+        if group is None or rank not in group.ranks or position in group.decided:
             return []
         is_open = group.passed_from is None or position < group.passed_from
         agreement = group.open(position) if is_open else None
@@ -198,6 +208,8 @@ class Agreements:
 
     def _finish(self, agreement: Agreement, verdict: Verdict, position: int) -> list[Send]:
         del agreement.group.positions[agreement.position]
+        if verdict is not Verdict.PASSED:
+            agreement.group.remember(agreement.position, verdict)
         if verdict is Verdict.SAME:  # nobody will ask for the descriptions
             for rank in agreement.passed_ranks():
                 self._keys.discard(event_key(agreement.group.name, agreement.position, rank))
