@@ -111,6 +111,10 @@ def destroy_process_group() -> None:
     """Leaves the group in order; may be repeated. A later init_process_group() forms a new generation.
 
     A rank that hosts the rendezvous goes on hosting until its process ends.
+
+    Raises:
+        RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet; the
+            group has been left all the same.
     """
     communicator = get_world()
     set_world(None)

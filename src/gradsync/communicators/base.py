@@ -220,9 +220,13 @@ class Communicator(Backend):
         return self.lifetime.ended_because is not None
 
     def close(self) -> None:
-        """Releases the communicator in order. Not collective, never blocks on other ranks, may be repeated.
+        """Releases the communicator in order. Not collective, and may be repeated.
 
-        A rank that still needs this one afterwards gets RankFailed.
+        On the CPU it never blocks on other ranks; on NCCL it lets queued collectives end, for 20 s at most. A rank
+        that still needs this one afterwards gets RankFailed.
+
+        Raises:
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
         """
         self.lifetime.close()
 
