@@ -50,8 +50,6 @@ class HostArrays:
 
     def native(self, array: Any, who: str) -> Array:
         """See ArrayKind."""
-        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always
-            return array
         return as_host_array(array, who)
 
     def flat(self, native: Array) -> Array:

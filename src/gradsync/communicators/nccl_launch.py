@@ -30,7 +30,6 @@ class Launch:
     Attributes:
         name: of the collective, for messages.
         position: the collective's number on its communicator.
-        launched_at: monotonic seconds.
         started: event recorded before the collective: its clock runs from there, not while the GPU computes.
         ended: event recorded after it.
 
@@ -58,7 +57,6 @@ class Launch:
         self.position = position
         self.started = cupy.cuda.Event(disable_timing=True)
         self.ended = cupy.cuda.Event(disable_timing=True)
-        self.launched_at = time.monotonic()
         self.seen_started_at: float | None = None  # by the watcher
         self._check = check
         self._note_told = note_told

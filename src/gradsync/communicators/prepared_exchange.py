@@ -56,14 +56,14 @@ class PreparedExchange:
         self._divisor = len(slots[0]) if op is ReduceOp.MEAN else 1
         self._copies_by_ufunc = size * dtype.itemsize > _ASSIGN_UP_TO_BYTES and self._word != dtype
 
-    @classmethod
-    def suits(cls, array: Array, op: ReduceOp, limit_bytes: int) -> bool:
+    @staticmethod
+    def suits(array: Array, op: ReduceOp) -> bool:
         """Whether such calls can be prepared; whether this one may use it, `fits` tells."""
         try:
             check_operation(op, array.dtype)
         except UnsupportedDtype:
             return False  # whose turn it is to tell, tells
-        return 0 < array.nbytes <= limit_bytes and accumulation_dtype(array.dtype) == array.dtype
+        return array.nbytes > 0 and accumulation_dtype(array.dtype) == array.dtype
 
     @staticmethod
     def fits(array: Array) -> bool:

@@ -93,7 +93,7 @@ class SharedMemoryCommunicator(Communicator):
         prepared = self._prepared.get(key)
         if prepared is None:
             small = self.world_size > 1 and array.nbytes <= SMALL_BYTES and op in _OPS
-            if not small or not PreparedExchange.suits(array, ReduceOp(op), SMALL_BYTES):
+            if not small or not PreparedExchange.suits(array, ReduceOp(op)):
                 return False
         if not PreparedExchange.fits(array):
             return False
