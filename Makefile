@@ -15,7 +15,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test soak test-gpu lint bench bench-gpu bench-peers clean
+.PHONY: help demo test soak test-gpu lint bench bench-gpu bench-peers bench-failures clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
@@ -65,3 +65,6 @@ clean:           ## remove .venv and caches
 bench-peers: $(VENV)/.dev  ## time the library against PyTorch and MPI (installs them, once)
 	$(BIN)/python benchmarks/full_speed.py --install
 	$(BIN)/python benchmarks/full_speed.py
+
+bench-failures: $(VENV)/.dev  ## time how fast each failure is told, and what is left behind; results as JSON
+	$(BIN)/python benchmarks/detection.py

@@ -1,15 +1,18 @@
-"""Writes into README.md what can be made: example files, captured output, and the table of measured figures.
+"""Writes into README.md what can be made: example files, the output of commands, and tables of measured figures.
 
     python benchmarks/readme.py          # rewrites README.md
     python benchmarks/readme.py --check  # exit code 1 when README.md is not what it would write
 
-Output is captured from real runs, with process ids and the interpreter's own frames taken out.
+Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
+is put in one form by SAME_EVERYWHERE.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,36 +21,25 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
 
-SCENES = {
-    "disagree": """\
-import numpy as np
-import gradsync as gs
-
-with gs.init_process_group() as comm:
-    sync = gs.AllreduceCallback("mean")
-    names = ["conv", "dense", "bias"] if comm.rank == 0 else ["conv", "bias", "dense"]
-    try:
-        with sync.backward():
-            for name in names:
-                sync(name, np.ones(3))
-    except gs.PlanMismatch as error:
-        if comm.rank == 0:
-            print(error)
-""",
-    "raise": """\
-import numpy as np
-import gradsync as gs
-
-with gs.init_process_group() as comm:
-    sync = gs.AllreduceCallback("mean")
-    for step in range(10):
-        with sync.backward():
-            sync("weights", np.ones(3))
-            if comm.rank == 1 and step == 3:
-                raise ValueError("no such batch")
-""",
-}
+#: Patterns, and what stands in the README in their place.
+SAME_EVERYWHERE = [
+    (re.escape(f"{ROOT}/"), ""),
+    (r"[^\s\"]*/site-packages/gradsync/", "src/gradsync/"),  # installed, and not run from the sources
+    (r"[^\s\"]*/lib/python3[^/\s]*/(?=\w+\.py)", "/usr/lib/python3/"),
+    (r"((?:/usr/lib/python3|src/gradsync)/\S+\.py):\d+", r"\1:123"),  # not the user's lines
+    (r"(?m)^ +[~^]+\n", ""),  # Python 3.10 does not point at the part of a line that failed
+    # Which way such a rank learns of the failure first, and so its words, is a matter of microseconds.
+    (r"(?m)^gradsync: ranks? .* also failed: .*\n", ""),
+    (r"\b(rank (\d+)(?:/\d+)? \(pid )\d+( on [^)\s]+)?", lambda m: m[1] + f"424{m[2]}" + (" on node1" if m[3] else "")),
+    (r"\bprocess \d+ \(python[\d.]*\)", "process 4200 (python)"),
+    (r"\b(done in|failed after) [\d.]+ \w+", r"\1 0.1 ms"),
+    (r"(?<=, )[\d.]+ m?s ago", "6.0 s ago"),
+    (r"\brunning for [\d.]+ m?s", "running for 6.0 s"),
+    (r"\bsince [\d.]+ s\b", "since 5 s"),
+    (r"\bwaited [\d.]+ s\b", "waited 6 s"),
+]
 
 
 def render(text: str) -> str:
@@ -59,7 +51,10 @@ def render(text: str) -> str:
         flags=re.DOTALL,
     )
     text = re.sub(
-        r"(<!-- output: (\S+) -->\n```text\n).*?(```\n)", lambda m: m[1] + play(m[2]) + m[3], text, flags=re.DOTALL
+        r"(<!-- exit code (\d+) -->\n```console\n\$ ([^\n]+)\n).*?(```\n)",
+        lambda m: m[1] + play(m[3], int(m[2])) + m[4],
+        text,
+        flags=re.DOTALL,
     )
     return re.sub(
         r"(<!-- table: (\S+) -->\n).*?(<!-- end -->\n)",
@@ -69,37 +64,51 @@ def render(text: str) -> str:
     )
 
 
-def play(scene: str) -> str:
-    """Runs a scene on two ranks and returns what it prints, without the lines of ranks that failed as a consequence.
+def play(command: str, exit_code: int) -> str:
+    """Runs a command as the README gives it, and returns what it prints, in the form of SAME_EVERYWHERE.
 
-    Which way such a rank learns of the failure first, and so its words, is a matter of microseconds.
+    Raises:
+        RuntimeError: it ended otherwise than the README says.
     """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "train.py").write_text(SCENES[scene])
         done = subprocess.run(
-            [sys.executable, "-m", "gradsync", "run", "-n", "2", "train.py"],
-            cwd=folder,
-            capture_output=True,
+            ["/bin/sh", "-c", command],
+            cwd=ROOT,
+            env=os.environ | {"PATH": f"{_programs(Path(folder))}:{os.environ['PATH']}", "NO_COLOR": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             timeout=120,
             check=False,
         )
-        output = (done.stdout + done.stderr).replace(folder + "/", "")
-    output = re.sub(r"^gradsync: rank.* also failed: .*\n", "", output, flags=re.MULTILINE)
-    return re.sub(r"pid \d+", "pid 4242", output)
+    if done.returncode != exit_code:
+        raise RuntimeError(f"{command} ended with {done.returncode} in place of {exit_code}:\n{done.stdout}")
+    output = done.stdout
+    for pattern, replacement in SAME_EVERYWHERE:
+        output = re.sub(pattern, replacement, output)
+    return output
+
+
+def _programs(folder: Path) -> Path:
+    """Fills a folder with the programs that the README calls, as this interpreter has them."""
+    interpreter = shlex.quote(sys.executable)
+    for name, command in {"python": interpreter, "gradsync": f"{interpreter} -m gradsync"}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
 
 
 def table(name: str) -> str:
-    """Returns the committed results as a table."""
-    results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    """Returns the committed results as a table; nothing but a line that says so before they are measured."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return "Not measured yet.\n"
+    results = json.loads(path.read_text())
+    lines, how = LAYOUTS[name](results), METHODS.get(name, METHOD)
     machine, versions = results["machine"], results["versions"]
-    if "rows" in results:
-        lines = comparison(results["rows"])
-    else:
-        lines = ["| measured | median | compared with | ratio |", "| --- | --- | --- | --- |"]
-        lines += map(row, results["results"])
     where = f"{machine['cpu']}, {machine['usable_cores']} cores, Python {versions['python']}, NumPy {versions['numpy']}"
-    return "\n".join(lines) + f"\n\nTwo ranks on {where}; medians, contenders alternating in one run.\n"
+    return "\n".join(lines) + f"\n\n{how[0]} on {where}; {how[1]}.\n"
 
 
 # A column for each system, and what it is called in the rows, for lists of gradients and for single arrays.
@@ -113,10 +122,10 @@ SYSTEMS = {
 }
 
 
-def comparison(rows: list[dict[str, Any]]) -> list[str]:
+def comparison(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each workload and a column for each system."""
     medians: dict[str, dict[str, float]] = {}
-    for found in rows:
+    for found in results["rows"]:
         beside_busy = found["workload"].endswith("busy cores")
         if found["seconds"] and beside_busy == (found["state"] == "busy"):  # the idle half of that one is shown already
             medians.setdefault(found["workload"], {})[found["contender"]] = found["seconds"]["median"]
@@ -128,12 +137,69 @@ def comparison(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def row(result: dict[str, Any]) -> str:
-    """Returns one line of the table."""
-    seconds, baseline = result["seconds"]["median"], result["baseline_seconds"]
-    against = f"{result['baseline']}, {1e3 * baseline['median']:.3g} ms" if baseline else ""
-    ratio = f"{result['ratio']:.2f}" if result["ratio"] else ""
-    return f"| {result['what']} | {1e3 * seconds:.3g} ms | {against} | {ratio} |"
+def timings(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each thing measured, and what it is compared with."""
+    lines = ["| measured | median | compared with | ratio |", "| --- | --- | --- | --- |"]
+    for found in results["results"]:
+        seconds, baseline = found["seconds"]["median"], found["baseline_seconds"]
+        against = f"{found['baseline']}, {1e3 * baseline['median']:.3g} ms" if baseline else ""
+        ratio = f"{found['ratio']:.2f}" if found["ratio"] else ""
+        lines.append(f"| {found['what']} | {1e3 * seconds:.3g} ms | {against} | {ratio} |")
+    return lines
+
+
+def start_up(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each launcher and a column for each number of ranks."""
+    medians: dict[str, dict[str, float]] = {}
+    for found in results["results"]:
+        launcher, _, ranks = found["what"].rpartition(", ")
+        medians.setdefault(launcher, {})[ranks] = found["seconds"]["median"]
+    columns = list(dict.fromkeys(ranks for of_launcher in medians.values() for ranks in of_launcher))
+    lines = [f"| seconds | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    for launcher, of_launcher in medians.items():
+        cells = [f"{of_launcher[ranks]:.2f}" if ranks in of_launcher else "" for ranks in columns]
+        lines.append(f"| {launcher} | {' | '.join(cells)} |")
+    return lines
+
+
+def detection(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each failure."""
+    lines = [
+        "| failure | while | ranks | told | at most | all down | at most | culprit named | left behind |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for found in results["results"]:
+        head = f"| {found['failure']} | {found['phase']} | {found['ranks']} |"
+        if found["skipped"] is not None:
+            lines.append(f"{head} not here | | | | | |")
+            continue
+        measured = found["measured"]
+        told = _slower(measured["raised"], measured["reported"])
+        named, left = "yes" if found["culprit_named"] else "NO", len(set(found["left_behind"]))
+        lines.append(f"{head} {_worst(told)} | {_worst(measured['down'])} | {named} | {left} |")
+    return lines
+
+
+def _slower(*measurements: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the measurement with the worst round, of those that were made."""
+    return max((m for m in measurements if m is not None), key=lambda m: m["worst_seconds"], default=None)
+
+
+def _worst(measurement: dict[str, Any] | None) -> str:
+    """Returns the cells with the worst round and the target."""
+    if measurement is None:
+        return " | "
+    target = measurement["target_seconds"]
+    return f"{measurement['worst_seconds']:.2f} s | {'' if target is None else f'{target:g} s'}"
+
+
+#: How the results of each benchmark become a table.
+LAYOUTS = {"first_light": timings, "full_speed": comparison, "start_up": start_up, "detection": detection}
+METHOD = "Two ranks", "medians, contenders alternating in one run"
+METHODS = {
+    "start_up": ("Measured", "medians, contenders alternating in one run"),
+    "detection": ("Measured", "the worst of all rounds, from the moment of the failure"),
+}
 
 
 def main() -> int:

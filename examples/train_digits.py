@@ -21,9 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from sklearn.datasets import load_digits
 
 import gradsync as gs
@@ -160,23 +157,20 @@ def train(
     rng = np.random.default_rng(settings.seed)
     result = Result(network.parameters)
     began = time.monotonic()
-    with EpochProgress(comm, settings) as progress:
-        for _ in range(settings.epochs):
-            for batch in global_batches(train_set, settings.global_batch, rng):
-                share = share_of(comm, xp, batch)
-                logits = network.forward(share.images)
-                futures = {}
-                with sync.backward():  # (3) When this block ends, every gradient is reduced.
-                    for name, gradient in network.backward(logits, share.labels):
-                        futures[name] = sync(name, gradient)
-                if on_step is not None:
-                    on_step(network, batch, {name: future.result() for name, future in futures.items()})
-                optimiser.step(
-                    futures, settings.learning_rate * (1 - result.steps / (settings.epochs * steps_per_epoch))
-                )
-                result.steps += 1
-            result.accuracies.append(accuracy_on(test_set, comm, network))
-            progress.epoch_done(result.accuracies)
+    for _ in range(settings.epochs):
+        for batch in global_batches(train_set, settings.global_batch, rng):
+            share = share_of(comm, xp, batch)
+            logits = network.forward(share.images)
+            futures = {}
+            with sync.backward():  # (3) When this block ends, every gradient is reduced.
+                for name, gradient in network.backward(logits, share.labels):
+                    futures[name] = sync(name, gradient)
+            if on_step is not None:
+                on_step(network, batch, {name: future.result() for name, future in futures.items()})
+            optimiser.step(futures, settings.learning_rate * (1 - result.steps / (settings.epochs * steps_per_epoch)))
+            result.steps += 1
+        result.accuracies.append(accuracy_on(test_set, comm, network))
+        print_epoch(comm, settings, result.accuracies)
     result.seconds = time.monotonic() - began
     result.statistics = sync.statistics
     result.identical = same_bits_on_all_ranks(comm, network)
@@ -201,41 +195,33 @@ def same_bits_on_all_ranks(comm: gs.Communicator, network: Network) -> bool:
 # -- The report, and the command line ------------------------------------------------------------------------
 
 
-class EpochProgress(Progress):
-    """Rank 0's progress: a bar on a terminal, else a line every few epochs; nothing from other ranks."""
-
-    def __init__(self, comm: gs.Communicator, settings: Settings) -> None:
-        console = Console(quiet=settings.quiet or comm.rank != 0)
-        columns = TextColumn("epoch"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
-        super().__init__(*columns, console=console, disable=console.quiet or not console.is_terminal)
-        self.epochs, self.bar = settings.epochs, self.add_task("", total=settings.epochs)
-
-    def epoch_done(self, accuracies: list[float]) -> None:
-        """Shows the last epoch's test accuracy."""
-        done, text = len(accuracies), f"test accuracy {accuracies[-1]:.2%}"
-        self.update(self.bar, completed=done, description=text)
-        if not self.console.is_terminal and (done % 5 == 0 or done == self.epochs):
-            self.console.print(f"epoch {done}/{self.epochs}: {text}")
+def print_epoch(comm: gs.Communicator, settings: Settings, accuracies: list[float]) -> None:
+    """Prints every fifth epoch's test accuracy, and the last one's; on rank 0 only."""
+    done = len(accuracies)
+    if comm.rank == 0 and not settings.quiet and (done % 5 == 0 or done == settings.epochs):
+        print(f"epoch {done:2} of {settings.epochs}: test accuracy {accuracies[-1]:.2%}", flush=True)
 
 
 def print_summary(comm: gs.Communicator, result: Result) -> None:
     """Prints the closing table."""
     statistics = result.statistics
     elements = sum(parameter.size for parameter in result.parameters.values())
-    table = Table(title="Handwritten digits", show_header=False)
-    table.add_row("ranks", str(comm.world_size))
-    table.add_row("backend", f"{comm.backend}, on {comm.device}")
-    table.add_row("parameters", f"{elements:,} in {len(result.parameters)} arrays")
-    table.add_row("steps", f"{result.steps} in {result.seconds:.1f} s")
-    table.add_row("buckets", f"{statistics.all_reduces / result.steps:g} all-reduces a step")
-    table.add_row("bytes all-reduced", f"{statistics.bytes_all_reduced:,} on each rank")
-    share = statistics.communication_seconds / result.seconds
     # On a GPU the reductions run beside the host, which launches them and goes on.
     included = "waiting for other ranks included" if comm.device == "cpu" else "of the host's, for launching"
-    table.add_row("share of time in communication", f"{share:.1%}, {included}")
-    table.add_row("parameters on all ranks", "identical" if result.identical else "[red]DIFFERENT[/red]")
-    table.add_row("test accuracy", f"{result.accuracies[-1]:.2%}")
-    Console().print(table)
+    rows = {
+        "ranks": f"{comm.world_size}",
+        "backend": f"{comm.backend}, on {comm.device}",
+        "parameters": f"{elements:,} in {len(result.parameters)} arrays",
+        "steps": f"{result.steps} in {result.seconds:.1f} s",
+        "buckets": f"{statistics.all_reduces / result.steps:g} all-reduces a step",
+        "bytes all-reduced": f"{statistics.bytes_all_reduced:,} on each rank",
+        "time in communication": f"{statistics.communication_seconds / result.seconds:.1%}, {included}",
+        "parameters on all ranks": "identical" if result.identical else "DIFFERENT",
+        "test accuracy": f"{result.accuracies[-1]:.2%}",
+    }
+    width = max(map(len, rows))
+    lines = [f"{label:{width}}  {value}" for label, value in rows.items()]
+    print("", *lines, sep="\n", flush=True)
 
 
 def positive(text: str) -> int:

@@ -8,6 +8,8 @@ import pytest
 from gradsync import environment
 from gradsync.environment import RankEnvironment, read_environment
 from gradsync.errors import InvalidArgument
+from gradsync.launcher_variables import variables_of_mpi
+from gradsync.slurm_variables import first_host
 
 SECRET = "5a" * 32
 
@@ -72,18 +74,136 @@ def test_each_launcher(environ, expected):
     assert place(environ) == expected
 
 
-def test_precedence_is_the_closest_launcher():
-    environ = SLURM | PMI | OPEN_MPI | TORCHRUN | OURS
+def test_precedence_among_those_that_agree():
+    environ = {
+        **{"GRADSYNC_RANK": "1", "GRADSYNC_WORLD_SIZE": "2"},
+        **{"RANK": "1", "WORLD_SIZE": "2"},
+        **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        **{"PMI_RANK": "1", "PMI_SIZE": "2"},
+        **{"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+    }
     order = []
-    for names in (OURS, TORCHRUN, OPEN_MPI, PMI, SLURM):
+    for prefix in ("GRADSYNC_", ("RANK", "WORLD"), "OMPI_", "PMI_", "SLURM_"):
         order.append(place(environ)[-1])
-        environ = {name: text for name, text in environ.items() if name not in names}
+        environ = {name: text for name, text in environ.items() if not name.startswith(prefix)}
     assert order == ["gradsync", "RANK", "Open MPI", "PMI", "Slurm"]
     assert read_environment(environ) is None
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        # mpiexec -n 6 sh -c 'RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE python script.py'
+        (OPEN_MPI | {"RANK": "2", "WORLD_SIZE": "6"}, (2, 6, 2, 3, "RANK")),
+        # The same, with a GPU chosen by the script.
+        (OPEN_MPI | {"RANK": "2", "WORLD_SIZE": "6", "LOCAL_RANK": "0"}, (2, 6, 0, 6, "RANK")),
+        # srun --mpi=pmi2
+        (SLURM | {"PMI_RANK": "7", "PMI_SIZE": "9"}, (7, 9, 3, 4, "PMI")),
+        # Cray's launcher
+        ({"PMI_RANK": "7", "PMI_SIZE": "9", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}, (7, 9, 1, 4, "PMI")),
+    ],
+)
+def test_what_one_launcher_does_not_tell_of_the_machine_another_does(environ, expected):
+    assert place(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        # mpiexec in a batch job starts its daemons by srun, one on each machine; torchrun in a step likewise.
+        (SLURM | PMI, (1, 2, 0, 1, "PMI")),
+        (SLURM | TORCHRUN, (5, 8, 1, 4, "RANK")),
+        (SLURM | OURS, (3, 4, 1, 2, "gradsync")),
+        (SLURM | {"SLURM_PROCID": "12"} | {"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2, 0, 2, "PMI")),
+    ],
+)
+def test_slurms_variables_are_inherited_and_contradict_nobody(environ, expected):
+    assert place(environ) == expected
+
+
+def test_torchrun_started_by_mpiexec_on_each_machine():
+    agents = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "7"}
+    groups = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}
+    assert place(TORCHRUN | agents | groups) == (5, 8, 1, 4, "RANK")
+    for other in ({}, {"GROUP_WORLD_SIZE": "1"}):
+        with pytest.raises(InvalidArgument, match="different places"):
+            place(TORCHRUN | agents | other)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        # torchrun, started by a rank of gradsync
+        (
+            OURS | TORCHRUN | {"GRADSYNC_ADDRESS": "127.0.0.1:1", "GRADSYNC_HOSTED": "1"},
+            r"GRADSYNC_RANK=3 GRADSYNC_WORLD_SIZE=4 and RANK=5 WORLD_SIZE=8 name different places.*"
+            r"unset GRADSYNC_RANK GRADSYNC_WORLD_SIZE .*GRADSYNC_ADDRESS GRADSYNC_HOSTED\nor\n  unset RANK WORLD_SIZE",
+        ),
+        # mpiexec in a pod whose operator has set RANK
+        (
+            OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+            r"RANK=0 WORLD_SIZE=1 and OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=6 name different.*"
+            r"unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT\nor\n  unset OMPI_COMM_WORLD_RANK",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"} | PMI, "RANK=0 WORLD_SIZE=2 and PMI_RANK=1 PMI_SIZE=2 name different"),
+        ({"RANK": "1", "WORLD_SIZE": "4"} | PMI, "RANK=1 WORLD_SIZE=4 and PMI_RANK=1 PMI_SIZE=2 name different"),
+        (OURS | PMI, "GRADSYNC_RANK=3 GRADSYNC_WORLD_SIZE=4 and PMI_RANK=1 PMI_SIZE=2 name different"),
+        (OPEN_MPI | PMI, "OMPI_COMM_WORLD_SIZE=6 and PMI_RANK=1 PMI_SIZE=2 name different"),
+    ],
+)
+def test_contradictions_are_told(environ, text):
+    with pytest.raises(InvalidArgument, match=f"(?s){text}"):
+        read_environment(environ)
+
+
+def test_variables_of_mpi():
+    environ = OPEN_MPI | PMI | TORCHRUN | SLURM | {"PMIX_RANK": "0", "PMI_FD": "9", "HYDI_CONTROL_FD": "7"}
+    assert variables_of_mpi(environ) == {*OPEN_MPI, *PMI, "PMIX_RANK", "PMI_FD", "HYDI_CONTROL_FD"}
+
+
 def test_command_in_a_slurm_batch_script_is_no_rank():
-    assert read_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) is None
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+    assert read_environment(batch) is None
+    for special in ("4294967291", "4294967290"):  # the batch script, and the shell that salloc gives
+        assert read_environment(batch | {"SLURM_STEP_ID": special}) is None
+
+
+def master(environ):
+    found = read_environment(environ)
+    return found.master_addr, found.master_port, found.run_name
+
+
+def test_slurm_tells_where_to_meet():
+    here = SLURM | {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    here |= {"SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    assert master(here) == (None, None, "slurm-4711.0.0")
+    assert master(here | {"SLURM_RESTART_COUNT": "3"}) == (None, None, "slurm-4711.0.3")
+    assert master(here | {"MASTER_ADDR": "n", "MASTER_PORT": "9"}) == ("n", 9, None)
+    assert master(here | {"GRADSYNC_ADDRESS": "n:9"}) == (None, None, None)
+    several = SLURM | {"SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_JOB_NODELIST": "gpu[01-09]"}
+    host, port, name = master(several)
+    assert (host, name) == ("gpu07", None)
+    assert 15_000 <= port < 30_000
+    assert master(several | {"MASTER_ADDR": "n"}) == ("n", port, None)
+    assert master(several | {"MASTER_PORT": "9"}) == ("gpu07", 9, None)
+    assert master(several | {"SLURM_STEP_ID": "1"})[1] != port
+    assert master(several | {"SLURM_PROCID": "6", "SLURM_LOCALID": "2"})[:2] == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("login", "login"),
+        ("a1,b2", "a1"),
+        ("gpu[3,7-9],login", "gpu3"),
+        ("gpu[007-012]", "gpu007"),
+        ("rack[1-2]node[03-04,7],login", "rack1node03"),
+        ("rack[1,3]-ib,login", "rack1-ib"),
+        ("", None),
+    ],
+)
+def test_first_host_of_a_list(hosts, first):
+    assert first_host({"SLURM_JOB_NODELIST": hosts}) == first
 
 
 @pytest.mark.parametrize(
@@ -103,7 +223,7 @@ def test_command_in_a_slurm_batch_script_is_no_rank():
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE needs to be at most WORLD_SIZE=8, got 9"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT needs to be a port of 1 to 65535, got '65536'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT needs to be a port of 1 to 65535, got 'http'"),
-        ({"GRADSYNC_ADDRESS": "node0"}, "GRADSYNC_ADDRESS needs to be host:port"),
+        ({"GRADSYNC_ADDRESS": "node0"}, "GRADSYNC_ADDRESS: an address needs the form host:port"),
     ],
 )
 def test_malformed_values_are_named(change, text):
@@ -159,7 +279,7 @@ def test_addresses(address):
 
 @pytest.mark.parametrize("address", ["", ":1", "node0:", "node0:0", "node0:65536", "node0:1x", "::1:4000", "[]:1"])
 def test_malformed_addresses(address):
-    with pytest.raises(InvalidArgument, match="address needs to be host:port"):
+    with pytest.raises(InvalidArgument, match="address: an address needs the form host:port"):
         environment.check_address(address)
 
 
@@ -237,7 +357,7 @@ def test_unknown_log_level(logger):
 def test_every_name_is_described():
     names = [value for name, value in vars(environment).items() if name.isupper() and name[0] != "_"]
     ours = [value for value in names if isinstance(value, str) and value.startswith("GRADSYNC_")]
-    assert len(ours) == len(set(ours)) == 11
+    assert len(ours) == len(set(ours)) >= 11
     lines = Path(environment.__file__).read_text(encoding="utf-8").splitlines()
     for value in ours:
         (index,) = [i for i, line in enumerate(lines) if line.endswith(f'= "{value}"')]

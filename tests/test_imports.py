@@ -17,7 +17,16 @@ SOURCE = Path(gs.__file__).parent
 LAYERS = [
     ("errors",),
     ("reduction",),
-    ("secret_file", "launcher_variables", "completion"),
+    (
+        "secret_file",
+        "variable_values",
+        "slurm_variables",
+        "launcher_variables",
+        "run_name",
+        "meeting_file",
+        "completion",
+        "machine",
+    ),
     (
         "environment",
         "rendezvous",
@@ -27,7 +36,7 @@ LAYERS = [
         "bucketing.future",
         "bucketing.statistics",
     ),
-    ("visible_devices",),
+    ("visible_devices", "flight_recorder", "stack_report"),
     ("communicators",),
     ("bucketing.step_agreements", "bucketing.pending", "bucketing.claimed_memory"),
     ("bucketing.callback", "bucketing.parameters"),

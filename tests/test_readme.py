@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,25 +25,37 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
-def commands() -> list[tuple[str, str]]:
-    """Each `$ command` of the README with the output shown below it."""
-    found = []
-    for block in blocks("console"):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            found.append((command.split("#")[0].strip(), output))
-    return found
+def commands() -> list[str]:
+    """Each `$ command` of the README."""
+    lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    return [line.removeprefix("$ ").split("#")[0].strip() for line in lines]
 
 
+@pytest.mark.timeout(200)  # one of the commands waits for a deadline
 def test_generated_parts_are_up_to_date() -> None:
     made = readme.render(TEXT)
     difference = "".join(difflib.unified_diff(TEXT.splitlines(True), made.splitlines(True)))
     assert not difference, f"run `python benchmarks/readme.py`:\n{difference}"
 
 
+def test_every_command_but_make_is_run() -> None:
+    run = re.findall(r"<!-- exit code \d+ -->\n```console\n\$ (.*)\n", TEXT)
+    assert run == [command for command in commands() if not command.startswith("make ")]
+
+
+def test_output_is_what_the_command_prints_on_both_streams() -> None:
+    assert readme.play("gradsync --version && python -c 'exit(\"told on stderr\")'", 1).endswith("\ntold on stderr\n")
+
+
+def test_another_exit_code_than_the_readme_says_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="ended with 3 in place of 0:\nhello\n"):
+        readme.play("echo hello; exit 3", 0)
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    targets = [command.split()[1] for command, _ in commands() if command.startswith("make ")]
+    targets = [command.split()[1] for command in commands() if command.startswith("make ")]
+    targets += re.findall(r"`make ([a-z-]+)`", TEXT)
     assert {"demo", "test", "lint"} <= set(targets)
     for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
@@ -51,15 +65,6 @@ def test_make_demo_runs_the_demo() -> None:
     """`make demo` is this command, after installing; CI and the test of the example run the rest."""
     recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].splitlines()[1]
     assert recipe.endswith("gradsync run -n 2 examples/train_digits.py")
-
-
-@pytest.mark.parametrize(("command", "output"), [c for c in commands() if c[0].startswith("gradsync ")])
-def test_gradsync_commands_print_what_is_shown(command: str, output: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == output
 
 
 def test_python_blocks_run(tmp_path: Path) -> None:
@@ -75,3 +80,56 @@ def test_python_blocks_run(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), code
         expected = re.findall(r"by rank: (\[.*?\])", code)
         assert not expected or done.stdout.strip() == expected[0]
+
+
+MACHINE = {
+    "machine": {"cpu": "A CPU", "usable_cores": 2},
+    "versions": {"python": "3.11.7", "numpy": "2.4.6"},
+}
+
+
+def made_of(name: str, results: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(readme, "RESULTS", folder)
+    (folder / f"{name}.json").write_text(json.dumps({**MACHINE, "results": results}))
+    return readme.table(name).splitlines()
+
+
+def test_results_that_are_not_there_yet_are_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.table("detection") == "Not measured yet.\n"
+
+
+def test_start_up_has_a_line_for_each_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [("gradsync run, 2 ranks", 0.261), ("torchrun, gloo, 2 ranks", 4.1), ("gradsync run, 8 ranks", 0.9)]
+    results = [{"what": what, "seconds": {"median": median}} for what, median in times]
+    assert made_of("start_up", results, tmp_path, monkeypatch) == [
+        "| seconds | 2 ranks | 8 ranks |",
+        "| --- | --- | --- |",
+        "| gradsync run | 0.26 | 0.90 |",
+        "| torchrun, gloo | 4.10 |  |",
+        "",
+        "Measured on A CPU, 2 cores, Python 3.11.7, NumPy 2.4.6; medians, contenders alternating in one run.",
+    ]
+
+
+def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = {"worst_seconds": 0.004, "target_seconds": 0.5}
+    reported = {"worst_seconds": 0.111, "target_seconds": 0.5}
+    down = {"worst_seconds": 0.15, "target_seconds": None}
+    killed = {
+        "failure": "SIGKILL", "phase": "barrier", "ranks": 2, "skipped": None, "culprit_named": True, "left_behind": [],
+        "measured": {"raised": raised, "reported": reported, "down": down},
+    }  # fmt: skip
+    unnamed = {
+        **killed,
+        "culprit_named": False,
+        "left_behind": ["process 7"],
+        "measured": dict.fromkeys(killed["measured"]),
+    }
+    skipped = {**killed, "skipped": "no GPU"}
+    lines = made_of("detection", [killed, unnamed, skipped], tmp_path, monkeypatch)
+    assert lines[2:5] == [
+        "| SIGKILL | barrier | 2 | 0.11 s | 0.5 s | 0.15 s |  | yes | 0 |",
+        "| SIGKILL | barrier | 2 |  |  |  |  | NO | 1 |",
+        "| SIGKILL | barrier | 2 | not here | | | | | |",
+    ]

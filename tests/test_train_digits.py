@@ -177,7 +177,7 @@ NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 def run_script(*command, variables=NO_GPUS, timeout=100):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **variables}
+    environment |= {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", **variables}
     run = subprocess.run(
         [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=timeout
     )
@@ -186,7 +186,7 @@ def run_script(*command, variables=NO_GPUS, timeout=100):
 
 
 def row(table, label):
-    (value,) = re.findall(rf"^│ {label} +│ (.*?) +│$", table, re.MULTILINE)
+    (value,) = re.findall(rf"^(?:\[rank 0\] )?{label}  +(.*)$", table, re.MULTILINE)
     return value
 
 

@@ -34,10 +34,14 @@ if TYPE_CHECKING:
     from gradsync.errors import RendezvousError as RendezvousError
     from gradsync.errors import RendezvousTimeout as RendezvousTimeout
     from gradsync.errors import UnsupportedDtype as UnsupportedDtype
+    from gradsync.launching.free_port import free_port as free_port
     from gradsync.launching.launch import MainProcessError as MainProcessError
     from gradsync.launching.launch import WorkerError as WorkerError
     from gradsync.launching.launch import launch as launch
     from gradsync.launching.launcher import launcher as launcher
+    from gradsync.launching.multiprocess_context import MultiprocessContext as MultiprocessContext
+    from gradsync.launching.spawn import spawn as spawn
+    from gradsync.launching.start_method_choice import set_start_method as set_start_method
     from gradsync.process_group import destroy_process_group as destroy_process_group
     from gradsync.process_group import get_communicator as get_communicator
     from gradsync.process_group import group_barrier as group_barrier
@@ -71,6 +75,10 @@ _HOME = {
     "WorkerError": "gradsync.launching.launch",
     "MainProcessError": "gradsync.launching.launch",
     "launcher": "gradsync.launching.launcher",
+    "spawn": "gradsync.launching.spawn",
+    "MultiprocessContext": "gradsync.launching.multiprocess_context",
+    "set_start_method": "gradsync.launching.start_method_choice",
+    "free_port": "gradsync.launching.free_port",
     **dict.fromkeys(
         (
             "GradsyncError",

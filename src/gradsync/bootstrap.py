@@ -1,36 +1,40 @@
 """From a rank's place to a joined rendezvous client: who hosts the server, and where the secret comes from.
 
-Our launcher hosts the server and hands the secret to its children. Without it (torchrun, srun, plain RANK) rank 0
-hosts; the secret then comes from GRADSYNC_SECRET_FILE, or, on loopback, from a file that rank 0 leaves in the user's
-runtime directory, named after the address.
+| the ranks were started by | who hosts, and where | the secret |
+| --- | --- | --- |
+| gradsync | the launcher, at a free port | handed to its ranks by a descriptor |
+| anything, beside `gradsync serve` | that server: GRADSYNC_ADDRESS, with GRADSYNC_HOSTED=1 | GRADSYNC_SECRET_FILE |
+| anything, with GRADSYNC_ADDRESS | rank 0, there | the file, or on loopback one that rank 0 makes |
+| torchrun, or by hand | rank 0, at MASTER_ADDR and the port beside MASTER_PORT | likewise |
+| mpiexec or srun, on one machine | rank 0, at a free port | GRADSYNC_SECRET_FILE beside rank 0's file, or in it |
+| srun, on several machines | rank 0, at the step's first host and a port that its number gives | GRADSYNC_SECRET_FILE |
+
+A file that rank 0 makes lies in the user's runtime directory (`meeting_file.py`), and only until all ranks have met: a
+rank of the next run must not find this one's. The last two rows count where MASTER_ADDR and MASTER_PORT are not set.
+The generation is counted by whoever hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
-import stat
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradsync.environment import (
-    ADDRESS,
-    HOSTED,
-    SECRET_FILE,
-    RankEnvironment,
-    check_address,
-    take_secret,
-)
+from gradsync.environment import ADDRESS, HOSTED, SECRET_FILE, RankEnvironment, check_address, take_secret
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.secret_file import read_secret_file
+from gradsync.rendezvous.sockets import parse_address
 
 if TYPE_CHECKING:
+    from gradsync.meeting_file import Meeting
     from gradsync.rendezvous.server import RendezvousServer
 
-_LOOK_FOR_SECRET_EVERY_SECONDS = 0.02
+_FREE_PORT = ("127.0.0.1", 0)
+
+# What rank 0 has published, by where it hosts: for later generations, when the file is gone.
+_met: dict[str, Meeting] = {}
 
 
 @dataclass
@@ -38,11 +42,11 @@ class Host:
     """A rendezvous server that this rank hosts.
 
     Attributes:
-        where: its address, as the ranks know it.
+        where: its address as the ranks know it, or the name of the run by which they find it.
         world_size: number of ranks.
         secret: the run's secret.
         server: running.
-        secret_path: the secret's file, when this rank made it for others.
+        secret_path: the file for the others, while there is one.
     """
 
     where: str
@@ -51,12 +55,16 @@ class Host:
     server: RendezvousServer
     secret_path: str | None
 
+    def withdraw(self) -> None:
+        """Removes the file for the others."""
+        path, self.secret_path = self.secret_path, None
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
     def close(self, *, wait_seconds: float) -> None:
         """Stops hosting, after giving the others `wait_seconds` to leave."""
-        # The file goes first: once the port is free, a later run may put its own there.
-        if self.secret_path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.secret_path)
+        self.withdraw()  # first: once the port is free, a later run may put its own file there
         self.server.wait_until_empty(wait_seconds)
         self.server.stop()
 
@@ -82,38 +90,39 @@ def join(
         RendezvousError: refused, or the port is taken.
         RankFailed: a rank died while joining.
     """
-    where = _address(place, address)
+    where = _where(place, address)
     deadline = time.monotonic() + timeout_seconds
     if host is not None and (host.where, host.world_size) != (where, place.world_size):
         host.close(wait_seconds=0.0)
         host = None
     secret = place.secret or take_secret()
     hosted_for_us = place.hosted and where == place.address
-    if secret is None and (hosted_for_us or not _is_loopback(where)):
-        raise AuthenticationError(
-            f"rank {place.rank}/{place.world_size}: a run across hosts, or with `gradsync serve`, needs a secret: "
-            f"put one into a file of mode 0600 and name it in {SECRET_FILE} on every rank (address {where})"
-        )
+    if secret is None and (hosted_for_us or not _is_here(where)):
+        raise _no_secret(place, where, hosted_for_us=hosted_for_us)
     if place.rank != 0 or hosted_for_us:
         return _connect(where, secret, place, deadline), host
     hosting = host or _start_hosting(where, secret, place)
     try:
-        # A world of one may host at any free port.
-        reached_at = hosting.server.address if where.endswith(":0") else where
-        return _connect(reached_at, hosting.secret, place, deadline), hosting
+        reached_at = where if ":" in where else hosting.server.address
+        client = _connect(reached_at, hosting.secret, place, deadline)
+        hosting.withdraw()
+        return client, hosting
     except BaseException:
         if hosting is not host:
             hosting.close(wait_seconds=0.0)
         raise
 
 
-def _address(place: RankEnvironment, address: str | None) -> str:
+def _where(place: RankEnvironment, address: str | None) -> str:
+    """Returns the address of the server, or a name by which the ranks of this machine find it: without a colon."""
     if address is not None:
         return check_address(address)
     if place.address is not None:
         return place.address
     if place.world_size == 1:
-        return "127.0.0.1:0"  # nobody else needs to find it
+        return "alone"  # nobody else needs to find it
+    if place.run_name is not None:
+        return place.run_name
     if place.master_addr is None or place.master_port is None:
         raise InvalidArgument(
             f"rank {place.rank}/{place.world_size} does not know where to meet the others: set MASTER_ADDR and "
@@ -125,29 +134,45 @@ def _address(place: RankEnvironment, address: str | None) -> str:
     return f"{host}:{port}"
 
 
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
+def _is_here(where: str) -> bool:
+    """Tells whether only this machine can reach the server."""
+    if ":" not in where:
+        return True
+    host, _ = parse_address(where)
     if host == "localhost":
         return True
+    import ipaddress  # here, and more below: every rank's start-up counts, and few need it
+
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
+def _no_secret(place: RankEnvironment, where: str, *, hosted_for_us: bool) -> AuthenticationError:
+    who = f"rank {place.rank}/{place.world_size}"
+    advice = f"put one into a file of mode 0600 and name it in {SECRET_FILE} on every rank"
+    if not hosted_for_us:
+        return AuthenticationError(f"{who}: a run across hosts needs a secret: {advice} (address {where})")
+    return AuthenticationError(
+        f"{who}: no secret for the server at {where} ({ADDRESS}, {HOSTED}=1). With `gradsync serve`, {advice}. But if "
+        "`gradsync run` started a rank, and that rank this process: it has inherited the variables of a rank, and not "
+        "the secret; for a run of its own, unset all variables whose names begin with GRADSYNC_"
+    )
+
+
 def _start_hosting(where: str, secret: bytes | None, place: RankEnvironment) -> Host:
-    # Only a hosting rank pays for these imports: every rank's start-up counts.
     import secrets
 
     from gradsync.rendezvous.server import RendezvousServer
 
-    address, _, port = where.rpartition(":")
-    made_secret = secret is None
+    others_look = place.world_size > 1 and (secret is None or ":" not in where)
     secret = secret or secrets.token_bytes(32)
+    host, port = parse_address(where) if ":" in where else _FREE_PORT
     # The port is bound before the secret is written: only the port's owner may name the secret.
-    server = RendezvousServer(place.world_size, secret=secret, host=address.strip("[]"), port=int(port))
+    server = RendezvousServer(place.world_size, secret=secret, host=host, port=port)
     try:
-        path = _write_secret(where, secret) if made_secret and place.world_size > 1 else None
+        path = _publish(where, server.address, secret) if others_look else None
     except BaseException:
         server.stop()
         raise
@@ -155,67 +180,56 @@ def _start_hosting(where: str, secret: bytes | None, place: RankEnvironment) -> 
     return Host(where, place.world_size, secret, server, path)
 
 
+def _publish(where: str, address: str, secret: bytes) -> str:
+    from gradsync.meeting_file import Meeting, meeting_path, publish
+
+    path = meeting_path(_file_name(where))
+    publish(path, Meeting(address, secret))
+    return path
+
+
+def _file_name(where: str) -> str:
+    return where.replace("localhost", "127.0.0.1")
+
+
 def _connect(where: str, secret: bytes | None, place: RankEnvironment, deadline: float) -> RendezvousClient:
-    found = secret if secret is not None else _wait_for_secret(where, None, place, deadline)
+    """Joins a server: at once where address and secret are known, else as rank 0 publishes them."""
+    if secret is not None and ":" in where:
+        return _connect_to(where, secret, place, deadline)
+    found = _met.get(where) or _wait_for_rank_0(where, None, place, deadline)
     while True:
         try:
-            return RendezvousClient.connect(
-                where,
-                secret=found,
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout_seconds=max(0.1, deadline - time.monotonic()),
-            )
+            client = _connect_to(where if ":" in where else found.address, secret or found.secret, place, deadline)
         except AuthenticationError:
             if secret is not None:
                 raise
             # The file was an earlier run's; rank 0 of this run replaces it after binding the port.
-            found = _wait_for_secret(where, found, place, deadline)
+            found = _wait_for_rank_0(where, found, place, deadline)
+        else:
+            _met[where] = found
+            return client
 
 
-def _secret_path(where: str) -> str:
-    """Returns where the secret for a loopback address lies, in a directory that only this user can enter."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
-    if not os.path.isdir(base):
-        import tempfile  # here for the same reason as in _start_hosting
-
-        base = os.path.join(tempfile.gettempdir(), f"gradsync-{os.geteuid()}")
-        os.makedirs(base, mode=0o700, exist_ok=True)
-        status = os.lstat(base)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise AuthenticationError(
-                f"{base} must be a directory of mode 0700 that belongs to this user; remove it, "
-                f"or name a secret in {SECRET_FILE}"
-            )
-    return os.path.join(base, f"gradsync-{where.replace('localhost', '127.0.0.1')}.secret")
-
-
-def _write_secret(where: str, secret: bytes) -> str:
-    path = _secret_path(where)
-    fresh = f"{path}.{os.getpid()}"
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secret.hex())
-    os.replace(fresh, path)
-    return path
-
-
-def _wait_for_secret(where: str, stale: bytes | None, place: RankEnvironment, deadline: float) -> bytes:
-    path = _secret_path(where)
-    while time.monotonic() < deadline:
-        if os.path.exists(path):
-            try:
-                found = read_secret_file(path)
-            except InvalidArgument:
-                if os.path.exists(path):
-                    raise
-                continue  # removed between the two looks
-            if found != stale:
-                return found
-        time.sleep(_LOOK_FOR_SECRET_EVERY_SECONDS)
-    raise RendezvousTimeout(
-        f"rank {place.rank}/{place.world_size}: rank 0 did not start hosting {where} before the deadline "
-        f"(no new secret at {path}). If rank 0 runs elsewhere, name a secret in {SECRET_FILE}; if a server runs "
-        f"already, set {HOSTED}=1",
-        missing_ranks=(0,),
+def _connect_to(address: str, secret: bytes, place: RankEnvironment, deadline: float) -> RendezvousClient:
+    return RendezvousClient.connect(
+        address,
+        secret=secret,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout_seconds=max(0.1, deadline - time.monotonic()),
     )
+
+
+def _wait_for_rank_0(where: str, stale: Meeting | None, place: RankEnvironment, deadline: float) -> Meeting:
+    from gradsync.meeting_file import meeting_path, wait_for
+
+    path = meeting_path(_file_name(where))
+    found = wait_for(path, stale, deadline)
+    if found is None:
+        raise RendezvousTimeout(
+            f"rank {place.rank}/{place.world_size}: rank 0 did not start hosting {where} before the deadline "
+            f"(nothing new at {path}). If rank 0 runs elsewhere, set MASTER_ADDR and MASTER_PORT and name a secret in "
+            f"{SECRET_FILE}; if a server runs already, set {ADDRESS} and {HOSTED}=1",
+            missing_ranks=(0,),
+        )
+    return found

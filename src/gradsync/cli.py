@@ -47,13 +47,34 @@ def main() -> None:
 
 @main.command(
     context_settings={"allow_interspersed_args": False},
-    epilog="Options for gradsync come before SCRIPT; everything after it is the script's.",
+    epilog="""\b
+Examples:
+  gradsync run -n 4 train.py --lr 0.1         four ranks of a script
+  gradsync run -n 2 --gpus 2,3 -m my.training two ranks of a module, each with a GPU of its own
+  gradsync run -n 4 --max-restarts 3 train.py start again after a failure
+  gradsync run -n 4 --stdin 2 train.py        breakpoint() works in rank 2
+
+\b
+Exit codes:
+  0      all ranks ended with 0
+  2      the command line is wrong; no rank was started
+  130    Ctrl-C;  128 + n: another signal n to gradsync, or the signal that killed the failing rank
+  else   the failing rank's own (1 for an exception)
+
+Options for gradsync come before SCRIPT; everything after it is the script's.
+""",
 )
 @click.option(
     "-n",
     "--nprocs",
+    "--nproc-per-node",
     type=click.IntRange(min=1),
-    help="Number of ranks.  [default: one per visible GPU, or per usable core where there is no GPU]",
+    help="Number of ranks.  [default: one per GPU of --gpus, or visible GPU, or usable core]",
+)
+@click.option(
+    "--gpus",
+    metavar="IDS",
+    help="GPUs, as 0,1: each rank sees one of them, as its only one, before CUDA starts.",
 )
 @click.option(
     "--backend",
@@ -64,26 +85,50 @@ def main() -> None:
     show_envvar=True,
     help="How data moves: shm on one host, nccl with a GPU for each rank; mpi comes in a later version.",
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often to start all ranks again after one has failed.",
+)
+@click.option(
+    "--state-dir",
+    metavar="DIR",
+    help="What ranks find as GRADSYNC_STATE_DIR, to resume from.  [default: a temporary one, with --max-restarts]",
+)
+@click.option("--log-dir", metavar="DIR", help="Also writes each rank's output to a file of its own in DIR.")
+@click.option(
+    "--grace",
+    "grace_seconds",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    help="Seconds between asking ranks to end and killing them.",
+)
+@click.option(
+    "--stdin",
+    "stdin_rank",
+    metavar="RANK",
+    default="0",
+    show_default=True,
+    help="The rank that reads standard input, or none; the others read /dev/null.",
+)
+@click.option("--prefix/--no-prefix", default=None, help="Show the rank before each line.  [default: with 2 or more]")
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
-def run(nprocs: int | None, backend: str, as_module: bool, script: str, arguments: tuple[str, ...]) -> None:
+def run(**options: Any) -> None:
     """Runs SCRIPT in several rank processes on this machine.
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
-    environment, and calls gradsync.init_process_group() without arguments. When a rank fails, the others are
-    ended, its traceback comes last, and its exit code is the command's. Ctrl-C stops all ranks; a second one
-    kills them.
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
+    under torchrun, and calls gradsync.init_process_group() without arguments. When a rank fails, the others are
+    ended, and its traceback comes last. Nothing that a rank started outlives it. Ctrl-C stops all ranks; a second
+    one kills them.
     """
-    from gradsync.launching.outcome import print_failure
-    from gradsync.launching.supervisor import supervise
-    from gradsync.launching.targets import module_target, script_target
+    from gradsync.launching.run_command import RunOptions, run_command
 
-    target = (module_target if as_module else script_target)(script, arguments)
-    outcome = supervise(target, nprocs or _default_process_count(), backend=backend, notices=sys.stderr)
-    sys.stdout.flush()
-    print_failure(outcome, sys.stderr)
-    sys.exit(outcome.exit_code)
+    sys.exit(run_command(RunOptions(**options)))
 
 
 @main.command(short_help="Runs a rendezvous server by itself.")
@@ -142,9 +187,3 @@ def _stop_on_termination(server: RendezvousServer) -> list[int]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     return came
-
-
-def _default_process_count() -> int:
-    from gradsync.visible_devices import default_process_count
-
-    return default_process_count()

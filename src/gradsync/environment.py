@@ -8,13 +8,15 @@ is held privately in this module.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gradsync.errors import InvalidArgument
-from gradsync.launcher_variables import LauncherVariables, Place, find_place, value_of
-from gradsync.secret_file import parse_secret, read_secret_file
+from gradsync.variable_values import read_port, value_of
+
+if TYPE_CHECKING:
+    from gradsync.launcher_variables import Place
 
 #: This process's rank, 0 .. world size - 1; set by our launcher, beside RANK.
 RANK = "GRADSYNC_RANK"
@@ -36,13 +38,21 @@ ALLOW_SHARED_GPU = "GRADSYNC_ALLOW_SHARED_GPU"
 SECRET = "GRADSYNC_SECRET"
 #: Path of a file that holds the secret in hexadecimal; must be the user's own, mode 0600.
 SECRET_FILE = "GRADSYNC_SECRET_FILE"
+#: How often our launcher has started all ranks again.
+RESTART_COUNT = "GRADSYNC_RESTART_COUNT"
+#: How often our launcher starts all ranks again at most.
+MAX_RESTARTS = "GRADSYNC_MAX_RESTARTS"
+#: Directory that outlives a restart, where a script leaves what it needs to resume.
+STATE_DIR = "GRADSYNC_STATE_DIR"
 #: Level of the `gradsync` logger: debug, info, warning, error or critical.
 LOG = "GRADSYNC_LOG"
+#: How many collectives the flight recorder of each communicator remembers.
+FLIGHT_RECORDER_ENTRIES = "GRADSYNC_FLIGHT_RECORDER_ENTRIES"
 
 #: What a backend may be called, wherever one is named.
 BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
 
-_OURS = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)
+_FLIGHT_RECORDER_ENTRIES, _MAX_FLIGHT_RECORDER_ENTRIES = 64, 1_000_000
 
 _BLAS_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -68,8 +78,11 @@ class RankEnvironment:
         address: host:port of the rendezvous server, or None.
         secret: secret of the run, or None. Never shown in the repr.
         hosted: whether a server runs at `address` already: our launcher's, or `gradsync serve`.
-        master_addr: MASTER_ADDR, or None.
-        master_port: MASTER_PORT, or None; it belongs to the user, not to the rendezvous server.
+        master_addr: MASTER_ADDR; without it the first host of a Slurm step over several hosts, else None.
+        master_port: MASTER_PORT, or one that such a step's number gives, or None; it belongs to the user, not to the
+            rendezvous server.
+        run_name: name of the run among those of this machine; only where all ranks are on it, and mpiexec or srun
+            did not tell where to meet.
         backend: GRADSYNC_BACKEND, "auto" when it is not set.
         source: who set the variables: "gradsync", "RANK" (torchrun or by hand), "Open MPI", "PMI" or "Slurm".
     """
@@ -85,16 +98,24 @@ class RankEnvironment:
     master_port: int | None = None
     backend: str = "auto"
     source: str = ""
+    run_name: str | None = None
 
 
 def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:
     """Reads who this process is, from the first launcher below that left its variables.
 
-    1. gradsync's own: GRADSYNC_RANK, GRADSYNC_WORLD_SIZE, GRADSYNC_LOCAL_RANK, GRADSYNC_LOCAL_WORLD_SIZE;
-    2. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (torchrun, or set by hand);
-    3. Open MPI: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE;
-    4. MPICH and other PMI launchers: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS;
-    5. Slurm, inside an `srun` step: SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID.
+    | precedence | launcher | variables |
+    | --- | --- | --- |
+    | 1 | gradsync | `GRADSYNC_RANK`, `_WORLD_SIZE`, `_LOCAL_RANK`, `_LOCAL_WORLD_SIZE` |
+    | 2 | torchrun, or by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` |
+    | 3 | mpiexec of Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE` |
+    | 4 | mpiexec of MPICH or Intel MPI (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+    | 5 | srun (Slurm) | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID` |
+
+    1 to 4 must agree on rank and world size where several are set: otherwise one launcher was started where another's
+    variables were set, and which of them is the outer one cannot be told. Two cases are clear. Slurm's variables are
+    inherited by all that runs in a step, so they count alone, or complete another launcher's. Where mpiexec started
+    torchrun's agents, one on each machine, torchrun's variables count.
 
     MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables are read alike for all of them.
     GRADSYNC_SECRET is removed from `environ`.
@@ -106,9 +127,13 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
         The place of this process, or None when no launcher left its variables.
 
     Raises:
-        InvalidArgument: a variable is malformed, out of range, or lacks its counterpart; the text names it.
+        InvalidArgument: a variable is malformed, out of range, or lacks its counterpart, or two launchers name
+            different places; the text names the variables.
     """
-    place = find_place(environ, _OURS)
+    from gradsync.launcher_variables import LauncherVariables, find_place  # here: our launcher does not need it
+
+    ours = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, (ADDRESS, HOSTED))
+    place = find_place(environ, ours)
     return None if place is None else _complete(environ, place)
 
 
@@ -133,10 +158,14 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
     Raises:
         InvalidArgument: the variable or the file does not hold a secret, or others can read the file.
     """
-    text = environ.pop(SECRET, None)
+    text, path = environ.pop(SECRET, None), value_of(environ, SECRET_FILE)
     if text is not None:
+        from gradsync.secret_file import parse_secret  # here, like the next: our launcher's ranks need neither
+
         secret = parse_secret(text, SECRET)
-    elif path := value_of(environ, SECRET_FILE):
+    elif path is not None:
+        from gradsync.secret_file import read_secret_file
+
         secret = read_secret_file(path)
     else:
         return _secret if environ is os.environ else None
@@ -148,6 +177,23 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
 def allows_shared_gpu(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether GRADSYNC_ALLOW_SHARED_GPU lets several ranks share a GPU."""
     return environ.get(ALLOW_SHARED_GPU) == "1"
+
+
+def flight_recorder_entries(environ: Mapping[str, str] = os.environ) -> int:
+    """Gives how many collectives the flight recorder of a communicator remembers.
+
+    Raises:
+        InvalidArgument: GRADSYNC_FLIGHT_RECORDER_ENTRIES is not a number from 1.
+    """
+    text = value_of(environ, FLIGHT_RECORDER_ENTRIES)
+    if text is None:
+        return _FLIGHT_RECORDER_ENTRIES
+    is_number = text.isascii() and text.isdecimal() and len(text) < 10
+    if not is_number or not 1 <= int(text) <= _MAX_FLIGHT_RECORDER_ENTRIES:
+        raise InvalidArgument(
+            f"{FLIGHT_RECORDER_ENTRIES} needs to be a number of 1 to {_MAX_FLIGHT_RECORDER_ENTRIES}, got {text!r}"
+        )
+    return int(text)
 
 
 def usable_cores() -> int:
@@ -204,33 +250,39 @@ def check_address(text: str, name: str = "address") -> str:
     Raises:
         InvalidArgument: it does not.
     """
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host.strip("[]") or (":" in host and not bracketed) or not _is_port(port):
-        raise InvalidArgument(f"{name} needs to be host:port with a port of 1 to 65535, got {text!r}")
+    from gradsync.rendezvous.sockets import parse_address
+
+    try:
+        parse_address(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error}") from None
     return text
 
 
 def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:
-    """Adds to a place what is read alike for every launcher."""
+    """Adds to a place what is read alike for every launcher, and where to meet if only the launcher knows."""
     address = value_of(environ, ADDRESS)
-    port = value_of(environ, "MASTER_PORT")
-    if port is not None and not _is_port(port):
-        raise InvalidArgument(f"MASTER_PORT needs to be a port of 1 to 65535, got {port!r}")
+    master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_port(environ, "MASTER_PORT"), None
+    if place.world_size > 1 and not address and not (master_addr and master_port):
+        if place.local_world_size == place.world_size:
+            from gradsync.run_name import name_run  # here, like the next: start-up counts
+
+            run_name = name_run(environ, place.source)
+        elif place.source == "Slurm":
+            from gradsync.slurm_variables import first_host, step_port
+
+            master_addr, master_port = master_addr or first_host(environ), master_port or step_port(environ)
     return RankEnvironment(
         rank=place.rank,
         world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
+        local_rank=place.rank if place.local_rank is None else place.local_rank,
+        local_world_size=place.local_world_size or place.world_size,
         address=None if address is None else check_address(address, ADDRESS),
         secret=take_secret(environ),
         hosted=value_of(environ, HOSTED) == "1",
-        master_addr=value_of(environ, "MASTER_ADDR"),
-        master_port=None if port is None else int(port),
+        master_addr=master_addr,
+        master_port=master_port,
         backend=value_of(environ, BACKEND) or "auto",
         source=place.source,
+        run_name=run_name,
     )
-
-
-def _is_port(text: str) -> bool:
-    return bool(re.fullmatch(r"[0-9]{1,5}", text)) and 1 <= int(text) <= 65535

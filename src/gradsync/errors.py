@@ -8,6 +8,8 @@ multiprocessing.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GradsyncError(Exception):
     """Base of all errors raised by gradsync.
@@ -95,6 +97,7 @@ class RankFailed(GradsyncError, RuntimeError):
         phase: where that rank was, e.g. "all_reduce" or "rendezvous".
         exit_code: its exit code (negative: the signal), where known.
         traceback_text: its traceback, where known.
+        results: what a function that ranks were started for had returned on others of them, by rank.
     """
 
     def __init__(
@@ -105,12 +108,14 @@ class RankFailed(GradsyncError, RuntimeError):
         phase: str = "",
         exit_code: int | None = None,
         traceback_text: str = "",
+        results: dict[int, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.phase = phase
         self.exit_code = exit_code
         self.traceback_text = traceback_text
+        self.results = results or {}
 
 
 class CommunicatorClosed(GradsyncError, RuntimeError):

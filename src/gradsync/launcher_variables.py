@@ -2,141 +2,168 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gradsync.errors import InvalidArgument
+from gradsync.variable_values import read_below, read_integer, read_pair, value_of
+
+SLURM = "Slurm"
 
 
 class Place(NamedTuple):
-    """A process among the ranks of a run, and who said so."""
+    """A process among the ranks of a run, and who said so.
+
+    Attributes:
+        source: name of the launcher.
+        rank, world_size: its number among all ranks, and theirs.
+        local_rank, local_world_size: its number among the ranks of its machine, and theirs; None where nobody told.
+    """
 
     source: str
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
+    local_rank: int | None
+    local_world_size: int | None
 
 
-@dataclass(frozen=True)
-class LauncherVariables:
-    """The variables in which one launcher tells a process who it is."""
+class LauncherVariables(NamedTuple):
+    """The variables in which one launcher tells a process who it is.
+
+    Attributes:
+        name: what to call the launcher.
+        rank, world_size, local_rank, local_world_size: names of the variables that make a place.
+        companions: what it sets beside them, to be removed with them.
+    """
 
     name: str
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
+    companions: tuple[str, ...] = ()
+
+    def set_in(self, environ: Mapping[str, str]) -> list[str]:
+        """Gives the names of those that are set."""
+        names = (self.rank, self.world_size, self.local_rank, self.local_world_size, *self.companions)
+        return [name for name in names if value_of(environ, name) is not None]
 
 
-# The launcher closest to the process comes first: `mpiexec` inside a Slurm job starts its daemons through
-# `srun`, so that its ranks also inherit Slurm variables, which describe those daemons.
-_FOREIGN_LAUNCHERS = (
-    LauncherVariables("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+TORCHRUN = LauncherVariables(
+    "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT")
+)
+# PMI_RANK comes twice: Cray's launcher has other names for the place on the machine than MPICH's and Intel's.
+MPI_LAUNCHERS = (
     LauncherVariables(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",),
     ),
-    LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_FD",)),
+    LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-
-
-def _read_place(environ: Mapping[str, str], source: LauncherVariables) -> tuple[int, int, int, int]:
-    """Reads (rank, world size, local rank, local world size) from one launcher's variables."""
-    rank, world_size = _read_pair(environ, source.rank, source.world_size)
-    if value_of(environ, source.local_rank) is None:
-        return rank, world_size, rank, world_size
-    if value_of(environ, source.local_world_size) is None:
-        return rank, world_size, _read_below(environ, source.local_rank, world_size), world_size
-    local_rank, local_world_size = _read_pair(environ, source.local_rank, source.local_world_size)
-    if local_world_size > world_size:
-        raise InvalidArgument(
-            f"{source.local_world_size} needs to be at most {source.world_size}={world_size}, got {local_world_size}"
-        )
-    return rank, world_size, local_rank, local_world_size
-
-
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Tells whether `srun` started this process: a plain command in a batch script has SLURM_PROCID=0 too."""
-    return value_of(environ, "SLURM_STEP_ID") is not None or value_of(environ, "SLURM_STEPID") is not None
-
-
-def _read_slurm_place(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Reads (rank, world size, local rank, local world size) of an `srun` step."""
-    # SLURM_NTASKS may still describe the whole allocation where the step is smaller.
-    tasks = "SLURM_NTASKS" if value_of(environ, "SLURM_STEP_NUM_TASKS") is None else "SLURM_STEP_NUM_TASKS"
-    rank, world_size = _read_pair(environ, "SLURM_PROCID", tasks)
-    if value_of(environ, "SLURM_LOCALID") is None:
-        return rank, world_size, rank, world_size
-    local_world_size = _slurm_tasks_here(environ) or world_size
-    return rank, world_size, _read_below(environ, "SLURM_LOCALID", local_world_size), local_world_size
-
-
-def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Gives this node's entry of SLURM_STEP_TASKS_PER_NODE, which reads like "4(x2),1", or None."""
-    name = "SLURM_STEP_TASKS_PER_NODE"
-    text = value_of(environ, name)
-    if text is None:
-        return None
-    if not re.fullmatch(r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*", text):
-        raise InvalidArgument(f"{name} needs to read like 4(x2),1, got {text!r}")
-    node = _read_integer(environ, "SLURM_NODEID") if value_of(environ, "SLURM_NODEID") else 0
-    for entry in text.split(","):
-        tasks, _, repeat = entry.rstrip(")").partition("(x")
-        node -= int(repeat or 1)
-        if node < 0:
-            return int(tasks)
-    raise InvalidArgument(f"SLURM_NODEID={environ['SLURM_NODEID']} has no entry in {name}={text!r}")
-
-
-def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    """Reads a rank and the size that bounds it."""
-    for name, other in ((rank_name, size_name), (size_name, rank_name)):
-        if value_of(environ, name) is None:
-            raise InvalidArgument(f"{other}={environ[other]!r} is set, but {name} is not; set both or neither")
-    size = _read_integer(environ, size_name)
-    if size < 1:
-        raise InvalidArgument(f"{size_name} needs to be at least 1, got {size}")
-    rank = _read_integer(environ, rank_name)
-    if not 0 <= rank < size:
-        raise InvalidArgument(f"{rank_name} needs to be 0 to {size_name} - 1 = {size - 1}, got {rank}")
-    return rank, size
-
-
-def _read_below(environ: Mapping[str, str], name: str, limit: int) -> int:
-    """Reads an integer of 0 .. limit - 1."""
-    value = _read_integer(environ, name)
-    if not 0 <= value < limit:
-        raise InvalidArgument(f"{name} needs to be 0 to {limit - 1}, got {value}")
-    return value
-
-
-def _read_integer(environ: Mapping[str, str], name: str) -> int:
-    text = environ[name].strip()
-    if not re.fullmatch(r"-?[0-9]{1,9}", text):
-        raise InvalidArgument(f"{name} needs to be an integer, got {text!r}")
-    return int(text)
-
-
-def value_of(environ: Mapping[str, str], name: str) -> str | None:
-    """Gives a variable's text; an empty one counts as not set."""
-    return environ.get(name, "").strip() or None
+_PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 
 
 def find_place(environ: Mapping[str, str], ours: LauncherVariables) -> Place | None:
     """Reads the place from the first launcher that left its variables: `ours`, then the foreign ones, then Slurm.
 
+    What the first one does not tell of the machine is taken from the next one that does.
+
     Raises:
-        InvalidArgument: a variable is malformed, out of range, or lacks its counterpart; the text names it.
+        InvalidArgument: a variable is malformed, out of range, or lacks its counterpart, or two launchers name
+            different places; the text names the variables.
     """
-    for launcher in (ours, *_FOREIGN_LAUNCHERS):
-        if value_of(environ, launcher.rank) is not None or value_of(environ, launcher.world_size) is not None:
-            return Place(launcher.name, *_read_place(environ, launcher))
-    if value_of(environ, "SLURM_PROCID") is not None and _in_slurm_step(environ):
-        return Place("Slurm", *_read_slurm_place(environ))
-    return None
+    launchers = [launcher for launcher in (ours, TORCHRUN, *MPI_LAUNCHERS) if _was_here(environ, launcher)]
+    if not launchers:
+        return _slurm_place(environ)
+    places = [_read_place(environ, launcher) for launcher in launchers]
+    first = places[0]
+    same = [first]
+    for launcher, place in zip(launchers[1:], places[1:], strict=True):
+        if (place.rank, place.world_size) == (first.rank, first.world_size):
+            same.append(place)
+        elif not _started_agents(environ, launcher, place):
+            raise _contradiction(environ, launchers[0], launcher)
+    return _complete(environ, same)
+
+
+def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
+    """Gives the names of the variables by which mpiexec makes a process its rank.
+
+    Our launcher, where mpiexec has started it, keeps them from its own ranks: each would take itself for the one
+    rank of MPI that the launcher is.
+    """
+    return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
+
+
+def _was_here(environ: Mapping[str, str], launcher: LauncherVariables) -> bool:
+    return value_of(environ, launcher.rank) is not None or value_of(environ, launcher.world_size) is not None
+
+
+def _read_place(environ: Mapping[str, str], launcher: LauncherVariables) -> Place:
+    """Reads one launcher's variables."""
+    rank, world_size = read_pair(environ, launcher.rank, launcher.world_size)
+    if value_of(environ, launcher.local_rank) is None:
+        return Place(launcher.name, rank, world_size, None, None)
+    if value_of(environ, launcher.local_world_size) is None:
+        return Place(launcher.name, rank, world_size, read_below(environ, launcher.local_rank, world_size), None)
+    local_rank, local_world_size = read_pair(environ, launcher.local_rank, launcher.local_world_size)
+    if local_world_size > world_size:
+        raise InvalidArgument(
+            f"{launcher.local_world_size} needs to be at most {launcher.world_size}={world_size}, "
+            f"got {local_world_size}"
+        )
+    return Place(launcher.name, rank, world_size, local_rank, local_world_size)
+
+
+def _complete(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
+    """Gives the first place, with what is not told of the machine from the first of the others that tells it all."""
+    first = same[0]
+    if first.local_rank is not None:
+        return first
+    for place in same[1:]:
+        if place.local_rank is not None and place.local_world_size is not None:
+            return place._replace(source=first.source)
+    slurm = _inherited_slurm_place(environ)
+    if slurm is not None and (slurm.rank, slurm.world_size) == (first.rank, first.world_size):
+        return slurm._replace(source=first.source)
+    return first
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place | None:
+    from gradsync.slurm_variables import in_slurm_step, read_slurm_place  # here: start-up counts
+
+    return Place(SLURM, *read_slurm_place(environ)) if in_slurm_step(environ) else None
+
+
+def _inherited_slurm_place(environ: Mapping[str, str]) -> Place | None:
+    """Gives Slurm's place where another launcher's counts: what Slurm says may be about that launcher's daemons."""
+    try:
+        return None if value_of(environ, "SLURM_PROCID") is None else _slurm_place(environ)
+    except InvalidArgument:
+        return None
+
+
+def _started_agents(environ: Mapping[str, str], launcher: LauncherVariables, place: Place) -> bool:
+    """Tells whether a launcher started torchrun's agents, one on each machine, rather than the ranks themselves."""
+    if launcher is TORCHRUN or value_of(environ, "TORCHELASTIC_RUN_ID") is None:
+        return False
+    return value_of(environ, "GROUP_WORLD_SIZE") is not None and (
+        read_integer(environ, "GROUP_WORLD_SIZE") == place.world_size
+    )
+
+
+def _contradiction(environ: Mapping[str, str], first: LauncherVariables, second: LauncherVariables) -> InvalidArgument:
+    values, unset = [], []
+    for launcher in (first, second):
+        values.append(" ".join(f"{name}={environ[name].strip()}" for name in (launcher.rank, launcher.world_size)))
+        unset.append(" ".join(launcher.set_in(environ)))
+    return InvalidArgument(
+        f"{values[0]} and {values[1]} name different places for this process: one launcher was started where another's "
+        f"variables were set. Before starting the ranks, unset those that are not of this run: either\n"
+        f"  unset {unset[0]}\nor\n  unset {unset[1]}"
+    )

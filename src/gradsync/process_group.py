@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, suitable_backend
 from gradsync.bootstrap import Host, join
+from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.nccl_connection import connect_nccl
@@ -88,6 +89,7 @@ def init_process_group(
         communicator = LocalCommunicator()
     else:
         _client, _host = join(place, address, timeout_seconds, _host)
+        _client.describe_with(status.positions, status.report)
         try:
             communicator = _connect(
                 wanted,

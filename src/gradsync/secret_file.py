@@ -1,6 +1,6 @@
 """The secret of a run, as a user keeps it in a file: read only where nobody else can have read or planted it.
 
-`environment.py`, `bootstrap.py` and `gradsync serve` use it for runs that our launcher does not start.
+`environment.py`, `meeting_file.py` and `gradsync serve` use it for runs that our launcher does not start.
 """
 
 from __future__ import annotations
@@ -28,6 +28,18 @@ def read_secret_file(path: str) -> bytes:
         InvalidArgument: the file is missing, not a regular file, not this user's own, open to others, or
             holds no secret.
     """
+    return parse_secret(read_private_file(path), f"secret file {path!r}")
+
+
+def read_private_file(path: str) -> str:
+    """Reads a short text from a file that nobody else can read.
+
+    Args:
+        path: the file; a symbolic link is refused.
+
+    Raises:
+        InvalidArgument: the file is missing, not a regular file, not this user's own, open to others, or too long.
+    """
     # O_NONBLOCK: opening a FIFO must not wait for a writer.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -53,10 +65,9 @@ def read_secret_file(path: str) -> bytes:
             raise InvalidArgument(
                 f"secret file {path!r} needs mode 0600, got {stat.S_IMODE(status.st_mode):04o}; run: chmod 600 {path}"
             )
-        content = os.read(descriptor, _MAXIMUM_FILE_BYTES)
+        return os.read(descriptor, _MAXIMUM_FILE_BYTES).decode("ascii", "replace")
     finally:
         os.close(descriptor)
-    return parse_secret(content.decode("ascii", "replace"), f"secret file {path!r}")
 
 
 def parse_secret(text: str, origin: str) -> bytes:

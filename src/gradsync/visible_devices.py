@@ -21,16 +21,22 @@ def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/d
         present = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir(device_folder))
     except OSError:
         present = 0
+    visible = visible_gpus(environ)
+    return present if visible is None or present == 0 else len(visible)
+
+
+def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, or None where it is not set."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or present == 0:
-        return present
-    count = 0
-    for entry in visible.split(","):
+    if visible is None:
+        return None
+    names = []
+    for entry in map(str.strip, visible.split(",")):
         # CUDA stops at the first entry that is no device.
-        if entry.strip() in ("", "-1", "NoDevFiles"):
+        if entry in ("", "-1", "NoDevFiles"):
             break
-        count += 1
-    return count
+        names.append(entry)
+    return tuple(names)
 
 
 def default_process_count(device_type: str = "auto") -> int:

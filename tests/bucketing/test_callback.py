@@ -11,6 +11,7 @@ import pytest
 
 import gradsync as gs
 from contract import KITS
+from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.local import LocalCommunicator
 from places import (
     GPU,
@@ -196,7 +197,7 @@ def test_a_second_thread_is_told() -> None:
         except gs.InvalidArgument as error:
             errors.append(str(error))
 
-    with comm.lifetime.turn("all_reduce"):
+    with comm.lifetime.turn("all_reduce", agreement_on("all_reduce", (), None, "")):
         thread = threading.Thread(target=use)
         thread.start()
         thread.join(30)

@@ -164,7 +164,8 @@ def reuse_memory_at_once(comm: Any) -> None:
 
 
 def finish_late(comm: Any) -> None:
-    """done() follows the device; done-callbacks run on a thread of the communicator, and see the value."""
+    """done() and the flight recorder follow the device; done-callbacks run on a thread of the communicator, and see
+    the value."""
     callback = gs.AllreduceCallback("sum", comm)
     seen: list[tuple[int, float]] = []
     called = threading.Semaphore(0)
@@ -188,8 +189,14 @@ def finish_late(comm: Any) -> None:
         assert not future.done()
         assert (future.shape, future.dtype) == ((SIZE,), np.float32)
         assert not called.acquire(blocking=False)
+        bucket, flush = comm.recorder.entries()[-2:]
+        assert bucket.what.headline().endswith(" [w]")
+        assert (bucket.ended is None, flush.ended is None) == (True, False)
     bring_to_rest(comm)
     assert future.done()
+    ended = next(entry for entry in comm.recorder.entries() if entry.number == bucket.number).ended
+    assert ended is not None
+    assert ended >= flush.ended
     assert all(called.acquire(timeout=SECONDS) for _ in range(2))
     assert threading.get_ident() not in [thread for thread, _ in seen]
     assert [value for _, value in seen] == [total(comm, 0)] * 2

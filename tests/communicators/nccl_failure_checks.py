@@ -27,9 +27,9 @@ def client() -> Any:
     return process_group._client
 
 
-def wait_until_told() -> str:
+def wait_until_told(kind: type[gs.GradsyncError] = gs.RankFailed) -> str:
     """Waits for the end of the generation, and returns what the server says of it."""
-    return str(expect(gs.RankFailed, lambda: client().get("nobody sets this", timeout_seconds=SECONDS)))
+    return str(expect(kind, lambda: client().get("nobody sets this", timeout_seconds=SECONDS)))
 
 
 # -- Steps that repeat themselves, and then do not ------------------------------------------------------------------
@@ -136,7 +136,7 @@ def die_beside_a_stuck_collective(comm: Any, victim_is_root: bool) -> float:
 def miss_the_deadline(comm: Any) -> tuple[str, float]:
     future = launch_what_the_others_do_not(comm)
     if future is None:
-        return wait_until_told(), 0.0
+        return wait_until_told(gs.CollectiveTimeout), 0.0
     error, seconds = await_failure(future)
     assert isinstance(error, gs.CollectiveTimeout), error
     return str(error), seconds
@@ -144,7 +144,7 @@ def miss_the_deadline(comm: Any) -> tuple[str, float]:
 
 def miss_the_deadline_of_a_question(comm: Any) -> str:
     if comm.rank == 1:
-        return wait_until_told()
+        return wait_until_told(gs.CollectiveTimeout)
     error = expect(gs.CollectiveTimeout, lambda: comm.all_reduce(cupy.ones(3)))
     assert error.missing_ranks == (1,)
     expect(gs.CommunicatorClosed, comm.barrier)

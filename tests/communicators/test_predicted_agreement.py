@@ -11,13 +11,22 @@ from hypothesis import strategies as st
 from one_at_a_time import Baton, Client, Rendezvous
 
 import gradsync as gs
-from gradsync.communicators import predicted_agreement
+from gradsync.communicators import predicted_agreement, verdicts
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.predicted_agreement import History, PredictedAgreement
+from gradsync.communicators.verdicts import Verdicts
+from gradsync.flight_recorder import FlightRecorder
 
 
 def agreement(digest: int) -> Agreement:
     return Agreement(digest, lambda: f"event {digest}")
+
+
+def made(client: Any, seconds: float = 30.0) -> PredictedAgreement:
+    recorder = FlightRecorder("world")
+    recorder.begin(agreement(1))
+    label = f"rank {client.rank}/{client.world_size}"
+    return PredictedAgreement(client, "world", label, seconds, Verdicts(client, recorder))
 
 
 # The history.
@@ -85,7 +94,7 @@ class Rank:
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, digests: list[int]) -> None:
-        self.agreements = PredictedAgreement(Client(rendezvous, rank), "world", f"rank {rank}", 30.0)  # type: ignore[arg-type]
+        self.agreements = made(Client(rendezvous, rank))
         self.digests = digests
         self.events: list[str] = []
         self.overtaken: gs.PlanMismatch | None = None
@@ -172,13 +181,13 @@ def single(monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> tuple[Pred
     monkeypatch.setattr(baton, "pause", lambda rank, until=None: None)
     rendezvous = Rendezvous(2, baton)
     client = Client(rendezvous, 0)
-    return PredictedAgreement(client, "world", "rank 0/2", seconds), rendezvous, client  # type: ignore[arg-type]
+    return made(client, seconds), rendezvous, client
 
 
 @pytest.mark.parametrize("length", [0, 5, 49_151, 49_152, 49_153, 98_304, 150_000])
 def test_long_descriptions_arrive_whole(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     mine, rendezvous, _ = single(monkeypatch)
-    other = PredictedAgreement(Client(rendezvous, 1), "world", "rank 1/2", 30.0)  # type: ignore[arg-type]
+    other = made(Client(rendezvous, 1))
     text = "".join(chr(ord("a") + i % 26) for i in range(length))
     mine._publish(3, text)
     assert other._read(3, 0) == text
@@ -190,17 +199,28 @@ def time_out(client: Client, group: str, position: int, digest: int, *, timeout_
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, _, client = single(monkeypatch, seconds=0.5)
+    mine, _, client = single(monkeypatch, seconds=1.01)
     monkeypatch.setattr(client, "agree", partial(time_out, client))
-    with pytest.raises(gs.CollectiveTimeout, match=r"waited 0.5 s for ranks \[1\] .*computing") as caught:
+    monkeypatch.setattr(verdicts, "WARN_AFTER_SECONDS", 0.0)
+    reports: list[Any] = []
+
+    def report_absence(*report: Any) -> Any:
+        reports.append(report)
+        raise gs.CollectiveTimeout("the verdict")
+
+    client.report_waiting = lambda *report: reports.append(report)  # type: ignore[attr-defined]
+    client.report_absence = report_absence  # type: ignore[attr-defined]
+    with pytest.raises(gs.CollectiveTimeout, match="the verdict"):
         mine.next(agreement(1))
-    assert caught.value.missing_ranks == (1,)
+    warned, given_up = reports
+    assert warned[:3] == given_up[:3] == ("world", 1, "event #1 (1)")
+    assert warned[4] == given_up[4] == (1,)
 
 
 @pytest.mark.parametrize("came_to", [0, 1])
 def test_a_rank_that_has_closed_is_named(monkeypatch: pytest.MonkeyPatch, came_to: int) -> None:
     mine, rendezvous, client = single(monkeypatch, seconds=0.5)
-    other = PredictedAgreement(Client(rendezvous, 1), "world", "rank 1/2", 30.0)  # type: ignore[arg-type]
+    other = made(Client(rendezvous, 1))
     other._position = came_to
     other.announce_closed()
     monkeypatch.setattr(client, "agree", partial(time_out, client))

@@ -1,7 +1,10 @@
 """Functions that ranks run; apart from the tests, so that a rank need not import pytest."""
 
+import contextlib
 import os
+import select
 import signal
+import subprocess
 import sys
 import threading
 
@@ -51,7 +54,7 @@ def raise_stubborn():
 
 
 def return_unpicklable_on_rank_1():
-    return (lambda: 0) if os.environ["RANK"] == "1" else 0
+    return threading.Lock() if os.environ["RANK"] == "1" else 0
 
 
 def return_bytes(size):
@@ -69,8 +72,72 @@ def leave_thread_running_after_error():
     raise ValueError("with a thread")
 
 
+def size_and_local_size():
+    return gs.get_communicator().world_size, os.environ["LOCAL_WORLD_SIZE"]
+
+
+def address():
+    return os.environ["GRADSYNC_ADDRESS"]
+
+
+def address_and_secrets():
+    names = [name for name in os.environ if "SECRET" in name]
+    return os.environ["GRADSYNC_ADDRESS"], os.environ["MASTER_ADDR"], names
+
+
+def backend():
+    with gs.init_process_group() as communicator:
+        return communicator.backend
+
+
 def exit_with(code):
     sys.exit(code)
+
+
+def return_on_rank_0(queue):
+    """Rank 0 returns, and only when it has ended, rank 1 fails."""
+    if os.environ["RANK"] == "0":
+        queue.put(os.getpid())
+        queue.close()
+        queue.join_thread()
+        return "kept"
+    with contextlib.suppress(ProcessLookupError):  # ended already
+        select.select([os.pidfd_open(queue.get())], [], [])
+    raise ValueError("boom")
+
+
+def read_and_return(path):
+    with open(path) as file:
+        return file.read(), os.getpid()
+
+
+def read_on_rank_1(path):
+    return read_and_return(path)[0] if os.environ["RANK"] == "1" else "first"
+
+
+def return_stubborn():
+    return Stubborn(1, 2)
+
+
+def interrupt_oneself():
+    raise KeyboardInterrupt
+
+
+def start_grandchild_and_fail(queue):
+    """The grandchild leaves its family, as a daemon does."""
+    if os.environ["RANK"] == "0":
+        program = [sys.executable, "-c", "import os, signal, sys; print(os.getpid(), flush=True); signal.pause()"]
+        grandchild = subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True)
+        queue.put(int(grandchild.stdout.readline()))
+        raise ValueError("boom")
+    wait_for_signal()
+
+
+def start_method_and_rank(queue, lock):
+    """Tells how this rank came to life, through multiprocessing's own objects."""
+    with lock:
+        queue.put(int(os.environ["RANK"]))
+    return "forkserver" if "multiprocessing.forkserver" in sys.modules else "other", int(os.environ["RANK"])
 
 
 def put(queue):
@@ -87,6 +154,23 @@ def fail_in_group():
     if gs.get_communicator().rank == 1:
         raise ValueError("boom")
     gs.get_communicator().barrier()
+
+
+@gs.launcher
+def bare():
+    return gs.get_communicator().world_size
+
+
+@gs.launcher(n_gpus=2)
+def exit_0_on_rank_1():
+    if gs.get_communicator().rank == 1:
+        os._exit(0)
+    return "returned"
+
+
+@gs.launcher(n_gpus=2)
+def large_in_group(size):
+    return bytes(size)
 
 
 @gs.launcher(n_gpus=2)

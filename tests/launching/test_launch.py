@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -44,7 +45,11 @@ def test_failing_rank_ends_the_others_and_is_told():
         gs.launch(rank_functions.raise_on_rank_1, (), 2)
     error = caught.value
     assert (error.worker_id, error.exitcode) == (1, 1)
-    assert str(error).startswith("worker[1] failed with exitcode=1\n\nTraceback (most recent call last):\n")
+    first, second, *rest = str(error).splitlines()
+    assert first == "worker[1] failed with exitcode=1"
+    assert second.startswith("rank 1 (pid ")
+    assert second.endswith(") failed with exit code 1")
+    assert rest[:2] == ["", "Traceback (most recent call last):"]
     assert str(error).endswith("ValueError: boom")
     assert "gradsync/launching" not in str(error)
     assert isinstance(error, gs.GradsyncError)
@@ -52,13 +57,13 @@ def test_failing_rank_ends_the_others_and_is_told():
 
 
 def test_killed_rank_is_named_by_signal():
-    with pytest.raises(WorkerError, match=r"worker\[1\] failed with exitcode=-9 \(SIGKILL\)$") as caught:
+    with pytest.raises(WorkerError, match=r"^worker\[1\] failed with exitcode=-9\n.* was killed by SIGKILL$") as caught:
         gs.launch(rank_functions.kill_rank_1, (), 2)
     assert caught.value.exitcode == -signal.SIGKILL
 
 
 def test_exit_code_without_traceback():
-    with pytest.raises(WorkerError, match=r"failed with exitcode=7$"):
+    with pytest.raises(WorkerError, match=r"^worker\[0\] failed with exitcode=7\n.* failed with exit code 7$"):
         gs.launch(rank_functions.exit_with, (7,), 1)
 
 
@@ -86,9 +91,19 @@ def test_error_is_told_although_a_thread_keeps_the_rank_alive():
 
 
 def test_return_value_that_does_not_pickle_is_that_ranks_error():
-    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to pickle.*got function") as caught:
+    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to pickle.*got lock") as caught:
         gs.launch(rank_functions.return_unpicklable_on_rank_1, (), 2)
     assert caught.value.worker_id == 1
+    assert caught.value.results == {0: 0}
+
+
+def test_results_of_other_workers_are_kept():
+    queue = multiprocessing.get_context("spawn").Queue()
+    with pytest.raises(WorkerError, match="ValueError: boom") as caught:
+        gs.launch(rank_functions.return_on_rank_0, (queue,), 2)
+    assert caught.value.results == {0: "kept"}
+    queue.close()
+    queue.join_thread()
 
 
 def test_large_results_do_not_deadlock():
@@ -96,6 +111,12 @@ def test_large_results_do_not_deadlock():
     first, second = gs.launch(rank_functions.return_bytes, (size,), 2)
     assert first == bytes(size)
     assert second == b"\1" * size
+
+
+def test_a_result_of_256_mib_arrives():
+    (result,) = gs.launch(rank_functions.return_bytes, (256 * 2**20,), 1)
+    assert len(result) == 256 * 2**20
+    assert not any(result[:: 2**20])
 
 
 def test_queue_reaches_the_ranks():
@@ -108,17 +129,21 @@ def test_queue_reaches_the_ranks():
 
 def test_what_does_not_pickle_is_refused_before_any_process_starts(monkeypatch):
     monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
-    with pytest.raises(gs.InvalidArgument, match=r"<lambda> needs to pickle.*not as a lambda"):
-        gs.launch(lambda: 0, (), 2)
-    for argument in (threading.Lock(), lambda: 0):
-        with pytest.raises(gs.InvalidArgument, match=r"^the arguments of place need to pickle to reach the ranks: "):
-            gs.launch(rank_functions.place, (argument,), 2)
+    lock = threading.Lock()
+    with pytest.raises(gs.InvalidArgument, match=r"<lambda> needs to pickle.*define it at the top level"):
+        gs.launch(lambda: lock, (), 2)
+    with pytest.raises(gs.InvalidArgument, match=r"^args\[0\] of place needs to pickle to reach the ranks: "):
+        gs.launch(rank_functions.place, (lock,), 2)
 
 
 def test_launch_inside_a_rank_is_refused_before_any_process_starts(monkeypatch):
     monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
     monkeypatch.setenv("GRADSYNC_RANK", "1")
-    for call in (lambda: gs.launch(rank_functions.place, (), 2), lambda: rank_functions.rank_in_group(1)):
+    for call in (
+        lambda: gs.launch(rank_functions.place, (), 2),
+        lambda: gs.spawn(rank_functions.place, (), 2),
+        lambda: rank_functions.rank_in_group(1),
+    ):
         with pytest.raises(gs.InvalidArgument, match="starts its own ranks; run it with python, not with gradsync run"):
             call()
 
@@ -154,6 +179,7 @@ def test_launch_in_a_thread():
 
 def test_nothing_is_left_behind():
     gs.launch(rank_functions.place, (), 1)  # what stays loaded stays open
+    gc.collect()  # what other tests have left
     descriptors = os.listdir("/proc/self/fd")
     children = list_children()
     threads = threading.active_count()
@@ -178,8 +204,9 @@ def list_children():
 
 
 def test_errors_pickle():
-    worker = pickle.loads(pickle.dumps(WorkerError("worker[1] failed", exitcode=2, worker_id=1)))
+    worker = pickle.loads(pickle.dumps(WorkerError("worker[1] failed", exitcode=2, worker_id=1, results={0: 5})))
     assert (str(worker), worker.msg, worker.exitcode, worker.worker_id) == ("worker[1] failed",) * 2 + (2, 1)
+    assert worker.results == {0: 5}
     main = pickle.loads(pickle.dumps(MainProcessError("received SIGTERM", signal_no=15)))
     assert (str(main), main.signal_no) == ("received SIGTERM", 15)
 
@@ -246,8 +273,19 @@ def test_function_under_the_main_guard_is_told_where_to_go(tmp_path, call):
     assert "AttributeError" not in err
 
 
-def test_interactive_function_is_refused():
-    source = "import gradsync as gs\ndef work(): pass\ngs.launch(work, (), 1)"
+@pytest.mark.parametrize("arguments", [["-c"], ["-"]])
+def test_functions_of_an_interactive_session(arguments):
+    source = "import gradsync as gs\ndef work(offset): return 1 + offset\nprint(gs.launch(work, (2,), 2))"
+    options = {"input": source} if arguments == ["-"] else {}
+    command = [sys.executable, *arguments, *([] if options else [source])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 3]\n", "")
+
+
+def test_interactive_function_without_cloudpickle_is_refused():
+    source = (
+        "import sys; sys.modules['cloudpickle'] = None; import gradsync as gs\ndef work(): pass\ngs.launch(work, (), 1)"
+    )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "work is defined in an interactive session" in done.stderr

@@ -2,12 +2,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import command
 import pytest
 import rank_functions
 
 import gradsync as gs
+from gradsync.launching import start_method_choice
 
 
 def test_results_by_rank_inside_a_group():
@@ -37,16 +39,20 @@ def test_exit_code_of_a_failing_rank():
 
 def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatch):
     monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
     @gs.launcher
     def inner():
         pass
 
-    with pytest.raises(gs.InvalidArgument, match="not as a lambda or inside another function"):
+    advice = (
+        "define it at the top level of a module or script, pip install 'gradsync.cloudpickle.', or use start method"
+    )
+    with pytest.raises(gs.InvalidArgument, match=rf"inner needs to pickle.*{advice}"):
         inner()
-    with pytest.raises(gs.InvalidArgument, match="not as a lambda or inside another function"):
+    with pytest.raises(gs.InvalidArgument, match=rf"<lambda> needs to pickle.*{advice}"):
         gs.launcher(lambda: 0)()
-    with pytest.raises(gs.InvalidArgument, match="arguments of rank_in_group need to pickle"):
+    with pytest.raises(gs.InvalidArgument, match=r"args\[0\] of rank_in_group needs to pickle"):
         rank_functions.rank_in_group(sys.stdout)
 
 
@@ -55,10 +61,15 @@ def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatc
     [
         ({"n_gpus": 0}, "n_gpus to be an integer of at least 1, got 0"),
         ({"n_gpus": "2"}, "got '2'"),
-        ({"n_gpus": 2, "world_size": 4}, "world_size = n_gpus = 2, got 4"),
-        ({"rank_start": 2}, "rank_start 0, got 2; this version"),
-        ({"master_ip": "10.0.0.1"}, "master_ip 'localhost' or '127.0.0.1', got '10.0.0.1'"),
+        ({"n_gpus": 4, "world_size": 2}, r"rank_start \+ n_gpus to be at most world_size 2, got 0 \+ 4"),
+        ({"world_size": 2, "rank_start": 2, "port": 4000}, r"at most world_size 2, got 2 \+ 1"),
+        ({"rank_start": 2, "port": 4000}, "rank_start 2 is one of several nodes and needs world_size"),
+        ({"rank_start": -1}, "rank_start to be an integer of at least 0, got -1"),
+        ({"rank_start": 2, "world_size": 4}, "needs the port of the node with rank_start 0, got port 0"),
+        ({"master_ip": ""}, "master_ip to be an address or a host's name, got ''"),
         ({"port": -1}, "port to be 0 to 65535"),
+        ({"backend": "gloo"}, "launcher needs a backend of auto, .*, got 'gloo'"),
+        ({"start_method": "thread"}, "launcher needs a start method of 'spawn', 'fork', 'forkserver', got 'thread'"),
         ({"device_type": "tpu"}, "device_type 'auto', 'cpu' or 'gpu', got 'tpu'"),
         ({"device_type": "cpu", "backend": "nccl"}, "NCCL moves GPU arrays only"),
     ],
@@ -101,3 +112,75 @@ def test_decorating_starts_nothing():
     before = set(os.listdir("/proc/self/fd"))
     gs.launcher(n_gpus=2)(rank_functions.plain)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_closures_and_lambdas(method):
+    secret_number = 41
+
+    @gs.launcher(n_gpus=2, start_method=method)
+    def add(offset):
+        return gs.get_communicator().rank + secret_number + offset
+
+    assert add(1) == [42, 43]
+    assert gs.launcher(lambda: secret_number, n_gpus=1, start_method=method)() == [41]
+
+
+def test_fork_carries_what_does_not_pickle():
+    lock = threading.Lock()
+    assert gs.launcher(lambda held: held.locked(), n_gpus=1, start_method="fork")(lock) == [False]
+
+
+def run_interactive(source):
+    return subprocess.run([sys.executable, "-"], input=source, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_function_and_class_of_an_interactive_session(method):
+    source = f"""
+import gradsync as gs
+class Point:
+    def __init__(self, x): self.x = x
+@gs.launcher(n_gpus=2, start_method={method!r})
+def work(point): return Point(point.x + gs.get_communicator().rank)
+results = work(Point(1))
+print([point.x for point in results], all(type(point) is Point for point in results))
+"""
+    done = run_interactive(source)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2] True\n", "")
+
+
+def test_returned_values_are_kept_when_another_does_not_pickle():
+    with pytest.raises(
+        gs.RankFailed, match=r"failed with exit code 1; the other ranks ended in order\n\n.*got lock"
+    ) as caught:
+        gs.launcher(rank_functions.return_unpicklable_on_rank_1, n_gpus=2)()
+    assert caught.value.rank == 1
+    assert caught.value.results == {0: 0}
+
+
+def test_world_size_limits_the_processes_of_this_node(monkeypatch):
+    monkeypatch.setattr("gradsync.visible_devices.usable_cores", lambda: 8)
+    assert gs.launcher(rank_functions.size_and_local_size, world_size=2)() == [(2, "2")] * 2
+
+
+def test_set_start_method_is_the_default(monkeypatch):
+    monkeypatch.setattr(start_method_choice, "_default", "fork")
+    lock = threading.Lock()
+    assert gs.launcher(lambda: lock.locked(), n_gpus=1)() == [False]
+    assert gs.spawn(lambda: lock.locked(), (), 1).return_queues[0].get() is False
+
+
+@pytest.mark.parametrize("run", [gs.launcher(rank_functions.raise_stubborn, n_gpus=1), None])
+def test_exception_that_does_not_unpickle_is_told_as_text(run):
+    run = run or (lambda: gs.spawn(rank_functions.raise_stubborn, (), 1))
+    with pytest.raises(gs.RankFailed, match="Stubborn: 1"):
+        run()
+
+
+def test_decorating_loads_nothing_that_starts_ranks():
+    source = "import sys, gradsync as gs; gs.launcher(n_gpus=2)(print); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "gradsync.launching.launcher" in loaded
+    assert not loaded & {"gradsync.launching.supervisor", "multiprocessing", "subprocess", "socket", "numpy"}

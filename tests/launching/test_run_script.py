@@ -7,7 +7,7 @@ import sys
 import command
 import pytest
 
-RUN = ("run", "-n", 2)
+RUN = ("run", "--no-prefix", "-n", 2)
 
 
 def test_script_runs_as_main_of_each_rank(tmp_path):
@@ -94,7 +94,8 @@ def test_traceback_of_the_failing_rank_is_last_and_without_our_frames(tmp_path):
     code, _, err = command.run(*RUN, script)
     assert code == 1
     lines = err.splitlines()
-    assert lines[0] == "before"
+    assert lines[:3] == ["before", "gradsync: the last output of rank 1:", "    before"]
+    del lines[:2]
     assert lines[1].startswith("gradsync: rank 1 (pid ")
     assert lines[1].endswith(") failed with exit code 1:")
     assert lines[2] == "Traceback (most recent call last):"

@@ -43,7 +43,7 @@ def launched(tmp_path):
 
     def start(source):
         script = command.write_script(tmp_path, source)
-        process = command.start("run", "-n", 2, script)
+        process = command.start("run", "--no-prefix", "-n", 2, script)
         processes.append(process)
         pids = [int(process.stdout.readline()) for _ in range(2)]
         return process, pids

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from gradsync.rendezvous.events import Close, Lost, Notice, Received, Send, Tick
+from gradsync.rendezvous.events import Close, Lost, Notice, Probe, Probed, Received, Send, Tick
 from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message, check_fields
+from gradsync.rendezvous.probing import Finding
 from gradsync.rendezvous.protocol import RendezvousCore
+
+SERVER = ("this machine", 77)
 
 
 class Bench:
     """Drives a core; connection numbers are chosen by the test, time moves only by `wait`."""
 
     def __init__(self, world_size: int) -> None:
-        self.core = RendezvousCore(world_size)
+        self.core = RendezvousCore(world_size, machine=SERVER[0], pid=SERVER[1])
         self.world_size = world_size
         self.now = 100.0
         self.inbox: dict[int, list[tuple]] = {}
         self.closed: list[int] = []
         self.notices: list[str] = []
+        self.probes: list[tuple[int, int | None]] = []
         self._sequence = 1
 
     def _do(self, event) -> None:
@@ -28,6 +32,8 @@ class Bench:
                 self.closed.append(action.connection)
             elif isinstance(action, Notice):
                 self.notices.append(action.text)
+            elif isinstance(action, Probe):
+                self.probes.append((action.connection, action.pid))
 
     def send(self, connection: int, frame_type: FrameType, *fields) -> int:
         self._sequence += 1
@@ -45,6 +51,10 @@ class Bench:
 
     def lose(self, connection: int, cause: str = "reset") -> None:
         self._do(Lost(connection, cause))
+
+    def find(self, connection: int, finding: Finding) -> None:
+        """Answers a probe of the core."""
+        self._do(Probed(connection, finding))
 
     def wait(self, seconds: float) -> None:
         """Lets time pass, ticking exactly when the core asks for it."""

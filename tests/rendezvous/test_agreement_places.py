@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradsync.rendezvous import agreement_places
 from gradsync.rendezvous.agreements import Verdict, event_key
-from gradsync.rendezvous.messages import INVALID, REFUSED, FrameType
+from gradsync.rendezvous.messages import DEATH, INVALID, REFUSED, FrameType
 
 SAME, DIFFERENT, PASSED = Verdict
 NEVER_MS = 10**9
@@ -241,10 +241,10 @@ def test_goodbye_fails_those_who_need_the_word() -> None:
     pair = bench.agree(1, 1, group="pair", ranks=[0, 1])
     bench.send(2, FrameType.BYE)
     bench.questions(1)
-    assert [m[:4] for m in bench.take(1)] == [(FrameType.FAILED, untold, 2, "left")]
+    assert [m[:5] for m in bench.take(1)] == [(FrameType.FAILED, untold, DEATH, 2, "left")]
     late = bench.agree(0, 1, 2)
     bench.questions(0)
-    assert [m[:4] for m in bench.take(0)] == [(FrameType.FAILED, late, 2, "left")]
+    assert [m[:5] for m in bench.take(0)] == [(FrameType.FAILED, late, DEATH, 2, "left")]
     # What does not need the rank any more goes on.
     both = [bench.agree(1, 1, 0), bench.agree(0, 1, group="pair", ranks=[0, 1])]
     assert bench.verdicts(0) == [(told, SAME, 0), (both[1], SAME, 0)]
@@ -258,17 +258,17 @@ def test_departure_of_the_asker_leaves_the_others_waiting_in_vain_no_longer() ->
     waiting = bench.agree(1, 1)
     bench.send(0, FrameType.BYE)
     bench.questions(1)
-    assert [m[:3] for m in bench.take(1)] == [(FrameType.FAILED, waiting, 0)]
+    assert [m[:4] for m in bench.take(1)] == [(FrameType.FAILED, waiting, DEATH, 0)]
 
 
 def test_death_fails_all_and_later_words_mean_nothing() -> None:
     bench = AgreeingBench(3)
     bench.agree(0, 1)
     bench.lose(2)
-    assert [m[:3] for m in bench.take(0)] == [(FrameType.FAILED, 0, 2)]
+    assert [m[:4] for m in bench.take(0)] == [(FrameType.FAILED, 0, DEATH, 2)]
     bench.tell_passed(1, 7)
     late = bench.agree(0, 1)
-    assert [m[:3] for m in bench.take(0)] == [(FrameType.FAILED, late, 2)]
+    assert [m[:4] for m in bench.take(0)] == [(FrameType.FAILED, late, DEATH, 2)]
     assert bench.core.next_deadline() is None
 
 

@@ -143,7 +143,7 @@ def test_reported_failure_reaches_the_others_and_sticks(pair) -> None:
     assert (failure.rank, failure.phase) == (1, "step 7")
     assert "ValueError: bad batch" in str(failure)
     for call in (pair[0].check, pair[0].barrier, lambda: pair[0].get("k")):
-        with pytest.raises(RankFailed, match="rank 1/2 failed in phase 'step 7'"):
+        with pytest.raises(RankFailed, match=rf"rank 1/2 \(pid {os.getpid()}\) failed in phase 'step 7'"):
             call()
     assert pickle.loads(pickle.dumps(failure)).rank == 1
     pair[0].report_failure("too late")  # the first cause stays, and this does not raise

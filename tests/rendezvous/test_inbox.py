@@ -12,7 +12,7 @@ from rendezvous_ranks import run_threads
 from gradsync.errors import RankFailed, RendezvousError
 from gradsync.rendezvous.client_connection import ClientConnection
 from gradsync.rendezvous.inbox import Inbox, Pending
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.messages import DEATH, FrameType, Message
 from gradsync.rendezvous.wire import Session
 
 KEY = b"k" * 32
@@ -31,7 +31,7 @@ class Wire:
         self.connection = ClientConnection(stream, "server:1")
         self.connection._session = session(is_server=False)
         self.questions: list[tuple[str, int]] = []
-        self.inbox = Inbox(self.connection, "rank 0/2", lambda *question: self.questions.append(question))
+        self.inbox = Inbox(self.connection, "rank 0/2", lambda push: self.questions.append(push.fields))
         self._session = session(is_server=True)
 
     def seal(self, *messages: tuple) -> bytes:
@@ -56,7 +56,7 @@ def wire():
 
 REPLY = (FrameType.REPLY, 5, b"value")
 ASKED = (FrameType.ASKED, "g", 7)
-FAILED = (FrameType.FAILED, 0, 1, "forward", "rank 1/2 died")
+FAILED = (FrameType.FAILED, 0, DEATH, 1, "forward", (), "rank 1/2 died")
 
 
 def test_what_comes_behind_an_answer_is_not_left_lying(wire) -> None:
@@ -99,13 +99,13 @@ def test_question_is_told_before_the_answer_that_came_behind_it(wire) -> None:
 def test_question_does_not_wait_for_the_one_before_it(wire) -> None:
     told_second = threading.Event()
 
-    def tell(group: str, position: int) -> None:
-        if position == 8:
+    def tell(question: Message) -> None:
+        if question.fields == ("g", 8):
             told_second.set()
         else:
             assert told_second.wait(30)
 
-    wire.inbox._tell = tell
+    wire.inbox._answer_push = tell
     waits = [lambda: wire.await_answer(5), lambda: wire.await_answer(6)]
     questions = [ASKED, (FrameType.ASKED, "g", 8)]
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from core_bench import Bench
+from core_bench import SERVER, Bench
 
-from gradsync.rendezvous.messages import INVALID, PROTOCOL_VERSION, REFUSED, FrameType
+from gradsync.rendezvous.messages import DEATH, INVALID, PROTOCOL_VERSION, REFUSED, FrameType
 
 
 def test_generation_forms_when_all_have_joined() -> None:
     bench = Bench(2)
     first = bench.join(10, 1)
-    assert bench.take(10) == [(FrameType.SEATED, first)]
+    assert bench.take(10) == [(FrameType.SEATED, first, *SERVER)]
     second = bench.join(11, 0)
     assert bench.take(10) == [(FrameType.REPLY, first, 1)]
-    assert bench.take(11) == [(FrameType.SEATED, second), (FrameType.REPLY, second, 1)]
+    assert bench.take(11) == [(FrameType.SEATED, second, *SERVER), (FrameType.REPLY, second, 1)]
 
 
 def test_join_deadline_names_the_rank_that_never_came_to_all() -> None:
@@ -80,8 +80,8 @@ def test_death_while_others_wait_to_join() -> None:
     bench.join(1, 1)
     bench.take(0)
     bench.lose(1, "killed")
-    [(kind, request, rank, phase, text)] = bench.take(0)
-    assert (kind, request, rank, phase) == (FrameType.FAILED, 0, 1, "rendezvous")
+    [(kind, *failure, text)] = bench.take(0)
+    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 1, "rendezvous", ())
     assert "rank 1/3 died" in text
     assert "killed" in text
     # The third rank belongs to the same, failed generation.
@@ -102,10 +102,10 @@ def test_death_poisons_waiting_and_later_requests() -> None:
     bench.send(0, FrameType.BARRIER, "b", None, 10_000)
     bench.lose(2)
     for connection in (0, 1):
-        [(kind, request, rank, phase, _)] = bench.take(connection)
-        assert (kind, request, rank, phase) == (FrameType.FAILED, 0, 2, "forward")
+        [(kind, *failure, _)] = bench.take(connection)
+        assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 2, "forward", ())
     later = bench.send(1, FrameType.SET, "k", b"v")
-    assert bench.take(1)[0][:3] == (FrameType.FAILED, later, 2)
+    assert bench.take(1)[0][:4] == (FrameType.FAILED, later, DEATH, 2)
     bench.lose(0)  # a second death changes nothing
     assert bench.take(1) == []
     bench.wait(100)
@@ -118,8 +118,8 @@ def test_reported_failure_reaches_all_but_the_reporter() -> None:
     bench.send(1, FrameType.SET_PHASE, "step 3")
     sequence = bench.send(1, FrameType.REPORT_FAILURE, "ValueError: 7")
     assert bench.take(1) == [(FrameType.REPLY, sequence, None)]
-    [(kind, _, rank, phase, text)] = bench.take(0)
-    assert (kind, rank, phase) == (FrameType.FAILED, 1, "step 3")
+    [(kind, *failure, text)] = bench.take(0)
+    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 1, "step 3", ())
     assert "ValueError: 7" in text
 
 
@@ -128,7 +128,7 @@ def test_goodbye_leads_to_the_next_generation() -> None:
     bench.join_all()
     bench.send(0, FrameType.BYE)
     held = bench.join(10, 0)
-    assert bench.take(10) == [(FrameType.SEATED, held)]  # rank 1 still lives in generation 1
+    assert bench.take(10) == [(FrameType.SEATED, held, *SERVER)]  # rank 1 still lives in generation 1
     again = bench.join(11, 0)
     assert bench.take(11)[0][:2] == (FrameType.REFUSED, again)  # one held join per rank
     bench.send(1, FrameType.BYE)
@@ -227,10 +227,10 @@ def test_goodbye_fails_those_who_need_the_rank() -> None:
     barrier = bench.send(0, FrameType.BARRIER, "b", None, 60_000)
     unique = bench.send(1, FrameType.GET_ID, "g", 2, None, 60_000)
     bench.send(2, FrameType.BYE)
-    assert bench.take(0)[0][:4] == (FrameType.FAILED, barrier, 2, "left")
-    assert bench.take(1)[0][:4] == (FrameType.FAILED, unique, 2, "left")
+    assert bench.take(0)[0][:5] == (FrameType.FAILED, barrier, DEATH, 2, "left")
+    assert bench.take(1)[0][:5] == (FrameType.FAILED, unique, DEATH, 2, "left")
     late = bench.send(1, FrameType.BARRIER, "b", None, 60_000)
-    assert bench.take(1)[0][:4] == (FrameType.FAILED, late, 2, "left")
+    assert bench.take(1)[0][:5] == (FrameType.FAILED, late, DEATH, 2, "left")
     pair = bench.send(0, FrameType.BARRIER, "b", [0, 1], 60_000)
     bench.send(1, FrameType.BARRIER, "b", [0, 1], 60_000)
     assert bench.take(0) == [(FrameType.REPLY, pair, 1)]
@@ -238,7 +238,7 @@ def test_goodbye_fails_those_who_need_the_rank() -> None:
     bench.take(1)
     get = bench.send(0, FrameType.GET, "k", 60_000)
     bench.send(1, FrameType.BYE)
-    assert bench.take(0)[0][:3] == (FrameType.FAILED, get, 1)
+    assert bench.take(0)[0][:4] == (FrameType.FAILED, get, DEATH, 1)
 
 
 def test_unique_id_goes_to_members_only_and_once() -> None:

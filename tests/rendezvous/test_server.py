@@ -280,7 +280,7 @@ def test_killed_process_fails_the_others_at_once() -> None:
             first, second, _ = run_threads([lambda: wait(0), lambda: wait(1), kill])
             for error, failed_at in (first, second):
                 assert (error.rank, error.phase) == (2, "all_reduce")
-                assert "rank 2/3 died in phase 'all_reduce'" in str(error)
+                assert f"rank 2/3 (pid {victim.pid}) died in phase 'all_reduce'" in str(error)
                 assert failed_at - killed_at[0] < 5
     assert open_descriptors() == descriptors
 

@@ -13,16 +13,23 @@ from gradsync.rendezvous.agreements import event_key
 from gradsync.rendezvous.messages import (
     MAX_EVENT_BYTES,
     MAX_GROUP_BYTES,
+    MAX_MACHINE_BYTES,
     MAX_NAME_BYTES,
+    MAX_PHASE_BYTES,
     MAX_RANKS,
+    MAX_REPORT_BYTES,
     MAX_TEXT_BYTES,
+    MAX_TOLD_GROUPS,
     MAX_VALUE_BYTES,
+    MAX_VERDICT_BYTES,
+    MAX_WHAT_BYTES,
     SCHEMAS,
     FieldError,
     FrameType,
     Message,
     clip_text,
 )
+from gradsync.rendezvous.waiting import Failure
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
 
 
@@ -58,6 +65,24 @@ requests = st.one_of(
     st.tuples(st.just(FrameType.AGREE), groups, positions, digests, members, timeouts),
     st.tuples(st.just(FrameType.PASSED), groups, positions, digests, st.text(max_size=200).map(clip_text)),
 )
+texts = st.text(max_size=200).map(clip_text)
+progress = st.dictionaries(groups, positions, max_size=MAX_TOLD_GROUPS)
+ranks_in_order = st.lists(st.integers(0, 1000), unique=True, max_size=20).map(sorted)
+tidings = st.one_of(
+    st.tuples(st.just(FrameType.INTRODUCE), st.just("boot pid:[1]"), st.just("node7"), st.integers(0, 2**31)),
+    st.tuples(st.just(FrameType.HEARTBEAT), progress),
+    st.tuples(st.just(FrameType.WAITING), groups, positions, texts, timeouts, members),
+    st.tuples(st.just(FrameType.ABSENT), groups, positions, texts, timeouts, members),
+    st.tuples(st.just(FrameType.STATUS), positions, progress, texts),
+)
+pushes = st.one_of(
+    st.tuples(st.just(FrameType.SEATED), positions, st.just("boot pid:[1]"), st.integers(0, 2**31)),
+    st.tuples(st.just(FrameType.PULSE)),
+    st.tuples(st.just(FrameType.INQUIRE), positions),
+    st.tuples(
+        st.just(FrameType.FAILED), positions, st.integers(0, 1), st.integers(0, 99), texts, ranks_in_order, texts
+    ),
+)
 answers = st.one_of(
     st.tuples(st.just(FrameType.REPLY), positions, st.none() | st.booleans() | st.binary(max_size=2000)),
     st.tuples(st.just(FrameType.ASKED), groups, positions),
@@ -83,6 +108,20 @@ def test_round_trip_in_any_chunks(messages: list[tuple], chunk_bytes: int) -> No
     opened = pass_in_chunks(client, server, messages, chunk_bytes)
     assert [(m.type, *m.fields) for m in opened] == messages
     assert [m.sequence for m in opened] == list(range(2, 2 + len(messages)))
+
+
+@given(st.lists(tidings, max_size=4), st.integers(1, 40))
+def test_round_trip_of_what_a_rank_tells_of_itself(messages: list[tuple], chunk_bytes: int) -> None:
+    client, server = make_sessions()
+    opened = pass_in_chunks(client, server, messages, chunk_bytes)
+    assert [(m.type, *m.fields) for m in opened] == messages
+
+
+@given(st.lists(pushes, max_size=6), st.integers(1, 40))
+def test_round_trip_of_pushes(messages: list[tuple], chunk_bytes: int) -> None:
+    client, server = make_sessions()
+    opened = pass_in_chunks(server, client, messages, chunk_bytes)
+    assert [(m.type, *m.fields) for m in opened] == messages
 
 
 @given(st.lists(answers, max_size=6), st.integers(1, 40))
@@ -113,6 +152,19 @@ def test_mutated_frames_are_refused(message: tuple) -> None:
         # A length that grew only asks for more bytes; nothing may ever come out.
         with contextlib.suppress(FrameError):
             assert open_bytes(make_sessions()[1], bytes(mutant)) is None
+
+
+def test_longest_report_and_verdict_fit() -> None:
+    client, server = make_sessions()
+    progress = {f"{n:02}" + "g" * (MAX_GROUP_BYTES - 2): 2**63 - 1 for n in range(MAX_TOLD_GROUPS)}
+    assert open_bytes(server, client.seal(FrameType.STATUS, 1, progress, "x" * MAX_REPORT_BYTES)) is not None
+    for missing in (0, 4096, 12 * 1024, MAX_RANKS):
+        failure = Failure(0, "p" * MAX_PHASE_BYTES, "é" * MAX_VERDICT_BYTES, tuple(range(missing)))
+        sent = failure.tell(1, 2**63 - 1)
+        message = open_bytes(client, server.seal(sent.type, *sent.fields))
+        assert message is not None
+        assert message.fields[4] == list(range(missing))
+        assert len(message.fields[5]) > 6000
 
 
 def test_every_truncation_yields_nothing() -> None:
@@ -195,6 +247,19 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.PASSED, ("g", 0, 0, "x" * (MAX_EVENT_BYTES + 1))),
         (FrameType.ASKED, ("g", 2**63)),
         (FrameType.VERDICT, (2, 3, 0)),
+        (FrameType.HEARTBEAT, ([],)),
+        (FrameType.HEARTBEAT, ({"g": -1},)),
+        (FrameType.HEARTBEAT, ({1: 1},)),
+        (FrameType.HEARTBEAT, ({str(n): 1 for n in range(MAX_TOLD_GROUPS + 1)},)),
+        (FrameType.INTRODUCE, ("m" * (MAX_MACHINE_BYTES + 1), "host", 1)),
+        (FrameType.INTRODUCE, ("m", "host", -1)),
+        (FrameType.STATUS, (1, {}, "x" * (MAX_REPORT_BYTES + 1))),
+        (FrameType.ABSENT, ("g", 1, "w" * (MAX_WHAT_BYTES + 1), 0, None)),
+        (FrameType.WAITING, ("g", 1, "all_reduce #1", 1.5, None)),
+        (FrameType.WAITING, ("g", 1, "all_reduce #1", 0, [1, 0])),
+        (FrameType.FAILED, (0, 2, 0, "", [], "")),
+        (FrameType.FAILED, (0, 1, 0, "", None, "")),
+        (FrameType.FAILED, (0, 1, 0, "", [], "x" * (MAX_VERDICT_BYTES + 1))),
     ],
 )
 def test_fields_outside_their_schema_are_refused(frame_type: FrameType, fields: tuple) -> None:

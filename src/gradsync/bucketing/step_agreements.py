@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from gradsync.bucketing.plan import Bucket, GradientSpec
 from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.flight_recorder import names_text, size_text
 from gradsync.reduction import ReduceOp
 
 
@@ -27,13 +29,15 @@ class StepAgreements:
         """Returns the agreement to reduce this bucket next."""
         # Specs of a repeated step are the same objects, which tuple comparison sees at a glance.
         specs = tuple([slot.spec for slot in bucket.slots])
-        return self._next((specs, self.local_passes, self.local_gradients), self._describe_bucket)
+        event = (specs, self.local_passes, self.local_gradients)
+        return self._next(event, self._describe_bucket, self._summarise_bucket)
 
     def flush(self, gradients: int) -> Agreement:
         """Returns the agreement that the step ends here."""
-        return self._next((gradients, self.local_passes, self.local_gradients), self._describe_flush)
+        event = (gradients, self.local_passes, self.local_gradients)
+        return self._next(event, self._describe_flush, self._summarise_flush)
 
-    def _next(self, event: tuple[Any, int, int], describe: Any) -> Agreement:
+    def _next(self, event: tuple[Any, int, int], describe: Any, summarise: Any) -> Agreement:
         index, self._index = self._index, self._index + 1
         if index < len(self._known):
             known, agreement = self._known[index]
@@ -41,7 +45,7 @@ class StepAgreements:
                 return agreement
             del self._known[index:]
         digest = digest_of("gradients", index, self._op, event)
-        agreement = Agreement(digest, lambda: describe(event), index)
+        agreement = Agreement(digest, partial(describe, event), index, partial(summarise, event))
         self._known.append((event, agreement))
         return agreement
 
@@ -53,8 +57,17 @@ class StepAgreements:
         headline = f"all_reduce ({self._op}) of a bucket of {of_what}{_after(event)}"
         return "\n".join([headline, *lines])
 
+    def _summarise_bucket(self, event: tuple[tuple[GradientSpec, ...], int, int]) -> str:
+        specs = event[0]
+        size = size_text(sum(spec.size_bytes for spec in specs))
+        names = names_text([spec.name.strip("'") for spec in specs])
+        return f"all_reduce({self._op}) {specs[0].dtype} {size} {names}"
+
     def _describe_flush(self, event: tuple[int, int, int]) -> str:
         return f"flush ({self._op}) after {_count(event[0], 'gradient')}{_after(event)}"
+
+    def _summarise_flush(self, event: tuple[int, int, int]) -> str:
+        return f"flush({self._op}) after {_count(event[0], 'gradient')}"
 
 
 def _after(event: tuple[Any, int, int]) -> str:

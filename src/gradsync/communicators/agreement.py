@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from gradsync.errors import PlanMismatch
+from gradsync.flight_recorder import size_text
 
 _UNHARMED = "nothing was reduced"
 _BROKEN = (
@@ -25,11 +27,18 @@ class Agreement(NamedTuple):
         digest: 64 bits, equal on two ranks when, and for all practical purposes only when, they mean the same.
         describe: makes the text for the error; called only after a mismatch.
         event: position among the events of a step, or None outside a step.
+        summarise: makes the line for the flight recorder, called only when somebody reads that; None takes the first
+            line of the description. Like `describe` it keeps no array alive.
     """
 
     digest: int
     describe: Callable[[], str]
     event: int | None = None
+    summarise: Callable[[], str] | None = None
+
+    def headline(self) -> str:
+        """Returns what the ranks are about to do in one line, for the flight recorder."""
+        return (self.summarise or self.describe)().partition("\n")[0]
 
 
 def digest_of(*parts: object) -> int:
@@ -43,7 +52,14 @@ def agreement_on(collective: str, shape: tuple[int, ...], dtype: np.dtype[np.gen
     """Returns the agreement for a single collective; cached, because loops repeat themselves."""
     of_what = "" if dtype is None else f" of {dtype}{list(shape)}"
     text = f"{collective}{of_what}{f' ({detail})' if detail else ''}"
-    return Agreement(digest_of(collective, shape, str(dtype), detail), lambda: text)
+    digest = digest_of(collective, shape, str(dtype), detail)
+    return Agreement(digest, lambda: text, summarise=lambda: _summary(collective, shape, dtype, detail))
+
+
+def _summary(collective: str, shape: tuple[int, ...], dtype: np.dtype[np.generic] | None, detail: str) -> str:
+    """Returns e.g. "all_reduce(sum) float32[256, 1000] 1.02 MB"."""
+    title = f"{collective}({detail})" if detail else collective
+    return title if dtype is None else f"{title} {dtype}{list(shape)} {size_text(prod(shape) * dtype.itemsize)}"
 
 
 class Description(NamedTuple):

@@ -23,6 +23,7 @@ from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime
 from gradsync.completion import Completion
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
+from gradsync.flight_recorder import FlightRecorder
 from gradsync.reduction import Array, ReduceOp, check_operation
 
 if TYPE_CHECKING:
@@ -41,14 +42,16 @@ class Communicator(Backend):
         world_size: number of ranks.
         backend: "local", "shm", "nccl" or "mpi".
         device: where arrays live: "cpu", or a CUDA device such as "cuda:0".
+        recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
     """
 
     backend: str
     device: str = "cpu"
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, group: str) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.recorder = FlightRecorder(group)
         self.lifetime = Lifetime(self)
         # Called in place of close() or abort() when a `with` block ends; for process_group.py.
         self.on_exit: Callable[[BaseException | None], None] | None = None
@@ -89,7 +92,7 @@ class Communicator(Backend):
         result = array if out is None else out
         target = self._checked_target("all_reduce", source, source if out is None else self.native_array(out, "out"))
         agreement = agreement_on("all_reduce", source.shape, source.dtype, op.value)
-        with self.lifetime.turn("all_reduce"):
+        with self.lifetime.turn("all_reduce", agreement):
             with self._launching(stream) as launch:
                 flat_source = self.arrays.flat(source)
                 if target is not source and self.arrays.share_memory(source, target):
@@ -127,7 +130,7 @@ class Communicator(Backend):
         if self.rank != root:
             self._checked_target("broadcast", native, native)
         agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
-        with self.lifetime.turn("broadcast"):
+        with self.lifetime.turn("broadcast", agreement):
             with self._launching(stream) as launch:
                 flat = self.arrays.flat(native)
                 self._keep(native, flat)
@@ -143,8 +146,9 @@ class Communicator(Backend):
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        with self.lifetime.turn("barrier"):
-            self._meet(agreement_on("barrier", (), None, ""))
+        agreement = agreement_on("barrier", (), None, "")
+        with self.lifetime.turn("barrier", agreement):
+            self._meet(agreement)
 
     # -- For the layers above: bucketing -----------------------------------------------------------------------
 
@@ -177,7 +181,7 @@ class Communicator(Backend):
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        with self.lifetime.turn("all_reduce"), self._launching(None, producers) as launch:
+        with self.lifetime.turn("all_reduce", agreement), self._launching(None, producers) as launch:
             self._all_reduce_list(sources, targets, op, agreement)
             for target, native in write_backs:
                 self._bring_back(target, native, launch)
@@ -209,7 +213,7 @@ class Communicator(Backend):
         Raises:
             PlanMismatch: the ranks' digests differ.
         """
-        with self.lifetime.turn("agree"):
+        with self.lifetime.turn("agree", agreement):
             self._agree(agreement)
 
     # -- Life and death ----------------------------------------------------------------------------------------

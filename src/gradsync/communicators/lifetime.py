@@ -8,6 +8,7 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from gradsync.communicators.agreement import Agreement
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
@@ -25,11 +26,13 @@ class Lifetime:
     """The state of one communicator between its making and its release.
 
     Args:
-        communicator: whose hooks _announce_close, _announce_abort and _release are called.
+        communicator: whose hooks _announce_close, _announce_abort and _release are called, and whose flight recorder
+            is written.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
+        self._recorder = communicator.recorder
         self._lock = threading.Lock()
         self._claiming = threading.Lock()
         self._announced = True
@@ -39,12 +42,15 @@ class Lifetime:
         self._released = False
         self.ended_because: str | None = None  # None while it may be used
         self._untold: BaseException | None = None  # a failure that no call has raised yet
-        _of_this_process.add(communicator)
+        with _registering:
+            _of_this_process.add(self)
 
-    def turn(self, what: str) -> _Turn:
+    def turn(self, what: str, agreement: Agreement) -> _Turn:
         """Returns a context that holds the communicator for one collective, named `what` in errors."""
-        self._turn.what = what
-        return self._turn
+        turn = self._turn
+        turn.what = what
+        turn.agreement = agreement
+        return turn
 
     def close(self) -> None:
         """Ends it in order; see Communicator.close. Raises a failure that no call has raised."""
@@ -78,7 +84,7 @@ class Lifetime:
             if self.ended_because is None:
                 # First: whoever finds the reason has been told the error.
                 self._untold = None if told or self.was_told else error
-                self.ended_because = f"it failed: {describe(error)}"
+                self.ended_because = f"it failed: {_headline(error)}"
         self._release_when_idle()
 
     def note_told(self) -> None:
@@ -103,8 +109,8 @@ class Lifetime:
         self._claiming = threading.Lock()
         self._released = True  # what there is to release is the parent's
 
-    def enter(self, what: str) -> None:
-        """Begins a collective.
+    def enter(self, what: str, agreement: Agreement) -> None:
+        """Begins a collective, and its entry in the flight recorder.
 
         Raises:
             CommunicatorClosed: it has ended.
@@ -125,6 +131,7 @@ class Lifetime:
                 raise error
             if self.ended_because is not None:  # looked at under the lock: close() releases only when it is free
                 self._raise_ended(what)
+            self._recorder.begin(agreement)
         except BaseException:
             self._lock.release()
             raise
@@ -138,11 +145,12 @@ class Lifetime:
     def leave(self, error: BaseException | None) -> None:
         """Ends a collective; one that failed midway ends the communicator for all ranks."""
         try:
+            self._recorder.end(error is not None)
             if self._untold is not None and str(error) == str(self._untold):
                 self._untold = None  # this call has raised it
             unharmed = error is None or (isinstance(error, PlanMismatch) and not error.broken)
             if error is not None and not unharmed:
-                self.abort(f"in {self._inside}: {describe(error)}", _culprit_of(error))
+                self.abort(f"in {self._inside}: {_headline(error)}", _culprit_of(error))
         finally:
             self._lock.release()
             if self.ended_because is not None:
@@ -162,19 +170,26 @@ class Lifetime:
 class _Turn:
     """The context of one collective; one object serves all, because collectives do not nest."""
 
-    __slots__ = ("_lifetime", "what")
+    __slots__ = ("_lifetime", "agreement", "what")
+
+    agreement: Agreement
 
     def __init__(self, lifetime: Lifetime) -> None:
         self._lifetime = lifetime
         self.what = ""
 
     def __enter__(self) -> None:
-        self._lifetime.enter(self.what)
+        self._lifetime.enter(self.what, self.agreement)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lifetime.leave(error)
+
+
+def _headline(error: BaseException) -> str:
+    """Returns an error without the reports of all ranks that a verdict brings; it has been raised in full."""
+    return describe(error).partition("\n")[0]
 
 
 def _culprit_of(error: BaseException) -> int | None:
@@ -184,12 +199,21 @@ def _culprit_of(error: BaseException) -> int | None:
     return error.rank if isinstance(error, RankFailed) else None
 
 
-_of_this_process: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_of_this_process: weakref.WeakSet[Lifetime] = weakref.WeakSet()
+_registering = threading.Lock()  # a set must not grow while another thread goes through it
+
+
+def usable_communicators() -> list[Communicator]:
+    """Returns the communicators of this process that have not ended; any thread may ask."""
+    with _registering:
+        return [lifetime._communicator for lifetime in _of_this_process if lifetime.ended_because is None]
 
 
 def _disown_after_fork() -> None:
-    for communicator in list(_of_this_process):
-        communicator.lifetime.disown()
+    global _registering
+    _registering = threading.Lock()
+    for lifetime in list(_of_this_process):
+        lifetime.disown()
     _of_this_process.clear()
 
 

@@ -23,7 +23,7 @@ class LocalCommunicator(Communicator):
     backend = "local"
 
     def __init__(self, *, force_packing: bool = False) -> None:
-        super().__init__(rank=0, world_size=1)
+        super().__init__(rank=0, world_size=1, group="local")
         self.force_packing = force_packing
         self._buffer = FlatBuffer(np)
 

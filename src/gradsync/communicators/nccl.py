@@ -21,11 +21,13 @@ from gradsync.bucketing.pack_kernels import FusedPacker, pack_layout
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.device_arrays import DeviceArrays
+from gradsync.communicators.nccl_ending import call_if_alive, end_forgotten, tell_others
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.communicators.nccl_launch import Launch, as_stream
 from gradsync.communicators.nccl_reduction import NcclReduction
 from gradsync.communicators.nccl_watcher import Watcher
 from gradsync.communicators.predicted_agreement import PredictedAgreement
+from gradsync.communicators.verdicts import Verdicts
 from gradsync.communicators.work_marks import WorkMarks
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
 from gradsync.reduction import ReduceOp
@@ -57,7 +59,7 @@ class NcclCommunicator(Communicator):
     def __init__(
         self, handle: NcclHandle, client: RendezvousClient, *, group: str, device_id: int, timeout_seconds: float
     ) -> None:
-        super().__init__(client.rank, client.world_size)
+        super().__init__(client.rank, client.world_size, group)
         self.device = f"cuda:{device_id}"
         self.arrays = DeviceArrays(device_id)
         self.force_packing = False
@@ -76,19 +78,21 @@ class NcclCommunicator(Communicator):
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
-        self._agreement = PredictedAgreement(client, group, self.label, timeout_seconds)
+        self._verdicts = Verdicts(client, self.recorder)
+        self._agreement = PredictedAgreement(client, group, self.label, timeout_seconds, self._verdicts)
         failed = weakref.WeakMethod(self._fail)
         self._watcher = Watcher(
             handle,
             client,
+            self._verdicts,
             self._agreement,
             label=self.label,
             device_id=device_id,
             timeout_seconds=timeout_seconds,
-            on_failure=lambda error: _call_if_alive(failed, error),
+            on_failure=lambda error: call_if_alive(failed, error),
         )
         # Not at exit: the process group closes its communicator then, and what is left cannot hang (nccl_handle.py).
-        weakref.finalize(self, _end_forgotten, handle, self._watcher, self._agreement).atexit = False
+        weakref.finalize(self, end_forgotten, handle, self._watcher, self._agreement).atexit = False
 
     def mark_work(self) -> Any:
         return self._marks.mark()
@@ -203,7 +207,8 @@ class NcclCommunicator(Communicator):
         self._agreement.announce_closed()
 
     def _announce_abort(self, reason: str, culprit: int | None) -> None:
-        error = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
+        aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
+        error = self._verdicts.known() or aborted
         if self._begin_to_fail(error):
             self._begin_abort(reason)
 
@@ -225,6 +230,7 @@ class NcclCommunicator(Communicator):
 
     def _take_into_care(self, launch: Launch, stream: Any) -> None:
         launch.ended.record(stream)
+        launch.recorded = self.recorder.hand_over()
         self._last = (launch, stream)
         self._watcher.add(launch)
 
@@ -260,13 +266,13 @@ class NcclCommunicator(Communicator):
             return
         self.lifetime.fail(error, told=told)
         # What the server told, it tells all; what only this rank has seen, the others must hear from it.
-        own = isinstance(error, (CollectiveTimeout, NcclError))
+        own = isinstance(error, (CollectiveTimeout, NcclError)) and self._verdicts.known() is None
         self._begin_abort(describe(error) if own else None)
 
     def _begin_abort(self, reason: str | None) -> None:
         """Aborts on another thread: neither the server nor NCCL may hold up the one that failed."""
         self._telling = threading.Event()
-        self._handle.begin_abort(partial(_tell_others, self._client, reason, self._telling))
+        self._handle.begin_abort(partial(tell_others, self._client, reason, self._telling))
 
     def _await_last_launch(self) -> GradsyncError | None:
         """Lets queued collectives end before the communicator is destroyed; returns what they have failed with."""
@@ -278,23 +284,3 @@ class NcclCommunicator(Communicator):
                 self._begin_abort(describe(error))
             return error
         return None
-
-
-def _call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None:
-    bound = method()
-    if bound is not None:
-        bound(error)
-
-
-def _tell_others(client: RendezvousClient, reason: str | None, told: threading.Event) -> None:
-    try:
-        if reason is not None and client.world_size > 1:
-            client.report_failure(reason)
-    finally:
-        told.set()
-
-
-def _end_forgotten(handle: NcclHandle, watcher: Watcher, agreement: PredictedAgreement) -> None:
-    watcher.stop()
-    agreement.close()
-    handle.begin_abort()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.nccl_library import NcclLibrary
 from gradsync.errors import BackendUnavailable, InvalidArgument, RendezvousTimeout
+from gradsync.machine import boot_id
 from gradsync.rendezvous.client import RendezvousClient
 
 if TYPE_CHECKING:
@@ -204,16 +205,7 @@ def device_identity(device_id: int) -> str:
     import cupy
 
     bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
-    return f"{socket.gethostname()} {_boot_id()} {bus if isinstance(bus, str) else bus.decode()}"
-
-
-def _boot_id() -> str:
-    """Returns what tells hosts apart that were given one name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return "unknown"
+    return f"{socket.gethostname()} {boot_id()} {bus if isinstance(bus, str) else bus.decode()}"
 
 
 def _let_ranks_share(version: int, rank: int) -> None:

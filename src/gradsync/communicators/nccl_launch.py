@@ -14,12 +14,14 @@ import numpy as np
 
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.errors import CollectiveTimeout, NcclError, describe
+from gradsync.flight_recorder import Running, finish
 
 _log = logging.getLogger("gradsync")
 
 # Host waits: look often at first, because most collectives take microseconds, then give the core away.
 _LOOKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
+_VERDICT_SECONDS = 3.0  # how much longer than the deadline the watcher may need to say what is wrong
 
 _CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
 
@@ -32,6 +34,7 @@ class Launch:
         position: the collective's number on its communicator.
         started: event recorded before the collective: its clock runs from there, not while the GPU computes.
         ended: event recorded after it.
+        recorded: its entry in the flight recorder, once it is launched.
 
     Args:
         name: see above.
@@ -57,6 +60,7 @@ class Launch:
         self.position = position
         self.started = cupy.cuda.Event(disable_timing=True)
         self.ended = cupy.cuda.Event(disable_timing=True)
+        self.recorded: Running | None = None
         self.seen_started_at: float | None = None  # by the watcher
         self._check = check
         self._note_told = note_told
@@ -110,12 +114,15 @@ class Launch:
         """See Completion."""
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
+        # Of one that has begun the watcher finds out whom it waits for, the same on every rank.
+        verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
         looks = 0
         while not self.done():
             self._raise_failure()
             looks += 1
             if looks > _LOOKS_WITHOUT_SLEEP:
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                if now >= deadline and (now >= verdict_by or not self.started.done):
                     begun = "it has begun" if self.started.done else "this rank's own work before it has not ended"
                     raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: {begun}")
                 time.sleep(_SLEEP_SECONDS)
@@ -174,6 +181,8 @@ class Launch:
                 return
             self._error = error or self._bring_home()
             self._over = True
+            if self.recorded is not None:
+                finish(self.recorded, failed=self._error is not None)
             if error is not None:  # the GPU may go on using it until NCCL has been aborted
                 self._handle.keep_until_end([*self._memory, *self._host_results])
             self._memory.clear()

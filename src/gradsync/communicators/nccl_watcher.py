@@ -17,7 +17,9 @@ import cupy
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.communicators.nccl_launch import Launch
 from gradsync.communicators.predicted_agreement import PredictedAgreement
+from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
+from gradsync.flight_recorder import Entry
 from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
@@ -33,6 +35,7 @@ class Watcher:
     Args:
         handle: NCCL's communicator.
         client: this rank's connection to the rendezvous server.
+        verdicts: of the server.
         agreement: of the communicator's ranks.
         label: this rank in messages.
         device_id: the device.
@@ -44,6 +47,7 @@ class Watcher:
         self,
         handle: NcclHandle,
         client: RendezvousClient,
+        verdicts: Verdicts,
         agreement: PredictedAgreement,
         *,
         label: str,
@@ -53,6 +57,7 @@ class Watcher:
     ) -> None:
         self._handle = handle
         self._client = client
+        self._verdicts = verdicts
         self._agreement = agreement
         self._label = label
         self._device_id = device_id
@@ -158,10 +163,23 @@ class Watcher:
 
     def _look_at_others(self) -> None:
         """Raises what the server tells of the other ranks."""
-        self._client.check()
+        self._verdicts.check()
         overtaken = self._agreement.overtaken()
         if overtaken is not None:
             raise overtaken
+
+    def _look_at_absence(self, head: Launch, ran_seconds: float) -> None:
+        """Warns of a collective that runs for long; raises the verdict on one that has reached its deadline."""
+        entry = None if head.recorded is None else Entry(*head.recorded)
+        if ran_seconds > self._timeout_seconds and not head.done():
+            if self._client.world_size > 1:
+                self._verdicts.give_up(ran_seconds, None, entry)
+            raise CollectiveTimeout(
+                f"{self._label}: {head.name} has run for {self._timeout_seconds:g} s on cuda:{self._device_id}, alone: "
+                "the GPU is stuck"
+            )
+        if self._client.world_size > 1:
+            self._verdicts.warn(ran_seconds, None, entry)
 
     def _look_at_clock(self, head: Launch, now: float) -> None:
         if head.seen_started_at is None:
@@ -169,11 +187,7 @@ class Watcher:
                 head.seen_started_at = now
                 self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
             return
-        if now - head.seen_started_at > self._timeout_seconds and not head.done():
-            raise CollectiveTimeout(
-                f"{self._label}: {head.name} has run for {self._timeout_seconds:g} s on cuda:{self._device_id}: "
-                "another rank has not launched it, or is stuck before it"
-            )
+        self._look_at_absence(head, now - head.seen_started_at)
         if now >= self._ask_about_closing_at:
             self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
             self._agreement.look_for_closed_ranks(head.position)

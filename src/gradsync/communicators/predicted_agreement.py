@@ -19,7 +19,8 @@ import time
 from collections import deque
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
-from gradsync.errors import CollectiveTimeout, GradsyncError, PlanMismatch, RankFailed, RendezvousTimeout
+from gradsync.communicators.verdicts import Verdicts
+from gradsync.errors import GradsyncError, PlanMismatch, RankFailed, RendezvousTimeout
 from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.messages import MAX_EVENT_BYTES
@@ -63,10 +64,14 @@ class PredictedAgreement:
         group: the communicator's name, the same on all ranks.
         label: this rank in messages, e.g. "rank 0/2".
         timeout_seconds: how long a rank waits for the others' word.
+        verdicts: the server's, where a rank does not come.
     """
 
-    def __init__(self, client: RendezvousClient, group: str, label: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, client: RendezvousClient, group: str, label: str, timeout_seconds: float, verdicts: Verdicts
+    ) -> None:
         self._client = client
+        self._verdicts = verdicts
         self._group = group
         self._label = label
         self._timeout_seconds = timeout_seconds
@@ -91,7 +96,7 @@ class PredictedAgreement:
             PlanMismatch: the ranks differ; where it is `broken`, the communicator must not be used again.
             RankFailed, CollectiveTimeout: a rank died, left, or did not come.
         """
-        self._client.check()
+        self._verdicts.check()
         with self._lock:
             position = self._position
             if self._asked_at != position and self._history.predicts(agreement.digest):
@@ -166,21 +171,19 @@ class PredictedAgreement:
         return PassedEvent(launched.digest, launched.describe())
 
     def _ask(self, position: int, digest: int) -> Verdict:
-        deadline = time.monotonic() + self._timeout_seconds
+        began = time.monotonic()
         while True:
-            left_seconds = max(deadline - time.monotonic(), 1e-3)
+            left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
             try:
                 return self._client.agree(
                     self._group, position, digest, timeout_seconds=min(left_seconds, _ASK_AGAIN_AFTER_SECONDS)
                 )
             except RendezvousTimeout as error:
                 self.look_for_closed_ranks(math.inf)  # who has closed answers no more, wherever it had come to
+                waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
                 if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
-                    raise CollectiveTimeout(
-                        f"{self._label}: waited {self._timeout_seconds:g} s for ranks {list(error.missing_ranks)} to "
-                        f"come to the next collective: {error}",
-                        missing_ranks=error.missing_ranks,
-                    ) from error
+                    self._verdicts.give_up(waited_seconds, missing)
+                self._verdicts.warn(waited_seconds, missing)
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Makes the error for a question; it may be that this rank had gone astray before."""

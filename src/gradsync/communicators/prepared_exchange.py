@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import word_dtype
 from gradsync.communicators.shared_barrier import SharedBarrier
 from gradsync.errors import UnsupportedDtype
@@ -25,16 +25,21 @@ class PreparedExchange:
     """Reduces arrays of one shape and dtype in place, by one operator.
 
     Args:
+        agreement: on this all-reduce.
         op: an operator that the dtype table allows.
         shape: of the arrays.
         dtype: of the arrays; adds up in itself.
         slots: [parity][rank] -> the shared buffer as a 1-D array of the dtype.
         barrier: where the ranks meet.
         rank: this rank.
+
+    Attributes:
+        agreement: see above.
     """
 
     def __init__(
         self,
+        agreement: Agreement,
         op: ReduceOp,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
@@ -51,7 +56,7 @@ class PreparedExchange:
         self._second = [half[1] for half in views]
         self._rest = [half[2:] for half in views]
         self._barrier = barrier
-        self._agreement = agreement_on("all_reduce", shape, dtype, op.value)
+        self.agreement = agreement
         self._ufunc = UFUNCS[op]
         self._divisor = len(slots[0]) if op is ReduceOp.MEAN else 1
         self._copies_by_ufunc = size * dtype.itemsize > _ASSIGN_UP_TO_BYTES and self._word != dtype
@@ -83,7 +88,7 @@ class PreparedExchange:
             np.positive(array.view(self._word), self._own_words[parity])
         else:
             self._own[parity][...] = array
-        self._barrier.meet(self._agreement)
+        self._barrier.meet(self.agreement)
         quietly(self._ufunc, self._first[parity], self._second[parity], out=array)
         for contribution in self._rest[parity]:
             quietly(self._ufunc, array, contribution, out=array)

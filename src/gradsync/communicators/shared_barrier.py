@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from zlib import crc32
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import CollectiveTimeout, RankFailed
 
 # One 64-byte line of eight words for each rank, and one for all, of which the first word is not zero once any rank
@@ -24,7 +24,8 @@ _DIGESTS = 1  # two words, even and odd rounds: a fast rank may be one round ahe
 _STATE = 3
 _CULPRIT = 4  # of an aborted rank: the rank whose failure made it abort, often its own
 _GAVE_UP_AT = 5  # of an aborted rank: the first round that it did not complete
-_OPEN, _CLOSED, _ABORTED = 0, 1, 2
+# The last one: aborted because of the server's verdict, which every rank can hear there, or will in a moment.
+_OPEN, _CLOSED, _ABORTED, _CONDEMNED = 0, 1, 2, 3
 _TEXT_BYTES = 16384  # description of the collective, for PlanMismatch
 _REASON_BYTES = 1024  # why a rank aborted
 
@@ -52,7 +53,7 @@ class SharedBarrier:
         rank: this rank.
         world_size: number of ranks.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        check_for_failure: raises when a rank is known to have died; called every few milliseconds of waiting.
+        verdicts: the server's; asked for every few milliseconds of waiting.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class SharedBarrier:
         rank: int,
         world_size: int,
         timeout_seconds: float,
-        check_for_failure: Callable[[], None],
+        verdicts: Verdicts,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._timeout_seconds = timeout_seconds
-        self._check_for_failure = check_for_failure
+        self._verdicts = verdicts
         self._aborted = world_size * _WORDS_PER_RANK
         lines = (world_size + 1) * _WORDS_PER_RANK * 8
         self._words = memory[:lines].cast("Q")
@@ -133,9 +134,9 @@ class SharedBarrier:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
-                self._look_for_failures(expired=now >= deadline)
+                self._look_for_failures(now - deadline + self._timeout_seconds)
 
-    def _look_for_failures(self, *, expired: bool) -> None:
+    def _look_for_failures(self, waited_seconds: float) -> None:
         missing = self._missing()
         if self._words[self._line + _STATE] != _OPEN:  # by another thread of this process
             raise RankFailed(
@@ -144,8 +145,8 @@ class SharedBarrier:
                 phase="collective",
             )
         try:
-            self._check_for_failure()
-        except RankFailed:
+            self._verdicts.check()
+        except (RankFailed, CollectiveTimeout):
             # Who arrived here before it failed has done its part of this round: the next one will tell.
             if self._missing():
                 raise
@@ -159,19 +160,22 @@ class SharedBarrier:
                     "do all ranks make the same number of steps?",
                 )
         self._look_for_aborts()
-        if expired and missing:
-            names = ", ".join(map(str, missing))
-            raise CollectiveTimeout(
-                f"rank {self._rank}/{self._world_size}: waited {self._timeout_seconds:g} s in a collective "
-                f"for rank{'s' if len(missing) > 1 else ''} {names}",
-                missing_ranks=tuple(missing),
-            )
+        if missing and waited_seconds >= self._timeout_seconds:
+            # First here: a rank that comes now must not take the round for complete, and go on beside the verdict.
+            self._announce(_CONDEMNED, f"waited {waited_seconds:.3g} s for ranks {missing}", missing[0])
+            self._verdicts.give_up(waited_seconds, missing)
+        if missing:
+            self._verdicts.warn(waited_seconds, missing)
 
     def _look_for_aborts(self) -> None:
         """Raises when a rank gave up in this round or an earlier one, even if it had arrived."""
         for peer in self._peers:
             line = peer * _WORDS_PER_RANK
-            if self._words[line + _STATE] == _ABORTED and self._words[line + _GAVE_UP_AT] <= self.round:
+            state = self._words[line + _STATE]
+            if state in (_ABORTED, _CONDEMNED) and self._words[line + _GAVE_UP_AT] <= self.round:
+                if state == _CONDEMNED:
+                    self._verdicts.await_news()
+                self._verdicts.check()  # what the server says is the same on every rank
                 reason = self._reasons.read(peer).decode(errors="replace")
                 self._raise_failed(self._words[line + _CULPRIT], f"rank {peer} aborted: {reason}")
 
@@ -210,10 +214,14 @@ class SharedBarrier:
             reason: told to all.
             culprit: the rank whose failure this is; None is this rank.
         """
+        state = _CONDEMNED if self._verdicts.was_heard else _ABORTED
+        self._announce(state, reason, self._rank if culprit is None else culprit)
+
+    def _announce(self, state: int, reason: str, culprit: int) -> None:
         self._reasons.write(self._rank, reason.encode(errors="backslashreplace"))
         self._words[self._line + _GAVE_UP_AT] = self._completed + 1
-        self._words[self._line + _CULPRIT] = self._rank if culprit is None else culprit
-        self._words[self._line + _STATE] = _ABORTED
+        self._words[self._line + _CULPRIT] = culprit
+        self._words[self._line + _STATE] = state
         self._words[self._aborted] = 1
 
     def release(self) -> None:

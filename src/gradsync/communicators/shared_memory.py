@@ -11,18 +11,19 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.agreement import Agreement, agreement_on
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.prepared_exchange import PreparedExchange, quiet_caller
 from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_reduction import Exchange, Scratch, SlotArrays, WriteBack
 from gradsync.communicators.shared_segment import SegmentOffer, create_segment, map_segment, take_segment
+from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
@@ -41,10 +42,9 @@ class SharedMemoryCommunicator(Communicator):
 
     Args:
         descriptor: of a segment of segment_bytes(world_size); taken over and closed.
-        rank: this rank.
-        world_size: number of ranks.
+        client: this rank's connection to the rendezvous server.
+        group: the communicator's name.
         timeout_seconds: how long a collective waits for a rank.
-        check_for_failure: raises when a rank is known to have died.
     """
 
     backend = "shm"
@@ -52,17 +52,17 @@ class SharedMemoryCommunicator(Communicator):
     def __init__(
         self,
         descriptor: int,
-        rank: int,
-        world_size: int,
-        *,
-        timeout_seconds: float = 300.0,
-        check_for_failure: Callable[[], None],
+        client: RendezvousClient,
+        group: str,
+        timeout_seconds: float,
     ) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(client.rank, client.world_size, group)
+        rank, world_size = self.rank, self.world_size
         self._mapping = map_segment(descriptor)
         self._memory = memoryview(self._mapping)
         header = header_bytes(world_size)
-        self._barrier = SharedBarrier(self._memory[:header], rank, world_size, timeout_seconds, check_for_failure)
+        verdicts = Verdicts(client, self.recorder)
+        self._barrier = SharedBarrier(self._memory[:header], rank, world_size, timeout_seconds, verdicts)
         self._exchange_slots = _Slots(self._memory[header:], world_size)
         self._stream_slots = _Slots(self._memory[header + self._exchange_slots.bytes :], world_size)
         scratch = Scratch(CHUNK_BYTES)
@@ -97,18 +97,19 @@ class SharedMemoryCommunicator(Communicator):
                 return False
         if not PreparedExchange.fits(array):
             return False
-        with self.lifetime.turn("all_reduce"):
+        agreement = prepared.agreement if prepared else agreement_on("all_reduce", array.shape, array.dtype, op)
+        with self.lifetime.turn("all_reduce", agreement):
             if prepared is None:
-                prepared = self._prepare(array, ReduceOp(op))
+                prepared = self._prepare(array, ReduceOp(op), agreement)
                 self._prepared[key] = prepared
             prepared.all_reduce(array, self._quietly)
         return True
 
-    def _prepare(self, array: Array, op: ReduceOp) -> PreparedExchange:
+    def _prepare(self, array: Array, op: ReduceOp, agreement: Agreement) -> PreparedExchange:
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
         slots = self._exchange_slots.of(array.dtype)
-        return PreparedExchange(op, array.shape, array.dtype, slots, self._barrier, self.rank)
+        return PreparedExchange(agreement, op, array.shape, array.dtype, slots, self._barrier, self.rank)
 
     def _broadcast(self, flat: Array, root: int, agreement: Agreement) -> None:
         if not flat.size:
@@ -186,13 +187,7 @@ def connect_shared_memory(
     else:
         ticket = client.get(key, timeout_seconds=timeout_seconds)
         descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
-    communicator = SharedMemoryCommunicator(
-        descriptor,
-        client.rank,
-        client.world_size,
-        timeout_seconds=collective_timeout_seconds,
-        check_for_failure=client.check,
-    )
+    communicator = SharedMemoryCommunicator(descriptor, client, group, collective_timeout_seconds)
     communicator.barrier()
     return communicator
 

@@ -7,7 +7,11 @@ from multiprocessing import ProcessError
 from typing import Any
 
 from gradsync.errors import GradsyncError, InvalidArgument
-from gradsync.launching.outcome import load_results, signal_name
+from gradsync.launching.cuda_state import check_cuda_untouched
+from gradsync.launching.function_outcome import returned_values, take_results, traceback_of
+from gradsync.launching.job import Job
+from gradsync.launching.outcome import Outcome, RankOutcome, signal_name
+from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_target
 from gradsync.visible_devices import default_process_count
@@ -16,17 +20,23 @@ from gradsync.visible_devices import default_process_count
 class WorkerError(GradsyncError, ProcessError):
     """A worker of `launch` failed; all others were ended.
 
+    Its first line reads "worker[1] failed with exitcode=2".
+
     Attributes:
         msg: what happened, and the worker's traceback where there is one.
         exitcode: its exit code; negative: the signal that killed it.
         worker_id: its rank.
+        results: what the function had returned on other workers, by rank.
     """
 
-    def __init__(self, msg: str, *, exitcode: int | None = None, worker_id: int = -1) -> None:
+    def __init__(
+        self, msg: str, *, exitcode: int | None = None, worker_id: int = -1, results: dict[int, Any] | None = None
+    ) -> None:
         super().__init__(msg)
         self.msg = msg
         self.exitcode = exitcode
         self.worker_id = worker_id
+        self.results = results or {}
 
 
 class MainProcessError(GradsyncError, ProcessError):
@@ -52,22 +62,23 @@ def launch(
 
     Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
     environment, and all that `init_process_group()` needs, which the function calls by itself. The
-    environment of the calling process stays as it is. Processes are spawned: a script that calls this needs
-    the `if __name__ == "__main__":` guard.
+    environment of the calling process stays as it is. Processes are spawned, unless `gs.set_start_method` says
+    otherwise: a script that calls this then needs the `if __name__ == "__main__":` guard.
 
     Args:
-        func: a function at the top level of a module or script.
-        args: its positional arguments; they pickle.
+        func: a function at the top level of a module or script; any other one with cloudpickle installed, or with
+            the start method "fork".
+        args: its positional arguments; they pickle, unless forked.
         nprocs: number of processes; by default one per visible GPU, or per usable core where there is no GPU.
         master_addr: MASTER_ADDR, for the function's own use.
         master_port: MASTER_PORT, for the function's own use; a free port by default.
 
     Returns:
-        What the function returned, by rank.
+        What the function returned, by rank; None, with a RuntimeWarning, for a process that exited with 0 before.
 
     Raises:
-        InvalidArgument: the function or an argument does not pickle, `nprocs` is no positive integer, or the
-            `__main__` guard is missing.
+        InvalidArgument: the function or an argument does not pickle, `nprocs` is no positive integer, the
+            `__main__` guard is missing, or forked ranks could not use CUDA, which this process has initialised.
         WorkerError: a worker failed.
         MainProcessError: SIGINT, SIGTERM or SIGHUP came to this process (in its main thread).
     """
@@ -75,20 +86,29 @@ def launch(
         raise InvalidArgument(f"launch needs a function, got {func!r}")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise InvalidArgument(f"launch needs args as a tuple, got {args!r}; one argument is written (value,)")
-    target = function_target(func, args, {}, getattr(func, "__qualname__", repr(func)))
+    method = chosen_start_method("launch", None)
+    target = function_target(func, args, {}, getattr(func, "__qualname__", repr(func)), start_method=method)
     count = default_process_count() if nprocs is None else nprocs
-    outcome = supervise(target, count, master_addr=master_addr, master_port=master_port)
+    job = Job(target, count, master_addr=master_addr, master_port=master_port, start_method=method)
+    check_cuda_untouched("launch", method)
+    outcome = supervise(job)
     if outcome.signal_number is not None:
         name = signal_name(outcome.signal_number)
         raise MainProcessError(
             f"the main process received {name}; all workers were ended", signal_no=outcome.signal_number
         )
     root = outcome.root_cause
-    if root is None:
-        return load_results(outcome)
-    message = f"worker[{root.rank}] failed with exitcode={root.exit_code}"
-    if root.exit_code is not None and root.exit_code < 0:
-        message += f" ({signal_name(-root.exit_code)})"
-    if root.error is not None:
-        message += f"\n\n{root.error.text.rstrip()}"
-    raise WorkerError(message, exitcode=root.exit_code, worker_id=root.rank)
+    if root is not None:
+        raise _worker_error(outcome, root)
+    return take_results(outcome, stacklevel=2)
+
+
+def _worker_error(outcome: Outcome, root: RankOutcome) -> WorkerError:
+    text = f"worker[{root.rank}] failed with exitcode={root.exit_code}\n{root.describe()}"
+    trace = traceback_of(root)
+    return WorkerError(
+        f"{text}\n\n{trace}" if trace else text,
+        exitcode=root.exit_code,
+        worker_id=root.rank,
+        results=returned_values(outcome),
+    )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import os
 import signal
-import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TextIO
 
-from gradsync.errors import InvalidArgument
+from gradsync.launching.out_of_memory import kind_of_memory
 from gradsync.launching.rank_process import ErrorReport
 
 
@@ -25,6 +22,9 @@ class RankOutcome:
         error: the exception that ended it, where it told one.
         order: position among the failures, in the order of their detection; None when it did not fail.
         was_stopped: whether it failed only after the supervisor had told it to stop.
+        memory_kill: how the kernel's out-of-memory killer ended it, where that is what happened.
+        peak_bytes: the most memory that it had in use.
+        last_lines: the end of its output, where the launcher shows it.
     """
 
     rank: int
@@ -34,14 +34,26 @@ class RankOutcome:
     error: ErrorReport | None = None
     order: int | None = None
     was_stopped: bool = False
+    memory_kill: str | None = None
+    peak_bytes: int = 0
+    last_lines: tuple[str, ...] = ()
+
+    @property
+    def is_unsendable(self) -> bool:
+        """Whether it did its work, and only what its function returned could not be sent."""
+        return self.error is not None and self.error.is_unsendable
 
     def describe(self) -> str:
         """Names the rank, its process and how it ended."""
+        name = f"rank {self.rank} (pid {self.pid} on {os.uname().nodename})"
         if self.exit_code is None:
-            return f"rank {self.rank} (pid {self.pid}) could not be killed; it may hang in the kernel"
+            return f"{name} could not be killed; it may hang in the kernel"
+        if self.memory_kill is not None:
+            return f"{name} was killed by SIGKILL: {self.memory_kill}; it had used {self.peak_bytes / 2**30:.2f} GiB"
         if self.exit_code < 0:
-            return f"rank {self.rank} (pid {self.pid}) was killed by {signal_name(-self.exit_code)}"
-        return f"rank {self.rank} (pid {self.pid}) failed with exit code {self.exit_code}"
+            return f"{name} was killed by {signal_name(-self.exit_code)}"
+        lack = None if self.error is None else kind_of_memory(self.error.summary)
+        return f"{name} failed with exit code {self.exit_code}" + ("" if lack is None else f", out of {lack}")
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,12 @@ class Outcome:
         """The rank whose failure came first and was not caused by another's; None when none failed."""
         failed = [rank for rank in self.ranks if rank.order is not None]
         return min(failed, key=_distance_from_cause, default=None)
+
+    @property
+    def may_be_tried_again(self) -> bool:
+        """Whether a rank failed, and all have ended: one that cannot be killed would still hold what it holds."""
+        root = self.root_cause
+        return self.signal_number is None and root is not None and all(r.exit_code is not None for r in self.ranks)
 
     @property
     def exit_code(self) -> int:
@@ -83,90 +101,10 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def print_failure(outcome: Outcome, stream: TextIO) -> None:
-    """Tells why a run failed: what else failed, a line for equal errors, and last the cause with its traceback."""
-    root = outcome.root_cause
-    if root is None:
-        return
-    if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
-        return  # ranks that end because they were asked to are no news
-    others = [rank for rank in outcome.ranks if rank is not root]
-    lines = [f"gradsync: {line}\n" for line in _also_failed(others)]
-    lines += [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
-    lines += [
-        f"gradsync: rank {rank.rank} (pid {rank.pid}) had ended with exit code 0\n"
-        for rank in others
-        if rank.exit_code == 0 and rank.rank in _missed_ranks(outcome)
-    ]
-    text = root.error.text if root.error else ""
-    lines.append(f"gradsync: {root.describe()}{':' if text else ''}\n{text}")
-    stream.write("".join(lines))
-    stream.flush()
-
-
-def load_results(outcome: Outcome) -> list[Any]:
-    """Gives what the function returned on each rank, by rank, after a run in which none failed.
-
-    Returns:
-        The values; None, with a RuntimeWarning, for a rank that exited without returning one.
-
-    Raises:
-        InvalidArgument: a value does not unpickle here.
-    """
-    import pickle
-
-    results: list[Any] = []
-    for rank in outcome.ranks:
-        if rank.result is None:
-            warnings.warn(
-                f"rank {rank.rank} exited with code 0 before its function returned; its result is None",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            results.append(None)
-            continue
-        try:
-            results.append(pickle.loads(rank.result))
-        except Exception as error:
-            raise InvalidArgument(
-                f"the return value of rank {rank.rank} does not unpickle in the launching process: {error!r}"
-            ) from None
-    return results
-
-
-def _also_failed(ranks: Iterable[RankOutcome]) -> list[str]:
-    """Gives a line for each different error, with all ranks that it ended."""
-    by_text: dict[str, list[RankOutcome]] = {}
-    for rank in ranks:
-        if rank.error is not None:
-            text = re.sub(rf"\brank {rank.rank}/\d+: ", "", rank.error.summary, count=1).rstrip(": ")
-            by_text.setdefault(text, []).append(rank)
-    return [
-        f"rank{'s' * several} {_ranges(rank.rank for rank in group)} "
-        f"(pid{'s' * several} {_ranges(rank.pid for rank in group)}) also failed: {text}"
-        for text, group in by_text.items()
-        for several in [len(group) > 1]
-    ]
-
-
-def _missed_ranks(outcome: Outcome) -> set[int | None]:
-    """Gives the ranks whose absence others failed of."""
-    return {rank.error.missed_rank for rank in outcome.ranks if rank.error is not None}
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Gives "0, 2-15" for these numbers."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-
-
 def _distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
-    """Sorts failures: own ones, own ones told late, consequences of others, and ends that we caused."""
+    """Sorts failures: own ones, own ones told late, consequences of others, ends that we caused, unsendable results."""
+    if rank.is_unsendable:
+        return 4, rank.order or 0
     is_own_error = rank.error is not None and not rank.error.is_consequence
     if not rank.was_stopped:
         level = 0 if rank.error is None or is_own_error else 2

@@ -1,7 +1,7 @@
 """Inside a rank process: runs the user's script, module or function, and reports how it ended.
 
-The supervisor starts each rank as `python -c <shim> <start fd>,<report fd> ...`, and the shim calls `main`.
-Until the user's code runs this file imports almost nothing, because every rank waits for it.
+`start_methods` starts the process, which comes here by `main` or `enter`, puts itself under guard, and goes on as the
+rank. Until the user's code runs this file imports almost nothing, because every rank waits for it.
 """
 
 from __future__ import annotations
@@ -13,51 +13,77 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gradsync.launching import report_pipe
+from gradsync.launching.guard import GuardDescriptors, stand_guard
+from gradsync.launching.rank_error import report_error
+from gradsync.launching.rank_result import UnsendableResult, pickle_result
 
 EXIT_CODE_INTERRUPTED = 130
 #: What a function needs for a rank to find it, which imports the script under another name.
 HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
-_PR_SET_PDEATHSIG = 1
-# Modules between the interpreter and the user's code: in a traceback they only hide the user's own lines.
-_SHIM_MODULES = frozenset(
-    {
-        "__main__",
-        __name__,
-        "gradsync.launching.launcher",
-        "importlib._bootstrap",
-        "multiprocessing.spawn",
-        "runpy",
-    }
-)
-# What the surviving ranks raise when another one is gone: shown only where no rank tells more.
-_CONSEQUENCES = (
-    "RankFailed",
-    "CommunicatorClosed",
-    "GradientCancelled",
-    "CollectiveTimeout",
-    "RendezvousTimeout",
-)
+#: A function and its positional and keyword arguments.
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _importing_main = False
 _keep: list[Any] = []
 
 
 def main() -> NoReturn:
-    """Runs this rank to its end; called by the shim, once."""
-    start_descriptor, report_descriptor = (int(text) for text in sys.argv[1].split(","))
+    """Runs this rank to its end, in a fresh interpreter; called by the shim, once."""
+    rank, launcher_pid, record, *pipes = (int(text) for text in sys.argv[1].split(","))
+    descriptors = GuardDescriptors(*pipes)
+    stand_guard(rank, launcher_pid, descriptors, record)
+    _run(record, descriptors.report, None)
+
+
+def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: int, call: Call | None) -> NoReturn:
+    """Runs this rank to its end, in a process forked from one that has done other things before.
+
+    Args:
+        rank, launcher_pid, descriptors: see `stand_guard`.
+        record: descriptor of the start record.
+        call: the function and its arguments, for functions.
+    """
+    stand_guard(rank, launcher_pid, descriptors, record)
+    code = 1
+    try:
+        _run(record, descriptors.report, call)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    finally:
+        _finish_forked(code)
+
+
+def _finish_forked(code: int) -> NoReturn:
+    """Ends as the interpreter would: threads, exit handlers, streams; but not what the parent is to do at its end."""
+    import atexit
+    import threading
+
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code & 0xFF)
+
+
+def _run(record: int, report: int, call: Call | None) -> NoReturn:
     # Programs that the user's code starts must not hold the launcher's pipe.
-    os.set_inheritable(report_descriptor, False)
-    start = _read_start(start_descriptor)
+    os.set_inheritable(report, False)
+    start = _read_start(record)
     process_id = os.getpid()
     try:
-        _die_with_launcher(start["launcher_pid"])
         _accept_interrupts()
+        if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(line_buffering=True)  # a pipe: else the launcher would see it at the end
         from gradsync.environment import hold_secret
 
         hold_secret(start["secret"])
-        result = _RUNNERS[start["kind"]](start)
+        result = _RUNNERS[start["kind"]](start) if call is None else _run_forked(call)
         if result is not None and os.getpid() == process_id:
-            report_pipe.write_frame(report_descriptor, report_pipe.RESULT, result)
+            report_pipe.write_frame(report, report_pipe.RESULT, result)
     except SystemExit as error:
         if error.code not in (None, 0):
             _remember(error)
@@ -68,8 +94,11 @@ def main() -> NoReturn:
     except BaseException as error:
         if os.getpid() != process_id:
             raise  # a process that the user's code forked: not this rank
-        _remember(error)
-        _report_error(report_descriptor, error)
+        if isinstance(error, UnsendableResult):  # no failure of the run: the other ranks need not know
+            report_error(report, error.refusal, is_unsendable=True)
+        else:
+            _remember(error)
+            report_error(report, error)
         sys.exit(1)
     sys.exit(0)
 
@@ -88,20 +117,6 @@ def _read_start(descriptor: int) -> dict[str, Any]:
     os.close(descriptor)
     record: dict[str, Any] = marshal.loads(content)
     return record
-
-
-def _die_with_launcher(launcher_pid: int) -> None:
-    """Asks the kernel to kill this rank when the launcher dies, however it dies."""
-    import signal
-
-    try:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    except (ImportError, OSError, AttributeError):
-        return  # not Linux, or Python without ctypes: the launcher's own clean-up remains
-    if os.getppid() != launcher_pid:  # it died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _accept_interrupts() -> None:
@@ -159,19 +174,33 @@ def _prepend_path(folder: str) -> None:
 
 def _run_function(start: dict[str, Any]) -> bytes:
     """Calls the pickled function and pickles what it returns."""
-    import pickle
-
     function, arguments, keywords = _load_call(start)
-    result = function(*arguments, **keywords)
-    try:
-        return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        from gradsync.errors import InvalidArgument
+    return pickle_result(function(*arguments, **keywords))
 
-        raise InvalidArgument(
-            f"the return value of rank {os.environ['RANK']} needs to pickle to reach the launcher, "
-            f"got {type(result).__name__}: {error}"
-        ) from None
+
+def _run_forked(call: Call) -> bytes:
+    """Calls a function that came along with the fork."""
+    import atexit
+
+    atexit._clear()  # what is there is the parent's; the rank's own exit handlers run
+    group = sys.modules.get("gradsync.process_group")
+    if group is not None:
+        atexit.register(group._leave_at_exit)
+    _begin_as_multiprocessing_does()
+    function, arguments, keywords = call
+    return pickle_result(function(*arguments, **keywords))
+
+
+def _begin_as_multiprocessing_does() -> None:
+    """Makes the queues and processes of multiprocessing in a forked rank its own: they begin and end with it."""
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        import atexit
+
+        sys.modules["multiprocessing.process"].__dict__["_children"] = set()  # else it would end its siblings
+        util._finalizer_registry.clear()
+        util._run_after_forkers()
+        atexit.register(util._exit_function)  # which waits until what was put into a queue has left
 
 
 def _load_call(start: dict[str, Any]) -> Any:
@@ -215,43 +244,3 @@ def _remember(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-
-
-def _report_error(descriptor: int, error: BaseException) -> None:
-    """Sends an error as text: an exception that does not unpickle must not hide itself."""
-    import traceback
-
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _SHIM_MODULES:
-        if trace.tb_frame.f_globals is sys.modules["__main__"].__dict__:
-            break  # the user's own __main__
-        trace = trace.tb_next
-    error.__traceback__ = trace
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    summary = traceback.format_exception_only(type(error), error)[-1].split("\n")[0]
-    consequence = _consequence_in(error)
-    body = {
-        "text": text,
-        "summary": summary,
-        "is_consequence": consequence is not None,
-        "missed_rank": getattr(consequence, "rank", None),
-    }
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
-    try:
-        report_pipe.write_frame(descriptor, report_pipe.ERROR, marshal.dumps(body))
-    except OSError:
-        sys.stderr.write(text)  # nobody is left to show it
-
-
-def _consequence_in(error: BaseException | None) -> BaseException | None:
-    """Gives the error, or the one among those that led to it, that says that another rank is gone."""
-    errors = sys.modules.get("gradsync.errors")
-    kinds: tuple[type[BaseException], ...] = tuple(getattr(errors, name) for name in _CONSEQUENCES) if errors else ()
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, kinds):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None

@@ -5,26 +5,18 @@ from __future__ import annotations
 import contextlib
 import marshal
 import os
+import select
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from gradsync.launching import report_pipe
+from gradsync.launching.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
+from gradsync.launching.signal_inbox import own_descriptors
+from gradsync.launching.start_methods import RankStart, StartedProcess, start_process
 from gradsync.launching.targets import Target
 
-# The rank must import the launcher's own gradsync, whatever the current directory holds.
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-_SHIM = f"""\
-import sys
-if sys.path[:1] == ['']: del sys.path[0]
-sys.path.insert(0, {_PACKAGE_PARENT!r})
-from gradsync.launching.rank_main import main
-del sys.path[0]
-main()"""
+_READS_PER_TURN = 64  # of a result that is larger than the pipe
 
 
 @dataclass(frozen=True)
@@ -36,23 +28,30 @@ class ErrorReport:
         summary: its last line.
         is_consequence: whether it only tells that another rank is gone.
         missed_rank: the rank that it says is gone, where it names one.
+        is_unsendable: whether only the function's result could not be sent.
     """
 
     text: str
     summary: str
     is_consequence: bool
     missed_rank: int | None = None
+    is_unsendable: bool = False
 
 
-def start_record(target: Target, secret: bytes) -> int:
+def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
     """Writes what every rank reads at its start into an anonymous file.
 
     A pipe would fill up and make the start of one rank wait for another.
 
+    Args:
+        target: what the ranks run.
+        secret: of the run.
+        shows_lines: whether the launcher shows the ranks' output line by line.
+
     Returns:
         The file's descriptor.
     """
-    record = target.record | {"secret": secret, "launcher_pid": os.getpid()}
+    record = target.record | {"secret": secret, "shows_lines": shows_lines}
     descriptor = os.memfd_create("gradsync-start")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(marshal.dumps(record))
@@ -64,108 +63,127 @@ class RankProcess:
 
     Attributes:
         rank: its rank.
-        pid: its process id, which is also its session and process group.
-        sentinel: descriptor that becomes readable when the process has ended.
+        local_rank: its number among the ranks that this launcher started.
+        pid: its process id, which is also its session and process group; 0 until the guard has told it.
+        status: descriptor of the guard's pipe; its end is the end of all that the rank started.
         report: descriptor of the report pipe.
         result: the pickled return value, once it came.
         error: the exception that ended the rank, once it came.
-        exit_code: once it is reaped; negative: the signal that killed it.
+        exit_code: once it has ended; negative: the signal that killed it; None: it could not be killed.
+        peak_bytes: the most memory that it, or a program that it waited for, had in use; 0 until it has ended.
+        sent_kill: whether the launcher has sent it SIGKILL.
+        memory_kill: how the kernel's out-of-memory killer ended it, where that is what happened.
     """
 
-    def __init__(self, rank: int, target: Target, start: int, environ: dict[str, str]) -> None:
+    def __init__(self, rank: int, local_rank: int) -> None:
         self.rank = rank
+        self.local_rank = local_rank
+        self.pid = 0
         self.result: bytearray | None = None
         self.error: ErrorReport | None = None
         self.exit_code: int | None = None
+        self.peak_bytes = 0
+        self.sent_kill = False
+        self.memory_kill: str | None = None
+        self.status = self.report = self._command = -1
+        self._guard: StartedProcess | None = None
+        self._command_lock = threading.Lock()  # another thread may signal a rank while this one closes its pipes
+
+    def start(
+        self, method: str, target: Target, record: int, environ: dict[str, str], streams: tuple[int, ...]
+    ) -> None:
+        """Starts it.
+
+        Args:
+            method: a start method.
+            target: what it runs.
+            record: descriptor of the start record.
+            environ: its environment.
+            streams: descriptors that become its standard input, output and error.
+        """
+        self.status, status_writer = os.pipe()
         self.report, report_writer = os.pipe()
+        command_reader, self._command = os.pipe()
+        own_descriptors.update((self.status, self.report, self._command))
+        os.set_blocking(self.status, False)
+        os.set_blocking(self.report, False)
+        os.set_blocking(self._command, False)
+        theirs = GuardDescriptors(status_writer, command_reader, report_writer)
         try:
-            self._process = _start(target, start, report_writer, environ)
+            self._guard = start_process(method, RankStart(self.rank, target, record, environ, theirs, streams))
         except BaseException:
-            os.close(self.report)
+            self._close()
             raise
         finally:
-            os.close(report_writer)
-        self.pid = self._process.pid
-        os.set_blocking(self.report, False)
+            for descriptor in theirs:
+                os.close(descriptor)
         self._reader = report_pipe.FrameReader(self.report)
-        try:
-            self.sentinel = _open_sentinel(self.pid)
-        except BaseException:  # no descriptor left: nobody could watch it
-            self._process.kill()
-            self._process.wait()
-            os.close(self.report)
-            raise
 
-    def read_report(self) -> bool:
+    def read_report(self, limit_reads: int | None = _READS_PER_TURN) -> bool:
         """Takes what the report pipe holds now; returns whether more can come."""
-        for kind, body in self._reader.read():
+        for kind, body in self._reader.read(limit_reads):
             if kind == report_pipe.RESULT:
                 self.result = body
             elif self.error is None:
                 self.error = ErrorReport(**marshal.loads(body))
         return not self._reader.ended
 
+    def read_status(self) -> bool:
+        """Takes what the guard has told; returns whether it is still there."""
+        try:
+            told = os.read(self.status, 64)  # a write of so few bytes arrives in one piece
+        except BlockingIOError:
+            return True
+        is_there = bool(told)
+        while told:
+            if told[:1] == STARTED_KIND:
+                (_, self.pid), told = STARTED.unpack_from(told), told[STARTED.size :]
+            else:
+                (_, self.exit_code, self.peak_bytes), told = ENDED.unpack_from(told), told[ENDED.size :]
+        return is_there
+
+    def await_pid(self) -> None:
+        """Waits until the process has begun, or has ended before."""
+        while self.pid == 0 and select.select([self.status], [], [], None)[0] and self.read_status():
+            pass
+
+    @property
+    def is_reaped(self) -> bool:
+        """Whether nothing of it is left, or it has been given up."""
+        return self.status < 0
+
     def send_signal(self, number: int) -> None:
-        """Signals the rank and the processes that it started, unless it has been reaped."""
-        if self.exit_code is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
+        """Signals the rank and the programs that it started, through its guard."""
+        self.sent_kill = self.sent_kill or number == signal.SIGKILL
+        with self._command_lock:
+            if self._command >= 0:
+                with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                    os.write(self._command, bytes([number]))
 
-    def reap(self) -> int:
-        """Takes the end of a process that has ended, and ends what it left in its process group.
-
-        Returns:
-            The exit code.
-        """
-        self.read_report()
-        # Before the wait: as long as the zombie holds the number, no other group can have it.
-        self.send_signal(signal.SIGKILL)
-        self.exit_code = self._process.wait()
+    def reap(self) -> None:
+        """Takes the end of a rank whose status pipe has ended; nothing of it is left then."""
+        self.read_report(None)
+        code = 0 if self._guard is None else self._guard.reap()
+        if (
+            self.exit_code is None and code != GAVE_UP
+        ):  # its guard never came to life, or was killed, and the rank with it
+            self.exit_code = code or -signal.SIGKILL
+            if self.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
         self._close()
-        return self.exit_code
 
-    def abandon(self, timeout_seconds: float) -> None:
-        """Takes the end of a process that was sent SIGKILL, if it comes in time."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.exit_code = self._process.wait(timeout_seconds)
+    def abandon(self) -> None:
+        """Gives up a rank that could not be killed; should its guard hang, the kernel kills the rank after it."""
+        if self._guard is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._guard.pid, signal.SIGKILL)  # not reaped: the number is still its own
         self._close()
 
     def _close(self) -> None:
-        for descriptor in (self.report, self.sentinel):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.report = self.sentinel = -1
-
-
-def _start(target: Target, start: int, report_writer: int, environ: dict[str, str]) -> subprocess.Popen[Any]:
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    descriptors = f"{start},{report_writer}"
-    command = [sys.executable, *flags, "-c", _SHIM, descriptors, *target.command_line]
-    # The rank inherits the mask, and unblocks SIGINT where it can handle it.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        # A session of its own: a terminal's Ctrl-C reaches the launcher only, which forwards it once.
-        return subprocess.Popen(
-            command,
-            env=environ,
-            pass_fds=(start, report_writer, *target.descriptors),
-            start_new_session=True,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _open_sentinel(pid: int) -> int:
-    """Opens a descriptor that becomes readable when a child has ended."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # a kernel before 5.3
-        reader, writer = os.pipe()
-        threading.Thread(target=_close_at_end, args=(pid, writer), daemon=True).start()
-        return reader
-
-
-def _close_at_end(pid: int, writer: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    os.close(writer)
+        with self._command_lock:
+            for descriptor in (self.report, self.status, self._command):
+                if descriptor >= 0:
+                    own_descriptors.discard(descriptor)
+                    os.close(descriptor)
+            self.report = self.status = self._command = -1

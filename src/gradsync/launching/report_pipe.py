@@ -10,55 +10,89 @@ import os
 
 #: The body is the pickled return value.
 RESULT = b"R"
-#: The body is a marshalled dict of `text`, `summary`, `is_consequence` and `missed_rank`.
+#: The body is a marshalled dict with the attributes of `rank_process.ErrorReport`.
 ERROR = b"E"
 
 _HEADER_BYTES = 9
-_READ_BYTES = 1 << 16  # what a pipe holds
+_DEFAULT_PIPE_BYTES = 65536
+_LARGE_PIPE_BYTES = 1 << 20  # the most that the kernel gives a user, unless it is set up otherwise
 
 
 def write_frame(descriptor: int, kind: bytes, body: bytes) -> None:
     """Writes one frame, waiting while the pipe is full.
 
+    Args:
+        descriptor: write end of the pipe.
+        kind: one byte.
+        body: its length may be 0.
+
     Raises:
         OSError: the launcher is gone.
     """
+    if len(body) > _DEFAULT_PIPE_BYTES:
+        _widen(descriptor)
     for part in (kind + len(body).to_bytes(8, "little"), body):
         rest = memoryview(part)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
 
 
+def _widen(descriptor: int) -> None:
+    """Lets a large frame go in large pieces: each costs two processes a turn on perhaps busy cores.
+
+    Only then, because the kernel grants a user few large pipes.
+    """
+    import contextlib
+    import fcntl
+
+    with contextlib.suppress(OSError):  # the user's share is used up
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _LARGE_PIPE_BYTES)
+
+
 class FrameReader:
-    """Takes frames off a non-blocking pipe, whatever pieces they arrive in."""
+    """Takes frames off a non-blocking pipe, whatever pieces they arrive in.
+
+    A body is read straight into memory of its size: a result may be as large as the machine's memory allows.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._buffer = bytearray()
+        self._header = bytearray()
+        self._body: bytearray | None = None  # of the frame whose header is complete
+        self._filled = 0
         self.ended = False
 
-    def read(self) -> list[tuple[bytes, bytearray]]:
+    def read(self, limit_reads: int | None = None) -> list[tuple[bytes, bytearray]]:
         """Reads what is there now, without waiting.
+
+        Args:
+            limit_reads: how often to read at most, for a caller that has other things to do.
 
         Returns:
             The frames (kind, body) that are complete.
         """
-        while not self.ended:
-            try:
-                piece = os.read(self._descriptor, _READ_BYTES)
-            except BlockingIOError:
-                break
-            self.ended = not piece
-            self._buffer += piece
-        return self._complete_frames()
-
-    def _complete_frames(self) -> list[tuple[bytes, bytearray]]:
-        frames = []
-        while len(self._buffer) >= _HEADER_BYTES:
-            end = _HEADER_BYTES + int.from_bytes(self._buffer[1:_HEADER_BYTES], "little")
-            if len(self._buffer) < end:
-                break
-            kind, body = bytes(self._buffer[:1]), self._buffer[_HEADER_BYTES:end]
-            del self._buffer[:end]
-            frames.append((kind, body))
+        frames: list[tuple[bytes, bytearray]] = []
+        reads = 0
+        try:
+            while not self.ended and reads != limit_reads:
+                reads += 1
+                self._read_header() if self._body is None else self._read_body(self._body)
+                if self._body is not None and self._filled == len(self._body):
+                    frames.append((bytes(self._header[:1]), self._body))
+                    self._header, self._body, self._filled = bytearray(), None, 0
+        except BlockingIOError:
+            pass
         return frames
+
+    def _read_header(self) -> None:
+        piece = os.read(self._descriptor, _HEADER_BYTES - len(self._header))
+        self.ended = not piece
+        self._header += piece
+        if len(self._header) == _HEADER_BYTES:
+            self._body = bytearray(int.from_bytes(self._header[1:], "little"))
+
+    def _read_body(self, body: bytearray) -> None:
+        with memoryview(body) as whole, whole[self._filled :] as rest:
+            count = os.readv(self._descriptor, [rest])
+        self.ended = count == 0
+        self._filled += count

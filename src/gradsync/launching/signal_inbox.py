@@ -10,25 +10,35 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+
+#: Descriptors of this process that end with it: a forked rank must not keep them open.
+own_descriptors: set[int] = set()
 
 
 class SignalInbox:
-    """While entered in the main thread, collects SIGINT, SIGTERM and SIGHUP instead of letting them act.
+    """While entered in the main thread, collects SIGINT, SIGTERM, SIGHUP and SIGTSTP instead of letting them act.
 
     Other threads cannot install handlers: there the inbox stays empty. A signal that the process ignores
     (nohup, a background job) stays ignored; but for SIGCHLD, because with that ignored the kernel throws exit codes
     away, and a failed rank would look like a good one. What came and was not read acts on leaving.
+
+    Args:
+        installs_handlers: False for a job that is watched while the program goes on: signals act as ever, and the
+            inbox holds only what is put there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, installs_handlers: bool = True) -> None:
+        self._installs_handlers = installs_handlers
         self._previous: dict[signal.Signals, Callable[..., Any] | int] = {}
 
     def __enter__(self) -> SignalInbox:
+        _entered.append(self)
         self.descriptor, self._writer = os.pipe()
+        own_descriptors.update((self.descriptor, self._writer))
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._writer, False)
-        if threading.current_thread() is threading.main_thread():
+        if self._installs_handlers and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 previous = signal.getsignal(number)
                 # None: a handler that was not installed from Python, which we could not restore.
@@ -43,13 +53,19 @@ class SignalInbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-        unread = self.read()
-        os.close(self.descriptor)
-        os.close(self._writer)
+        self._restore()
+        _entered.remove(self)
+        unread = self.read() if self._installs_handlers else []
+        for descriptor in (self.descriptor, self._writer):
+            own_descriptors.discard(descriptor)
+            os.close(descriptor)
         for unread_number in unread:
             signal.raise_signal(unread_number)
+
+    def put(self, number: int) -> None:
+        """Adds a signal as if it had come; safe in any thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, bytes([number]))
 
     def read(self) -> list[int]:
         """Gives the signals that came since the last call, without waiting."""
@@ -59,5 +75,18 @@ class SignalInbox:
             return []
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, bytes([number]))
+        self.put(number)
+
+    def _restore(self) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+
+_entered: list[SignalInbox] = []
+
+
+def restore_handlers() -> None:
+    """Puts back what the inboxes of this process replaced: for a forked child, whose signals are its own."""
+    for inbox in reversed(_entered):
+        inbox._restore()
+    _entered.clear()

@@ -1,134 +1,217 @@
-"""The one engine of launching: starts the ranks of a run, watches them, and stops them all when one fails.
+"""The one engine of launching: starts the ranks of a job, watches them, and stops them all when one fails.
 
-`gradsync run`, `gs.launch` and `gs.launcher` are thin faces over `supervise`, which prepares a run and leaves
-the waiting to `watch`.
+`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` are thin faces over it. It prepares each start of the job
+and leaves the waiting to `watch`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
-from collections.abc import Iterator, Mapping
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, TextIO
 
-from gradsync import environment
-from gradsync.errors import InvalidArgument
+from gradsync.launching.free_port import reserved_port
+from gradsync.launching.job import Job, MeetingPoint
 from gradsync.launching.outcome import Outcome
+from gradsync.launching.rank_environment import rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
-from gradsync.launching.signal_inbox import SignalInbox
-from gradsync.launching.targets import Target
+from gradsync.launching.signal_inbox import SignalInbox, own_descriptors
 from gradsync.launching.watch import Watch
-from gradsync.rendezvous.sockets import bind_listener
+from gradsync.rendezvous.sockets import bind_listener, format_address
+
+if TYPE_CHECKING:
+    from gradsync.launching.output_pump import OutputPump
+
+_LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
+_LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, once somebody wants to go
+_LOOK_FOR_SIGNALS_SECONDS = 0.2
+
+#: Makes what shows the output of one start of the ranks; given how often they have been started again.
+MakeOutput = Callable[[int], "OutputPump"]
 
 
 def supervise(
-    target: Target,
-    n_ranks: int,
+    job: Job,
     *,
-    backend: str = "auto",
-    master_addr: str = "127.0.0.1",
-    master_port: int | None = None,
-    rendezvous_port: int = 0,
+    make_output: MakeOutput | None = None,
     notices: TextIO | None = None,
+    on_restart: Callable[[Outcome, int], None] | None = None,
 ) -> Outcome:
-    """Runs a target in `n_ranks` processes on this machine, to the end of all of them.
+    """Runs a job to the end of all its ranks.
 
-    Hosts the rendezvous server of the run. SIGINT, SIGTERM and SIGHUP to this process are forwarded to the
-    ranks and end the run; the outcome tells which it was.
+    Hosts the rendezvous server of the run, unless the job has a meeting point elsewhere. SIGINT, SIGTERM and SIGHUP to
+    this process are forwarded to the ranks and end the job; the outcome tells which it was.
 
     Args:
-        target: what each rank runs.
-        n_ranks: number of processes.
-        backend: what `init_process_group("auto")` takes in the ranks.
-        master_addr: MASTER_ADDR in the ranks, for the user's own use.
-        master_port: MASTER_PORT in the ranks, for the user's own use; a free port by default.
-        rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.
+        job: what to run.
+        make_output: makes what shows the ranks' output; without it they write to this process's own streams.
         notices: where a Ctrl-C is answered with a line.
+        on_restart: called before all ranks are started again, with the outcome and how many restarts there were.
 
     Returns:
         How every rank ended. A failing rank is no exception here.
 
     Raises:
-        InvalidArgument: `n_ranks` is no positive integer.
-        RendezvousError: `rendezvous_port` is taken.
+        RendezvousError: the job's rendezvous port is taken.
     """
-    if isinstance(n_ranks, bool) or not isinstance(n_ranks, int) or n_ranks < 1:
-        raise InvalidArgument(f"the number of processes needs to be an integer of at least 1, got {n_ranks!r}")
-    # The server's socket is bound now, so that ranks can start before the server does.
-    with SignalInbox() as signals, bind_listener("127.0.0.1", rendezvous_port) as listener:
-        port = master_port or _free_port()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        secret = os.urandom(32)
-        environs = [rank_environment(rank, n_ranks, address, master_addr, port, backend) for rank in range(n_ranks)]
-        with Watch(signals, notices) as watch:
-            start = start_record(target, secret)
-            try:
-                for rank, environ in enumerate(environs):
-                    watch.add(RankProcess(rank, target, start, environ))
-            finally:
-                os.close(start)
-            # The ranks boot meanwhile; who connects early waits in the listener's backlog.
-            with _serving(n_ranks, secret, listener):
-                return watch.run()
+    with SignalInbox() as signals, Supervisor(job, signals, make_output=make_output, notices=notices) as supervisor:
+        supervisor.start()
+        return supervisor.finish(on_restart)
 
 
-def rank_environment(
-    rank: int,
-    n_ranks: int,
-    address: str,
-    master_addr: str,
-    master_port: int,
-    backend: str,
-    environ: Mapping[str, str] = os.environ,
-) -> dict[str, str]:
-    """Gives the environment variables of one rank: those of this process, and the rank's own.
+class Supervisor:
+    """A job in two steps, for callers who have something else to do: `start`, then `finish`.
+
+    No process is left when the context ends.
 
     Args:
-        rank: the rank, which is also its local rank.
-        n_ranks: number of ranks, all on this machine.
-        address: host:port of the rendezvous server.
-        master_addr: MASTER_ADDR.
-        master_port: MASTER_PORT.
-        backend: GRADSYNC_BACKEND.
-        environ: the variables of this process.
+        job, make_output, notices: see `supervise`.
+        signals: an entered inbox; what is put there ends the job.
+        on_news: called, by whoever calls `finish`, with a rank that has begun, reported or ended.
+
+    Attributes:
+        ranks: the rank processes of the last start.
     """
-    own = {
-        environment.RANK: str(rank),
-        environment.WORLD_SIZE: str(n_ranks),
-        environment.LOCAL_RANK: str(rank),
-        environment.LOCAL_WORLD_SIZE: str(n_ranks),
-        environment.ADDRESS: address,
-        environment.HOSTED: "1",
-        environment.BACKEND: backend,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(n_ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(n_ranks),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
-    }
-    # A secret around this process belongs to another run.
-    kept = {k: v for k, v in environ.items() if k not in (environment.SECRET, environment.SECRET_FILE)}
-    return kept | environment.blas_thread_variables(n_ranks, environ) | own
+
+    def __init__(
+        self,
+        job: Job,
+        signals: SignalInbox,
+        *,
+        make_output: MakeOutput | None = None,
+        notices: TextIO | None = None,
+        on_news: Callable[[RankProcess], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._signals = signals
+        self._make_output = make_output
+        self._notices = notices
+        self._on_news = on_news
+        self._stack = contextlib.ExitStack()
+        self._output: OutputPump | None = None
+        self.ranks: list[RankProcess] = []
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        if self._output is not None:  # an exception came between
+            self._output.close(_LAST_OUTPUT_SECONDS)
+
+    def start(self, restart: int = 0) -> None:
+        """Starts all rank processes; returns while they come to life.
+
+        Args:
+            restart: how often they have been started before.
+
+        Raises:
+            RendezvousError: the job's rendezvous port is taken.
+        """
+        job = self._job
+        # The server's socket is bound now, so that ranks can start before the server does.
+        point = job.meeting_point or self._stack.enter_context(_own_meeting_point(job.rendezvous_port))
+        port = job.master_port or self._stack.enter_context(reserved_port())
+        environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
+        self._watch = self._stack.enter_context(Watch(self._signals, job.grace_seconds, self._notices, self._on_news))
+        self._output = None if self._make_output is None else self._make_output(restart)
+        self.ranks = [RankProcess(job.rank_start + i, i) for i in range(job.n_ranks)]
+        with _start_record(job, point, shows_lines=self._output is not None) as record:
+            for rank, environ in zip(self.ranks, environs, strict=True):
+                self._start_rank(rank, record, environ)
+                self._watch.add(rank)
+        if self._output is not None:
+            self._output.start()
+        # The ranks boot meanwhile; who connects early waits in the listener's backlog.
+        self._stack.enter_context(_serving(job, point))
+
+    def finish(self, on_restart: Callable[[Outcome, int], None] | None = None) -> Outcome:
+        """Watches the ranks to their end, starting all of them again as often as the job says."""
+        restarts = 0
+        while True:
+            outcome = self._with_last_output(self._watch.run())
+            self._stack.close()
+            if not outcome.may_be_tried_again or restarts == self._job.max_restarts:
+                return outcome
+            restarts += 1
+            if on_restart is not None:
+                on_restart(outcome, restarts)
+            self.start(restarts)
+
+    def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str]) -> None:
+        """Starts one rank, with pipes for its output where it is shown."""
+        with contextlib.ExitStack() as theirs:
+            streams = [_standard_input(rank.rank == self._job.stdin_rank, theirs), 1, 2]
+            if self._output is not None:
+                output_reader, streams[1] = os.pipe()
+                theirs.callback(os.close, streams[1])
+                error_reader, streams[2] = os.pipe()
+                theirs.callback(os.close, streams[2])
+                self._output.add(rank.rank, output_reader, error_reader)  # which closes them, whatever happens here
+            rank.start(self._job.start_method, self._job.target, record, environ, tuple(streams))
+
+    def _with_last_output(self, outcome: Outcome) -> Outcome:
+        """Shows what is left of the ranks' output, and adds its last lines to the outcome."""
+        output, self._output = self._output, None
+        if output is None:
+            return outcome
+        # Whoever reads it may be slow, as long as nobody wants to go.
+        while outcome.signal_number is None and not output.drain(_LOOK_FOR_SIGNALS_SECONDS):
+            if self._signals.read():
+                break
+        output.close(_LAST_OUTPUT_SECONDS)
+        return replace(
+            outcome, ranks=tuple(replace(rank, last_lines=tuple(output.tail(rank.rank))) for rank in outcome.ranks)
+        )
 
 
 @contextlib.contextmanager
-def _serving(n_ranks: int, secret: bytes, listener: socket.socket) -> Iterator[None]:
-    """Runs the rendezvous server in a thread of this process."""
+def _own_meeting_point(port: int) -> Iterator[MeetingPoint]:
+    """Binds a port of this machine for one start of the ranks; those of an earlier one do not know its secret."""
+    with bind_listener("127.0.0.1", port) as listener:
+        descriptor = listener.fileno()
+        own_descriptors.add(descriptor)
+        try:
+            yield MeetingPoint(format_address(listener), os.urandom(32), listener)
+        finally:
+            own_descriptors.discard(descriptor)
+
+
+@contextlib.contextmanager
+def _start_record(job: Job, point: MeetingPoint, *, shows_lines: bool) -> Iterator[int]:
+    record = start_record(job.target, point.secret, shows_lines=shows_lines)
+    try:
+        yield record
+    finally:
+        os.close(record)
+
+
+@contextlib.contextmanager
+def _serving(job: Job, point: MeetingPoint) -> Iterator[None]:
+    """Runs the rendezvous server in a thread of this process, where it is to host it."""
+    if point.listener is None:
+        yield
+        return
     from gradsync.rendezvous.server import RendezvousServer  # here: the ranks boot while it loads
 
-    server = RendezvousServer(n_ranks, secret=secret, listener=listener)
+    server = RendezvousServer(job.world_size, secret=point.secret, listener=point.listener)
     server.start()
     try:
         yield
     finally:
+        if job.world_size > job.n_ranks:
+            server.wait_until_empty(_LEAVING_SECONDS)
         server.stop()
 
 
-def _free_port() -> int:
-    """Gives a port that was free a moment ago; its user binds it, so nobody can hold it until then."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _standard_input(is_chosen: bool, theirs: contextlib.ExitStack) -> int:
+    """Gives a rank's standard input: this process's own for the chosen one, nothing to read for the others."""
+    if is_chosen:
+        with contextlib.suppress(OSError):  # closed
+            os.fstat(0)
+            return 0
+    null = os.open(os.devnull, os.O_RDONLY)
+    theirs.callback(os.close, null)
+    return null

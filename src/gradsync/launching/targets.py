@@ -6,13 +6,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
 from gradsync.launching import rank_main
+from gradsync.launching.rank_main import Call
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,13 @@ class Target:
         record: the start record, of types that `marshal` knows.
         command_line: shown behind the shim on the rank's command line, for people who read `ps`.
         descriptors: file descriptors that the ranks inherit.
+        call: function, positional and keyword arguments, where the ranks are forked and have them already.
     """
 
     record: dict[str, Any]
     command_line: tuple[str, ...]
-    descriptors: tuple[int, ...] = field(default=())
+    descriptors: tuple[int, ...] = ()
+    call: Call | None = None
 
 
 def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
@@ -65,19 +68,59 @@ def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
 
 
 def function_target(
-    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], name: str
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    name: str,
+    *,
+    start_method: str = "spawn",
 ) -> Target:
-    """Prepares a call, by pickle between this process and its own children.
+    """Prepares a call, for this process's own children.
 
     Args:
-        function: found again in the rank by its module and name.
+        function: what each rank calls.
         arguments: positional arguments.
         keywords: keyword arguments.
         name: what errors and `ps` call the function.
+        start_method: with "fork" ranks have the call as it is, and nothing needs to pickle; with "spawn" and
+            "forkserver" it is pickled.
 
     Raises:
         InvalidArgument: the function or an argument does not pickle, or this process is itself a rank.
     """
+    _refuse_inside_rank(name)
+    call = (function, tuple(arguments), dict(keywords))
+    if start_method == "fork":
+        return Target({"kind": "function"}, (name,), call=call)
+    return _pickled_target(call, name)
+
+
+def _pickled_target(call: Call, name: str) -> Target:
+    import pickle
+    from multiprocessing import context, spawn
+
+    from gradsync.launching.pickled_call import pickle_call
+
+    inherited = _InheritedDescriptors()
+    preparation = spawn.get_preparation_data(name)
+    ranks_import_main = _has_main(preparation)
+    if not ranks_import_main:
+        preparation.pop("init_main_from_path", None)
+    # Queues and locks of multiprocessing pickle only while a process is being spawned.
+    context.set_spawning_popen(inherited)  # type: ignore[arg-type]
+    try:
+        record = {
+            "kind": "function",
+            "preparation": pickle.dumps(preparation),
+            "call": pickle_call(call, name, ranks_import_main=ranks_import_main),
+            "tracker_descriptor": _resource_tracker_descriptor(inherited),
+        }
+    finally:
+        context.set_spawning_popen(None)
+    return Target(record, (name,), tuple(dict.fromkeys(inherited.descriptors)))
+
+
+def _refuse_inside_rank(name: str) -> None:
     if rank_main.is_importing_main():
         raise InvalidArgument(
             "a rank imports the script that launched it, to find the function in it, and came to the launch "
@@ -88,45 +131,6 @@ def function_target(
             f"{name} was launched inside rank {rank}: this script starts its own ranks; run it with python, "
             "not with gradsync run"
         )
-    from multiprocessing import context, spawn
-    from multiprocessing.reduction import ForkingPickler
-
-    inherited = _InheritedDescriptors()
-    preparation = spawn.get_preparation_data(name)
-    if getattr(function, "__module__", None) == "__main__" and not _main_can_be_imported(preparation):
-        raise InvalidArgument(
-            f"{name} is defined in an interactive session, where the ranks cannot import it; "
-            "define it in a script or a module"
-        )
-    # Queues and locks of multiprocessing pickle only while a process is being spawned.
-    context.set_spawning_popen(inherited)  # type: ignore[arg-type]
-    try:
-        record = {
-            "kind": "function",
-            "preparation": bytes(ForkingPickler.dumps(preparation)),
-            "call": bytes(ForkingPickler.dumps((function, tuple(arguments), dict(keywords)))),
-            "tracker_descriptor": _resource_tracker_descriptor(inherited),
-        }
-    except Exception as error:
-        if _pickles(function):
-            raise InvalidArgument(f"the arguments of {name} need to pickle to reach the ranks: {error}") from None
-        raise InvalidArgument(
-            f"{name} needs to pickle to reach the ranks: {error}; define it at the top level of a module or "
-            "script, not as a lambda or inside another function"
-        ) from None
-    finally:
-        context.set_spawning_popen(None)
-    return Target(record, (name,), tuple(inherited.descriptors))
-
-
-def _pickles(function: Callable[..., Any]) -> bool:
-    from multiprocessing.reduction import ForkingPickler
-
-    try:
-        ForkingPickler.dumps(function)
-    except Exception:
-        return False
-    return True
 
 
 def _module_exists(name: str) -> bool:
@@ -171,6 +175,13 @@ def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None
     return None if tracker is None else inherited.duplicate_for_child(tracker.getfd())
 
 
-def _main_can_be_imported(preparation: Mapping[str, Any]) -> bool:
+def ranks_can_import_main() -> bool:
+    """Tells whether fresh ranks find this process's `__main__` again; they do not in an interactive session."""
+    from multiprocessing import spawn
+
+    return _has_main(spawn.get_preparation_data("main"))
+
+
+def _has_main(preparation: Mapping[str, Any]) -> bool:
     path = preparation.get("init_main_from_path")
     return "init_main_from_name" in preparation or (path is not None and os.path.exists(path))

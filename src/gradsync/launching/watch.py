@@ -1,17 +1,20 @@
 """The supervisor's loop: waits for all that can happen to the ranks of a run, and stops them in order.
 
-It waits for a rank's end (its sentinel), its report, a signal to the launcher, and the next step of stopping;
+It waits for a rank's end (told by its guard), its report, a signal to the launcher, and the next step of stopping;
 nothing is polled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import signal
 import time
+from collections.abc import Callable
 from typing import TextIO
 
+from gradsync.launching.out_of_memory import OomWatch
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import RankProcess
 from gradsync.launching.signal_inbox import SignalInbox
@@ -20,22 +23,38 @@ from gradsync.launching.signal_inbox import SignalInbox
 # that only tells of another rank's waits longer, so that that rank can tell its own.
 _SETTLE_SECONDS = 0.25
 _ROOT_CAUSE_SECONDS = 1.0
-_GRACE_SECONDS = 5.0
-_UNKILLABLE_SECONDS = 2.0
+_UNKILLABLE_SECONDS = 2.5  # a little more than the guard tries
 
 _GIVE_UP = 0  # stands among the signals of the steps
 
 # Seconds to wait after the previous step, then the signal to send.
 _Step = tuple[float, int]
-_END: tuple[_Step, ...] = ((_GRACE_SECONDS, signal.SIGKILL), (_UNKILLABLE_SECONDS, _GIVE_UP))
+_KILL: tuple[_Step, ...] = ((0.0, signal.SIGKILL), (_UNKILLABLE_SECONDS, _GIVE_UP))
 
 
 class Watch:
-    """The started ranks of a run. None of them is left when the context ends."""
+    """The started ranks of a run. None of them is left when the context ends.
 
-    def __init__(self, signals: SignalInbox, notices: TextIO | None = None) -> None:
+    Args:
+        signals: what comes to the launcher.
+        grace_seconds: between SIGTERM and SIGKILL.
+        notices: where a Ctrl-C is answered with a line.
+        on_news: called with a rank when it, or its guard, has told something.
+    """
+
+    def __init__(
+        self,
+        signals: SignalInbox,
+        grace_seconds: float,
+        notices: TextIO | None = None,
+        on_news: Callable[[RankProcess], None] | None = None,
+    ) -> None:
         self._signals = signals
+        self._grace_seconds = grace_seconds
+        self._end: tuple[_Step, ...] = ((grace_seconds, signal.SIGKILL), _KILL[1])
+        self._memory = OomWatch()
         self._notices = notices
+        self._on_news = on_news
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.descriptor, selectors.EVENT_READ)
         self._ranks: list[RankProcess] = []
@@ -53,17 +72,18 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         # Normally nothing is left to do; after an exception in the launcher itself the ranks end here.
-        self._send(signal.SIGKILL)
-        deadline = time.monotonic() + (0.0 if self._gave_up else _UNKILLABLE_SECONDS)
+        if self._running and not self._gave_up:
+            self._plan(_KILL)
+            self.run()
         for rank in self._running.values():
-            rank.abandon(max(0.0, deadline - time.monotonic()))
+            rank.abandon()
         self._selector.close()
 
     def add(self, rank: RankProcess) -> None:
         """Takes a started rank under watch."""
         self._ranks.append(rank)
         self._running[rank.rank] = rank
-        self._selector.register(rank.sentinel, selectors.EVENT_READ, rank)
+        self._selector.register(rank.status, selectors.EVENT_READ, rank)
         self._selector.register(rank.report, selectors.EVENT_READ, rank)
 
     def run(self) -> Outcome:
@@ -76,26 +96,41 @@ class Watch:
                         self._take_signal(number)
                 elif key.data.rank in self._running:
                     self._take_event(key.data, key.fd)
+                    if self._on_news is not None:
+                        self._on_news(key.data)
             self._take_due_step()
         for rank in self._running.values():
             self._note_failure(rank)
         return Outcome(tuple(self._outcome_of(rank) for rank in self._ranks), self._signal_number)
 
     def _take_event(self, rank: RankProcess, descriptor: int) -> None:
-        if descriptor == rank.sentinel:
-            self._reap(rank)
+        if descriptor == rank.status:
+            is_there = rank.read_status()
+            if rank.exit_code is not None or not is_there:
+                self._take_end(rank)
+            if not is_there:
+                self._reap(rank)
             return
         if not rank.read_report():
             self._selector.unregister(descriptor)
         if rank.error is not None:  # at once: its threads may keep the process alive
             self._note_failure(rank)
 
+    def _take_end(self, rank: RankProcess) -> None:
+        """Takes how a rank ended; its guard may still be busy with what it has left behind."""
+        rank.read_report(None)
+        if rank.exit_code == -signal.SIGKILL and not rank.sent_kill and rank.memory_kill is None:
+            rank.memory_kill = self._memory.describe() if self._memory.kills() else None
+        if rank.exit_code != 0 or rank.error is not None:
+            self._note_failure(rank)
+
     def _reap(self, rank: RankProcess) -> None:
-        for descriptor in (rank.sentinel, rank.report):
+        for descriptor in (rank.status, rank.report):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(descriptor)
         del self._running[rank.rank]
-        if rank.reap() != 0 or rank.error is not None:
+        rank.reap()
+        if rank.exit_code != 0 or rank.error is not None:
             self._note_failure(rank)
 
     def _note_failure(self, rank: RankProcess) -> None:
@@ -103,27 +138,40 @@ class Watch:
         if rank.rank in self._failures:
             return
         self._failures[rank.rank] = (len(self._failures), self._told_to_stop)
+        if rank.error is not None and rank.error.is_unsendable:
+            return  # the others may end their work
         is_consequence = rank.error is not None and rank.error.is_consequence
         settle = _ROOT_CAUSE_SECONDS if is_consequence else _SETTLE_SECONDS
         if not self._steps:
-            self._plan(((settle, signal.SIGTERM), *_END))
+            self._plan(((settle, signal.SIGTERM), *self._end))
         elif not self._told_to_stop:
             self._step_time = min(self._step_time, time.monotonic() + settle)
 
     def _take_signal(self, number: int) -> None:
         """Forwards the first signal; a Ctrl-C after it kills at once, and anything else is old news."""
-        if self._signal_number is None:
+        if number == signal.SIGTSTP:
+            self._suspend()
+        elif self._signal_number is None:
             self._signal_number = number
             if self._told_to_stop:  # the ranks are on their way out already
-                self._plan(((0.0, signal.SIGKILL), _END[1]))
+                self._plan(_KILL)
             elif number == signal.SIGINT:
                 self._answer_interrupt()
-                self._plan(((0.0, number), (_GRACE_SECONDS, signal.SIGTERM), *_END))
+                self._plan(((0.0, number), (self._grace_seconds, signal.SIGTERM), *self._end))
             else:
-                self._plan(((0.0, number), *_END))
+                self._plan(((0.0, number), *self._end))
         elif number == signal.SIGINT:
-            self._plan(((0.0, signal.SIGKILL), _END[1]))
+            self._plan(_KILL)
         self._take_due_step()
+
+    def _suspend(self) -> None:
+        """Stops the ranks and this process, as Ctrl-Z asks; goes on with them when the shell says so.
+
+        The ranks first: a rank that runs while its launcher stands still takes it for dead.
+        """
+        self._send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._send(signal.SIGCONT)
 
     def _answer_interrupt(self) -> None:
         if self._notices is not None and self._running:
@@ -163,4 +211,6 @@ class Watch:
             error=rank.error,
             order=order,
             was_stopped=was_stopped,
+            memory_kill=rank.memory_kill,
+            peak_bytes=rank.peak_bytes,
         )

@@ -158,6 +158,11 @@ class Agreements:
             sends += self._settle(agreement)
         return sends
 
+    def members_of(self, group: str) -> tuple[int, ...] | None:
+        """Returns the members of a group, where one of them has asked."""
+        found = self._groups.get(group)
+        return None if found is None else found.ranks
+
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the agreements that still need a rank which has left."""
         groups = [group for group in self._groups.values() if rank in group.ranks]

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradsync.errors import InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
-from gradsync.rendezvous.messages import INVALID, FrameType, Message
+from gradsync.errors import (
+    CollectiveTimeout,
+    GradsyncError,
+    InvalidArgument,
+    RankFailed,
+    RendezvousError,
+    RendezvousTimeout,
+)
+from gradsync.rendezvous.messages import ABSENCE, INVALID, FrameType, Message
 
 
-def rank_failed(message: Message, who: str, operation: str = "") -> RankFailed:
+def failure_of(message: Message, who: str, operation: str = "") -> GradsyncError:
     """Returns the error of a FAILED message.
 
     Args:
@@ -19,7 +26,9 @@ def rank_failed(message: Message, who: str, operation: str = "") -> RankFailed:
         who: this rank as messages name it, e.g. "rank 1/4".
         operation: the request that it answers, ending in ": "; empty for a whole generation.
     """
-    _, rank, phase, text = message.fields
+    _, kind, rank, phase, missing, text = message.fields
+    if kind == ABSENCE:
+        return CollectiveTimeout(f"{who}: {operation}{text}", missing_ranks=tuple(missing))
     return RankFailed(f"{who}: {operation}{text}", rank=rank, phase=phase)
 
 
@@ -33,14 +42,14 @@ def result_of(message: Message, who: str, operation: str, timeout_seconds: float
         timeout_seconds: the deadline that messages name.
 
     Raises:
-        RankFailed, RendezvousTimeout, InvalidArgument, RendezvousError: as the answer says.
+        RankFailed, CollectiveTimeout, RendezvousTimeout, InvalidArgument, RendezvousError: as the answer says.
     """
     if message.type is FrameType.REPLY:
         return message.fields[1]
     if message.type is FrameType.VERDICT:
         return message.fields[1:]
     if message.type is FrameType.FAILED:
-        raise rank_failed(message, who, f"{operation}: ")
+        raise failure_of(message, who, f"{operation}: ")
     if message.type is FrameType.TIMED_OUT:
         _, missing, where = message.fields
         raise RendezvousTimeout(

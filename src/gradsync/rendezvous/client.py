@@ -1,108 +1,30 @@
 """The blocking rendezvous client: one per rank, through which it meets the others.
 
-The public face of the client's side, used by the process group and the communicators. Every call has a
-deadline, and ends in its result or in a typed error. A failure of the generation is sticky: once known, every
-call raises it.
+The public face of the client's side, used by the process group and the communicators: `membership`, and what the
+members of a generation share.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
-from gradsync.errors import CommunicatorClosed, InvalidArgument, RankFailed, RendezvousError
+from gradsync.errors import InvalidArgument
 from gradsync.rendezvous.agreements import Verdict
-from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
-from gradsync.rendezvous.dialling import dial
+from gradsync.rendezvous.client_connection import ClientConnection
 from gradsync.rendezvous.followers import OnAsked
-from gradsync.rendezvous.handshake import check_secret
-from gradsync.rendezvous.messages import MAX_REASON_BYTES, PROTOCOL_VERSION, FrameType, clip_text
-from gradsync.rendezvous.request_channel import RequestChannel, check_timeout
+from gradsync.rendezvous.membership import Membership
+from gradsync.rendezvous.messages import FrameType
 from gradsync.rendezvous.unique_ids import UniqueIds
 
-_JOIN_ATTEMPTS = 50
 
-
-class RendezvousClient:
-    """A rank's membership in one generation; made by `connect`.
-
-    Any number of threads may use it, each request with its own deadline.
-
-    Attributes:
-        rank, world_size: as given to `connect`.
-        generation: counted by the server from 1.
-        address: the server's address.
-    """
+class RendezvousClient(Membership):
+    """A rank's membership in one generation, and what it shares with the others there; made by `connect`."""
 
     def __init__(self, connection: ClientConnection, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.generation = 0
-        self.address = connection.address
-        self._who = f"rank {rank}/{world_size}"
-        self._requests = RequestChannel(connection, self._who)
+        super().__init__(connection, rank, world_size)
         self._ids = UniqueIds(self._requests, rank, self._who)
         self._passed_positions: dict[str, int] = {}
-
-    @classmethod
-    def connect(
-        cls, address: str, *, secret: bytes, rank: int, world_size: int, timeout_seconds: float = 120.0
-    ) -> RendezvousClient:
-        """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
-
-        Every rank must call it once per generation.
-
-        Args:
-            address: the server's address, "host:port" or "[IPv6]:port".
-            secret: the run's secret, at least 16 bytes.
-            rank: this rank, from 0.
-            world_size: how many ranks the caller expects.
-            timeout_seconds: one deadline for all of it.
-
-        Raises:
-            InvalidArgument: an argument is out of its range.
-            RendezvousTimeout: the server was not reached (the text has the address and the last cause), or
-                not all ranks joined (`missing_ranks` names them).
-            AuthenticationError: the server does not know the secret.
-            RendezvousError: the server refused this rank, or something else holds the port.
-            RankFailed: another rank died while the generation was forming.
-        """
-        deadline = time.monotonic() + check_timeout(timeout_seconds)
-        rank, world_size = operator.index(rank), operator.index(world_size)
-        if not 0 <= rank < world_size:
-            raise InvalidArgument(f"connect needs a rank from 0 to world_size - 1 = {world_size - 1}, got {rank}")
-        secret = check_secret(secret)
-        who = f"rank {rank}/{world_size}"
-        attempts_left = _JOIN_ATTEMPTS
-        while True:
-            attempts_left -= 1
-            client = cls(dial(address, secret=secret, deadline=deadline, who=who), rank, world_size)
-            try:
-                client.generation = client._join(deadline, timeout_seconds)
-                return client
-            except BaseException as error:
-                client.abandon()
-                # A server flooded by strangers may drop a connection that it does not know yet.
-                dropped = isinstance(error.__cause__, StreamEnded) and not client._requests.is_seated
-                if not dropped or not attempts_left:
-                    raise
-
-    def __repr__(self) -> str:
-        return (
-            f"RendezvousClient(rank={self.rank}, world_size={self.world_size}, "
-            f"generation={self.generation}, address={self.address!r})"
-        )
-
-    def __enter__(self) -> RendezvousClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def set(self, key: str, value: bytes) -> None:
         """Stores a value of at most 60 KiB under a key, for all ranks of this generation.
@@ -225,8 +147,8 @@ class RendezvousClient:
         """Lets `on_asked(position)` say what this rank launched there, whenever another member asks.
 
         Call it before the group's first collective: a question that comes earlier is not kept. `on_asked` runs in
-        whichever thread receives the question, in a request or in `check`, without a lock of this client held;
-        two threads may run it at once. It is to be quick and not to raise.
+        whichever thread receives the question, in a request, in `check` or in the one that sends the heartbeats,
+        without a lock of this client held; two threads may run it at once. It is to be quick and not to raise.
 
         Args:
             group: the group's name.
@@ -241,50 +163,6 @@ class RendezvousClient:
     def unfollow(self, group: str) -> None:
         """Ends `follow`; a call under way in another thread may still run. Idempotent."""
         self._requests.followers.unfollow(group)
-
-    def check(self) -> None:
-        """Raises when the generation has failed or the server is gone; never waits, one poll call when all is quiet.
-
-        Questions of other ranks that have come in are answered on the way, see `follow`.
-
-        Raises:
-            RankFailed: a rank of this generation died or reported a failure; raised again at every call.
-            RendezvousError: the server is gone.
-            CommunicatorClosed: this client was closed.
-        """
-        self._requests.check()
-
-    def report_failure(self, reason: str) -> None:
-        """Poisons the generation: every other rank gets RankFailed with this rank and the reason.
-
-        Meant for the way out of an error, so it never raises for a server that is gone or a generation that
-        has failed already: the other ranks learn of those by themselves.
-
-        Args:
-            reason: why; cut to 4 KiB.
-        """
-        with contextlib.suppress(RendezvousError, RankFailed, CommunicatorClosed):
-            self._requests.ask_at_once("report_failure", FrameType.REPORT_FAILURE, clip_text(reason, MAX_REASON_BYTES))
-
-    def set_phase(self, phase: str) -> None:
-        """Says what this rank does now, for the texts of RankFailed; sent without waiting for an answer."""
-        self._requests.set_phase(phase)
-
-    def close(self) -> None:
-        """Says goodbye and closes the connection; the generation goes on without this rank. Idempotent.
-
-        A thread that waits in a request of this client gets CommunicatorClosed.
-        """
-        self._requests.close()
-
-    def abandon(self) -> None:
-        """Closes the descriptor without goodbye or any I/O: for the child after a fork. Idempotent."""
-        self._requests.abandon()
-
-    def _join(self, deadline: float, timeout_seconds: float) -> int:
-        left_seconds = max(deadline - time.monotonic(), 0.0)
-        fields = (PROTOCOL_VERSION, self.rank, self.world_size)
-        return int(self._requests.ask("joining", left_seconds, FrameType.JOIN, *fields, shown_seconds=timeout_seconds))
 
     def _check_ranks(self, ranks: Sequence[int] | None) -> list[int] | None:
         """Returns the members in ascending order, or None for all ranks."""

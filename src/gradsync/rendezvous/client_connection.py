@@ -18,6 +18,7 @@ from typing import Any
 from gradsync.errors import RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.messages import FrameType, Message
+from gradsync.rendezvous.probing import Finding, look_at
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
 
 
@@ -47,6 +48,7 @@ class ClientConnection:
         self._session: Session | None = None
         self._sending = threading.Lock()
         self._unsent = bytearray()
+        self._queued = b""  # sealed, and to be sent with the next message
         self._either = select.poll()
         self._either.register(stream, select.POLLIN | select.POLLOUT)
         self._readable = select.poll()
@@ -95,7 +97,7 @@ class ClientConnection:
         session = self._authenticated()
         with self._sending:
             sequence = session.next_send_sequence
-            sealed = session.seal(frame_type, *fields)
+            sealed = self._seal(session, frame_type, fields)
             if announce is not None:
                 announce(sequence)
             self._write(sealed, deadline)
@@ -108,8 +110,35 @@ class ClientConnection:
             StreamEnded: the server is gone.
         """
         with self._sending:
-            self._unsent += self._authenticated().seal(frame_type, *fields)
+            self._unsent += self._seal(self._authenticated(), frame_type, fields)
             self._write_some()
+
+    def post_if_idle(self, frame_type: FrameType, *fields: Any) -> None:
+        """Sends such a message, unless a thread sends one now or an earlier one has found no room yet.
+
+        For signs of life, which any other message is too. Never waits, not even for a thread that does.
+
+        Raises:
+            FieldError: a field does not fit its schema; nothing was sent.
+            StreamEnded: the server is gone.
+        """
+        if not self._sending.acquire(False):
+            return
+        try:
+            if not self._unsent:
+                self._unsent += self._seal(self._authenticated(), frame_type, fields)
+            self._write_some()
+        finally:
+            self._sending.release()
+
+    def queue(self, frame_type: FrameType, *fields: Any) -> None:
+        """Takes a message that needs no answer, to travel with the next one; no I/O.
+
+        Raises:
+            FieldError: a field does not fit its schema.
+        """
+        with self._sending:
+            self._queued = self._seal(self._authenticated(), frame_type, fields)
 
     def flush(self) -> bool:
         """Writes what earlier calls left over, without waiting; returns whether nothing is left.
@@ -145,6 +174,16 @@ class ClientConnection:
         frame = self._reader.next_frame()
         return None if frame is None else self._authenticated().open(frame)
 
+    def look_at_server(self, pid: int | None) -> Finding:
+        """Returns what can be found out about the server, whose process has this pid if it is on this machine."""
+        return look_at(pid, self._stream)
+
+    def input_waiter(self) -> select.poll:
+        """Returns another poll object for input, which does not keep this connection alive."""
+        waiter = select.poll()
+        waiter.register(self._stream.fileno(), select.POLLIN)
+        return waiter
+
     def shut_down(self) -> None:
         """Ends the stream in both directions; wakes a thread that waits in `receive`."""
         with contextlib.suppress(OSError):  # the server was faster
@@ -158,6 +197,12 @@ class ClientConnection:
         if self._session is None:
             raise FrameError("a message was handled before the handshake ended")
         return self._session
+
+    def _seal(self, session: Session, frame_type: FrameType, fields: tuple[Any, ...]) -> bytes:
+        """Returns the frame of a message, behind those that were to travel with it."""
+        sealed = self._queued + session.seal(frame_type, *fields)
+        self._queued = b""
+        return sealed
 
     def _write(self, data: bytes, deadline: float) -> None:
         self._unsent += data

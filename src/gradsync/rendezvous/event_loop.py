@@ -17,9 +17,10 @@ import time
 from collections import deque
 
 from gradsync.errors import RendezvousError
-from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Received, Send, Tick
+from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send, Tick
 from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake
 from gradsync.rendezvous.messages import REFUSED, FrameType
+from gradsync.rendezvous.probing import look_at
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnection
 from gradsync.rendezvous.sockets import tune_stream
@@ -58,6 +59,7 @@ class EventLoop:
         self._strangers: dict[int, ServerConnection] = {}  # oldest first, so the earliest deadline first
         self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
         self._lost: deque[tuple[ServerConnection, str]] = deque()
+        self._findings: deque[Probed] = deque()
         self._accept_resumes_at: float | None = None
         self._next_number = 0
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -146,7 +148,7 @@ class EventLoop:
         """The listener stays readable while descriptors are short: pause instead of spinning."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             return  # the one connection was aborted before it was accepted
-        _log.warning("rendezvous: cannot accept connections: %s", error.strerror)
+        _log.warning("gradsync: the rendezvous server cannot accept connections: %s", error.strerror)
         if self._strangers:
             self._drop(next(iter(self._strangers.values())), "descriptors are short")
         self._selector.unregister(self._listener)
@@ -201,14 +203,19 @@ class EventLoop:
                 touched[connection.number] = connection
         for connection in touched.values():
             self._flush(connection)
+        while self._findings:
+            self._tell_core(self._findings.popleft())
 
     def _perform(self, action: Action) -> ServerConnection | None:
         """Carries out one action; returns the connection that has something to flush."""
         if isinstance(action, Notice):
-            _log.warning("rendezvous: %s", action.text)
+            _log.warning("gradsync: %s", action.text)
             return None
         connection = self._connections.get(action.connection)
         if connection is None:
+            return None
+        if isinstance(action, Probe):
+            self._findings.append(Probed(connection.number, look_at(action.pid, connection.stream)))
             return None
         if isinstance(action, Send):
             try:

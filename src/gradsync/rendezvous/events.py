@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradsync.rendezvous.messages import FrameType, Message
+from gradsync.rendezvous.probing import Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,14 @@ class Lost:
 
     connection: int
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The answer to a Probe: what was found of that peer."""
+
+    connection: int
+    finding: Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,22 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Look at this peer, and answer with Probed at once, unless the connection is lost.
+
+    `pid` is its process where that runs on the server's machine, else None.
+    """
+
+    connection: int
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
     """Tell the operator (the log)."""
 
     text: str
 
 
-Event = Received | Lost | Tick
-Action = Send | Close | Notice
+Event = Received | Lost | Probed | Tick
+Action = Send | Close | Probe | Notice

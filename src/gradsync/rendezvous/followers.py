@@ -1,6 +1,6 @@
 """The client's answers to questions of other ranks: "I am asking about this position; have you passed it?".
 
-Sits between `inbox`, which reads the questions, and `client_connection`, on which the answers go out. The
+Sits between `pushes`, which gets the questions, and `client_connection`, on which the answers go out. The
 communicators of this rank say what they launched.
 """
 

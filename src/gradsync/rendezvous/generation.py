@@ -6,6 +6,7 @@ requests of its members over to it.
 
 from __future__ import annotations
 
+from gradsync.rendezvous.absence import Absences, Claim
 from gradsync.rendezvous.agreement_places import Agreements
 from gradsync.rendezvous.events import Send
 from gradsync.rendezvous.keys import Keys
@@ -32,6 +33,7 @@ class Generation:
         self._barriers = Barriers(self.roster, waits)
         self._ids = GroupIds(self.roster, waits)
         self._agreements = Agreements(self.roster, waits, self._keys)
+        self.absences = Absences(self.roster, self._agreements)
 
     def withdraw(self, wait: Wait) -> None:
         """Takes a join back (this is the place where a joining rank waits)."""
@@ -56,11 +58,26 @@ class Generation:
             return self._keys.add(request, *message.fields)
         if message.type is FrameType.DELETE:
             return self._keys.delete(request, *message.fields)
+        if message.type is FrameType.ABSENT:
+            return self.absences.hear_absence(self._claim(request, message), request.now)
         return self._serve_group(request, message)
 
-    def hear_passed(self, rank: int, message: Message) -> list[Send]:
-        """Takes in what a member tells unasked for an answer: what it launched at a position asked about."""
-        return self._agreements.hear_passed(rank, *message.fields) if self.is_running else []
+    def next_deadline(self) -> float | None:
+        """Returns when `absences` are to be advanced, or None."""
+        return self.absences.next_deadline() if self.is_running else None
+
+    def hear(self, request: Request, message: Message) -> list[Send]:
+        """Takes in what a member tells without asking for an answer."""
+        if not self.is_running:
+            return []
+        if message.type is FrameType.PASSED:
+            return self._agreements.hear_passed(request.rank, *message.fields)
+        if message.type is FrameType.WAITING:
+            self.absences.hear_waiting(self._claim(request, message), request.now)
+        else:
+            inquiry, positions, text = message.fields
+            self.absences.hear_status(request.rank, inquiry, positions, text, request.now)
+        return []
 
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the waits that need a rank which has left in good order."""
@@ -94,6 +111,12 @@ class Generation:
             serve = self._ids.put if message.type is FrameType.PUT_ID else self._ids.get
             return serve(request, group, root, members, last)
         return [request.refuse(f"{message.type.name} is not a request of a joined rank", REFUSED)]
+
+    def _claim(self, request: Request, message: Message) -> Claim:
+        group, position, what, waited_ms, missing = message.fields
+        if missing is not None:
+            missing = tuple(r for r in missing if r in self.roster.members and r != request.rank) or None
+        return Claim(request.rank, group, position, what, waited_ms / 1000.0, missing)
 
     def _members(self, ranks: list[int] | None) -> tuple[int, ...]:
         return tuple(range(self._world_size)) if ranks is None else tuple(ranks)

@@ -1,8 +1,9 @@
-"""What a client receives, sorted for all its threads: answers, questions of other ranks, the generation's failure.
+"""What a client receives, sorted for all its threads: answers, pushes of the server, the generation's failure.
 
 Sits between `request_channel` and `client_connection`. Of the threads that wait, one at a time reads for all. None
-reads while it answers another rank's question: a communicator may take a lock for that, and the holder of that
-lock may wait for an answer of the server.
+reads while it answers a push, such as another rank's question: a communicator may take a lock for that, and the
+holder of that lock may wait for an answer of the server. The thread that sends the heartbeats reads when nobody else
+does, so that a push meets somebody while this rank computes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradsync.errors import GradsyncError, RendezvousError
-from gradsync.rendezvous.answers import rank_failed
+from gradsync.rendezvous.answers import failure_of
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
 from gradsync.rendezvous.messages import TO_GENERATION, FrameType, Message
 from gradsync.rendezvous.wire import FrameError
@@ -30,6 +31,7 @@ class Pending:
 
 
 _IDLE_WITHIN_SECONDS = 1.0
+_PUSHES = (FrameType.ASKED, FrameType.INQUIRE, FrameType.SEATED)
 
 
 class Inbox:
@@ -38,25 +40,27 @@ class Inbox:
     Args:
         connection: authenticated; nobody else reads from it.
         who: the rank as messages name it, e.g. "rank 1/4".
-        tell: called with the group and the position of another rank's question, without any lock held.
+        answer_push: called with each push that wants an answer, without any lock held.
 
     Attributes:
         failure: what every request raises from now on, or None; the first one stays.
-        is_seated: whether the server has accepted this rank's join (which may still wait for others).
+        server: the machine and the pid of the server, once it has accepted this rank's join; else None.
+        heard_at: when the last message came, in monotonic seconds.
     """
 
-    def __init__(self, connection: ClientConnection, who: str, tell: Callable[[str, int], None]) -> None:
+    def __init__(self, connection: ClientConnection, who: str, answer_push: Callable[[Message], None]) -> None:
         self.failure: GradsyncError | None = None
-        self.is_seated = False
+        self.server: tuple[str, int] | None = None
+        self.heard_at = time.monotonic()
         self._connection = connection
         self._poll_input = connection.poll_input
         self._who = who
-        self._tell = tell
+        self._answer_push = answer_push
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._is_read = False  # whether a thread reads the connection now
         self._pending: dict[int, Pending] = {}
-        self._questions: deque[tuple[str, int]] = deque()
+        self._pushes: deque[Message] = deque()
 
     def expect(self, pending: Pending, sequence: int) -> None:
         """Begins to look out for the answer to the request of this sequence."""
@@ -82,24 +86,26 @@ class Inbox:
         while True:
             if self._is_my_turn(pending, deadline):
                 self._read(deadline)
-            self._answer_questions()
+            self._answer_pushes()
             if pending.answer is not None:
                 return pending.answer
             self.raise_failure()
             if time.monotonic() >= deadline:
                 return None
 
-    def poll(self) -> None:
-        """Reads what has come in; never waits, one poll call when nothing has."""
+    def poll(self) -> bool:
+        """Reads what has come in; never waits, one poll call when nothing has. Returns whether a message was read."""
+        was_read = False
         # A thread that waits for an answer reads the connection itself, and sees what comes.
         if self._lock.acquire(False):
             try:
                 if not self._is_read and self.failure is None and self._poll_input(0):
-                    self._sort_all(0.0)
+                    was_read = self._sort_all(0.0)
             finally:
                 self._lock.release()
-        if self._questions:
-            self._answer_questions()
+        if self._pushes:
+            self._answer_pushes()
+        return was_read
 
     def lose(self, error: RendezvousError) -> GradsyncError:
         """Notes that the connection is of no more use; returns the failure, which may be an earlier one."""
@@ -109,6 +115,13 @@ class Inbox:
                 "it was stopped or killed, or the network between failed"
             )
         return self.failure
+
+    def give_up(self, failure: GradsyncError) -> None:
+        """Notes a failure found otherwise than by reading, unless there is one, and wakes the threads that wait."""
+        with self._changed:
+            if self.failure is None:
+                self.failure = failure
+            self._changed.notify_all()
 
     def stop(self, failure: GradsyncError) -> None:
         """Replaces the failure, and wakes the threads that wait for another one to read."""
@@ -145,7 +158,7 @@ class Inbox:
         """Waits until nobody else reads, there is news for this thread, or the deadline; returns whether to read."""
 
         def has_news() -> bool:
-            return pending.answer is not None or self.failure is not None or bool(self._questions)
+            return pending.answer is not None or self.failure is not None or bool(self._pushes)
 
         with self._changed:
             if self._is_read:
@@ -168,32 +181,39 @@ class Inbox:
             self._is_read = False
             self._changed.notify_all()
 
-    def _sort_all(self, deadline: float) -> None:
+    def _sort_all(self, deadline: float) -> bool:
         """Sorts the next message, and the others that came with it: nothing would announce them a second time."""
         try:
             message = self._connection.receive(deadline)
+            if message is None:
+                return False
+            self.heard_at = time.monotonic()
             while message is not None:
                 self._sort(message)
                 message = self._connection.next_buffered()
+            return True
         except (StreamEnded, FrameError) as error:
             raise copy.copy(self.lose(error)) from error
 
     def _sort(self, message: Message) -> None:
-        if message.type is FrameType.ASKED:
-            self._questions.append(message.fields)
-        elif message.type is FrameType.SEATED:
-            self.is_seated = True
+        if message.type is FrameType.PULSE:
+            return
+        if message.type in _PUSHES:
+            if message.type is FrameType.SEATED:
+                _, machine, pid = message.fields
+                self.server = (machine, pid)
+            self._pushes.append(message)
         elif message.type is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
-                self.failure = rank_failed(message, self._who)
+                self.failure = failure_of(message, self._who)
         elif (pending := self._pending.get(message.fields[0])) is not None:
             pending.answer = message
         # Else the late answer to a request that was given up: nobody waits for it.
 
-    def _answer_questions(self) -> None:
-        while self._questions:
+    def _answer_pushes(self) -> None:
+        while self._pushes:
             try:
-                group, position = self._questions.popleft()
+                push = self._pushes.popleft()
             except IndexError:  # another thread was faster
                 return
-            self._tell(group, position)
+            self._answer_push(push)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
 MAX_NAME_BYTES = 1024
@@ -21,6 +21,11 @@ MAX_EVENT_BYTES = 48 * 1024
 MAX_PHASE_BYTES = 256
 MAX_REASON_BYTES = 4096
 MAX_TEXT_BYTES = 8192
+MAX_VERDICT_BYTES = 48 * 1024  # of a failure: an absence is told with the reports of the ranks
+MAX_REPORT_BYTES = 16 * 1024
+MAX_WHAT_BYTES = 1024
+MAX_MACHINE_BYTES = 256
+MAX_TOLD_GROUPS = 16
 MAX_TIMEOUT_MS = 10**12
 MAX_RANKS = 16_384
 UNIQUE_ID_BYTES = 128
@@ -28,6 +33,8 @@ UNIQUE_ID_BYTES = 128
 TO_GENERATION = 0  # as a request sequence: a push to all members, in answer to no request
 INVALID = 0  # kinds of refusal: the caller's mistake ...
 REFUSED = 1  # ... or a state of the run that forbids it
+DEATH = 0  # kinds of failure: a rank died, failed or left ...
+ABSENCE = 1  # ... or did not come to a collective in time
 
 
 class FieldError(ValueError):
@@ -55,6 +62,11 @@ class FrameType(enum.IntEnum):
     BYE = 27
     AGREE = 28
     PASSED = 29
+    INTRODUCE = 30
+    HEARTBEAT = 31
+    WAITING = 32
+    ABSENT = 33
+    STATUS = 34
 
     REPLY = 64
     REFUSED = 65
@@ -63,6 +75,8 @@ class FrameType(enum.IntEnum):
     SEATED = 68
     ASKED = 69
     VERDICT = 70
+    PULSE = 71
+    INQUIRE = 72
 
     @property
     def from_server(self) -> bool:
@@ -114,7 +128,7 @@ def _is_rank_list(value: Any) -> bool:
 def _ranks(name: str, *, optional: bool) -> Field:
     if not optional:
         return Field(name, "distinct ranks in ascending order", _is_rank_list)
-    return Field(name, "distinct ranks in ascending order, or nil for all", lambda v: v is None or _is_rank_list(v))
+    return Field(name, "distinct ranks in ascending order, or nil", lambda v: v is None or _is_rank_list(v))
 
 
 def _is_result(value: Any) -> bool:
@@ -123,6 +137,12 @@ def _is_result(value: Any) -> bool:
     if type(value) is int:
         return -(2**63) <= value < 2**63
     return type(value) is bytes and len(value) <= MAX_VALUE_BYTES
+
+
+def _is_progress(value: Any) -> bool:
+    if type(value) is not dict or len(value) > MAX_TOLD_GROUPS:
+        return False
+    return all(_GROUP.accepts(group) and _POSITION.accepts(begun) for group, begun in value.items())
 
 
 _KEY = _text("key", MAX_NAME_BYTES)
@@ -134,6 +154,13 @@ _REQUEST = _integer("request sequence", 0, 2**63 - 1)
 _GROUP = _text("group", MAX_GROUP_BYTES)
 _POSITION = _integer("position", 0, 2**63 - 1)
 _DIGEST = _integer("digest", 0, 2**64 - 1)
+_PROGRESS = Field("progress", f"at most {MAX_TOLD_GROUPS} groups with the collectives begun in each", _is_progress)
+_INQUIRY = _integer("inquiry", 0, 2**63 - 1)
+_MACHINE = _text("machine", MAX_MACHINE_BYTES)
+_PID = _integer("pid", 0, 2**31)
+_MISSING = _ranks("missing ranks", optional=True)
+_WAITED = _integer("waited_ms", 0, MAX_TIMEOUT_MS)
+_WAIT = (_GROUP, _POSITION, _text("what", MAX_WHAT_BYTES), _WAITED, _MISSING)
 
 SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     # The form of JOIN is the same in every protocol version: versions meet here, and are compared first.
@@ -156,13 +183,27 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.BYE: (),
     FrameType.AGREE: (_GROUP, _POSITION, _DIGEST, _MEMBERS, _TIMEOUT),
     FrameType.PASSED: (_GROUP, _POSITION, _DIGEST, _text("description", MAX_EVENT_BYTES)),
+    FrameType.INTRODUCE: (_MACHINE, _text("host", MAX_MACHINE_BYTES), _PID),
+    FrameType.HEARTBEAT: (_PROGRESS,),
+    FrameType.WAITING: _WAIT,
+    FrameType.ABSENT: _WAIT,
+    FrameType.STATUS: (_INQUIRY, _PROGRESS, _text("report", MAX_REPORT_BYTES)),
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean, an integer or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks", optional=False), _text("text", MAX_TEXT_BYTES)),
-    FrameType.SEATED: (_REQUEST,),
+    FrameType.SEATED: (_REQUEST, _MACHINE, _PID),
     FrameType.ASKED: (_GROUP, _POSITION),
     FrameType.VERDICT: (_REQUEST, _integer("verdict", 0, 2), _POSITION),
-    FrameType.FAILED: (_REQUEST, _RANK, _text("phase", MAX_PHASE_BYTES), _text("text", MAX_TEXT_BYTES)),
+    FrameType.PULSE: (),
+    FrameType.INQUIRE: (_INQUIRY,),
+    FrameType.FAILED: (
+        _REQUEST,
+        _integer("kind", 0, 1),
+        _RANK,
+        _text("phase", MAX_PHASE_BYTES),
+        _ranks("missing ranks", optional=False),
+        _text("text", MAX_VERDICT_BYTES),
+    ),
 }
 
 

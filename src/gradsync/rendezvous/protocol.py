@@ -4,15 +4,18 @@ No sockets, no clock, no randomness: `event_loop` feeds it, tests and model chec
 as one rank of the earliest generation that has not had that rank yet; a generation forms when all its ranks
 have joined and the one before has ended, and ends when all its connections are gone. A connection lost
 without a goodbye poisons its generation: every member is told at once, and every later request is answered
-with the same failure.
+with the same failure. So does a member that was found stopped or out of reach, after a silence, and one that
+does not come to a collective in time.
 """
 
 from __future__ import annotations
 
-from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Received, Send
+from gradsync.rendezvous import verdicts
+from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send
 from gradsync.rendezvous.generation import Generation
 from gradsync.rendezvous.messages import PROTOCOL_VERSION, REFUSED, TO_GENERATION, FrameType, Message
 from gradsync.rendezvous.roster import RUNNING_PHASE, MemberState, Roster
+from gradsync.rendezvous.silence import Judgement, SilenceTable
 from gradsync.rendezvous.waiting import Failure, Request, WaitTable
 
 NOTICE_INTERVAL_SECONDS = 5.0
@@ -24,13 +27,18 @@ class RendezvousCore:
 
     Args:
         world_size: ranks in every generation.
+        machine: the server's own, see `machine_identity`; "" where that is not known.
+        pid: the server's own.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, machine: str = "", pid: int = 0) -> None:
         self._world_size = world_size
+        self._machine = machine
+        self._pid = pid
         self._generations: list[Generation] = []  # the present one first
         self._seats: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
         self._waits = WaitTable()
+        self._silences = SilenceTable()
         self._formed_count = 0
         self._notice_at: float | None = None
 
@@ -41,18 +49,22 @@ class RendezvousCore:
             now: monotonic seconds; never less than in the call before.
             event: what happened.
         """
+        self._silences.restart_if_late(now)
         if isinstance(event, Received):
             actions = self._receive(now, event.connection, event.message)
         elif isinstance(event, Lost):
             actions = self._lose(event.connection, event.cause)
+        elif isinstance(event, Probed):
+            actions = self._judge(now, event)
         else:
-            actions = self._expire(now)
+            actions = [*self._expire(now), *self._look_at_silent(now), *self._advance_absences(now)]
         return actions + self._advance_generations(now)
 
     def next_deadline(self) -> float | None:
         """Returns when the next Tick is due, in monotonic seconds, or None."""
-        due = [t for t in (self._waits.next_deadline(), self._notice_at) if t is not None]
-        return min(due, default=None)
+        absence_due = self._generations[0].next_deadline() if self._generations else None
+        due = (self._waits.next_deadline(), self._notice_at, self._silences.next_deadline(), absence_due)
+        return min((time_due for time_due in due if time_due is not None), default=None)
 
     def _receive(self, now: float, connection: int, message: Message) -> list[Action]:
         seat = self._seats.get(connection)
@@ -62,17 +74,31 @@ class RendezvousCore:
             return [Close(connection)]  # what a connection sent after it was refused or timed out
         generation, rank = seat
         request = Request(connection, rank, message.sequence, now)
+        notices: list[Action] = []
+        if self._silences.hear(connection, now):
+            notices.append(Notice(verdicts.revival(generation.roster, rank)))
+        return notices + self._handle_message(request, generation, message)
+
+    def _handle_message(self, request: Request, generation: Generation, message: Message) -> list[Action]:
+        connection, rank = request.connection, request.rank
+        if message.type is FrameType.HEARTBEAT:
+            generation.roster.members[rank].positions = message.fields[0]
+            return [Send(connection, FrameType.PULSE, ())]
         if message.type is FrameType.BYE:
             return self._say_goodbye(connection, generation, rank)
         if message.type is FrameType.SET_PHASE:
             generation.roster.members[rank].phase = message.fields[0]
             return []
-        if message.type is FrameType.PASSED:
-            return [*generation.hear_passed(rank, message)]
         if message.type is FrameType.CANCEL:
             return self._cancel(connection, message.fields[0])
         if message.type is FrameType.REPORT_FAILURE:
             return self._report(request, generation, message.fields[0])
+        if message.type is FrameType.INTRODUCE:
+            return self._introduce(request, generation, message)
+        if message.type in (FrameType.PASSED, FrameType.WAITING, FrameType.STATUS):
+            return [*generation.hear(request, message)]
+        if message.type is FrameType.ABSENT and generation.failure is not None:
+            return [generation.failure.tell(connection, TO_GENERATION)]
         return [*self._serve(request, generation, message)]
 
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
@@ -97,7 +123,7 @@ class RendezvousCore:
         generation.roster.seat(rank, connection)
         self._seats[connection] = (generation, rank)
         self._waits.add(request, timeout_ms, generation)
-        return [Send(connection, FrameType.SEATED, (message.sequence,))]
+        return [Send(connection, FrameType.SEATED, (message.sequence, self._machine, self._pid))]
 
     def _check_join(self, version: int, rank: int, world_size: int) -> str:
         """Returns why this join cannot be accepted, with both values, or an empty text."""
@@ -143,18 +169,46 @@ class RendezvousCore:
             return []
         generation, rank = self._seats[connection]
         self._unseat(connection)
-        member = generation.roster.mark_dead(rank, connection)
-        text = (
-            f"{generation.roster.label(rank)} died in phase {member.phase!r}: "
-            f"its control connection was lost without a goodbye ({cause})"
-        )
-        return self._poison(generation, Failure(rank, member.phase, text), spare=None)
+        generation.roster.mark_dead(rank, connection)
+        return self._poison(generation, verdicts.death(generation.roster, rank, cause), spare=None)
 
     def _report(self, request: Request, generation: Generation, reason: str) -> list[Action]:
-        phase = generation.roster.members[request.rank].phase
-        text = f"{generation.roster.label(request.rank)} failed in phase {phase!r}: {reason}"
-        failure = Failure(request.rank, phase, text)
+        failure = verdicts.reported(generation.roster, request.rank, reason)
         return [request.reply(), *self._poison(generation, failure, spare=request.rank)]
+
+    def _introduce(self, request: Request, generation: Generation, message: Message) -> list[Action]:
+        """Learns which process a rank is; from now on its silence means something."""
+        machine, host, pid = message.fields
+        member = generation.roster.members[request.rank]
+        member.pid = pid
+        member.host = "" if machine and machine == self._machine else host or "another machine"
+        if generation.failure is None:
+            self._silences.begin(request.connection, request.now)
+        return []
+
+    def _look_at_silent(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for connection in self._silences.take_due(now):
+            generation, rank = self._seats[connection]
+            # Something that its machine has to acknowledge, even if its process cannot.
+            actions.append(Send(connection, FrameType.PULSE, ()))
+            actions.append(Probe(connection, generation.roster.members[rank].local_pid))
+        return actions
+
+    def _judge(self, now: float, event: Probed) -> list[Action]:
+        """Takes what was found of a silent rank, or of one that did not answer an inquiry."""
+        if event.connection not in self._seats:
+            return []
+        generation, rank = self._seats[event.connection]
+        generation.absences.hear_finding(rank, event.finding, now)
+        judgement = self._silences.judge(event.connection, now, event.finding)
+        if judgement is Judgement.NONE:
+            return []
+        silent_seconds = self._silences.silent_seconds(event.connection, now)
+        if judgement is Judgement.SLOW:
+            return [Notice(verdicts.slowness(generation.roster, rank, event.finding, silent_seconds))]
+        evidence = f"not heard of for {silent_seconds:.1f} s"
+        return self._poison(generation, verdicts.silence(generation.roster, rank, event.finding, evidence), spare=None)
 
     def _poison(self, generation: Generation, failure: Failure, *, spare: int | None) -> list[Action]:
         """Ends a generation for all its members; the first cause stays. `spare` is not told: it told us."""
@@ -163,15 +217,29 @@ class RendezvousCore:
         generation.failure = failure
         sends: list[Action] = []
         for rank, member in generation.roster.present():
+            self._silences.end(member.connection)
             for wait in self._waits.of_connection(member.connection):
                 self._waits.close(wait)
             if rank != spare:
                 sends.append(failure.tell(member.connection, TO_GENERATION))
         return sends
 
+    def _advance_absences(self, now: float) -> list[Action]:
+        """Goes on with what ranks say that wait for others.
+
+        With the clock only, after all that has come in: a server that is late must not overlook the answers.
+        """
+        due_at = self._generations[0].next_deadline() if self._generations else None
+        if due_at is None or now < due_at:
+            return []
+        generation = self._generations[0]
+        outcome = generation.absences.advance(now)
+        return self._poison(generation, outcome, spare=None) if isinstance(outcome, Failure) else outcome
+
     def _unseat(self, connection: int) -> None:
         """Takes a connection out of its generation; its waits are withdrawn."""
         del self._seats[connection]
+        self._silences.end(connection)
         for wait in self._waits.of_connection(connection):
             self._waits.close(wait)
             wait.place.withdraw(wait)
@@ -185,6 +253,7 @@ class RendezvousCore:
             actions.append(wait.request.time_out(missing, generation.roster.whereabouts(missing)))
             if wait.place is generation:
                 del self._seats[wait.request.connection]
+                self._silences.end(wait.request.connection)
                 actions.append(Close(wait.request.connection))
         return actions
 

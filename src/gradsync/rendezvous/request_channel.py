@@ -9,20 +9,41 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import operator
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from gradsync.errors import CommunicatorClosed, GradsyncError, InvalidArgument, RendezvousError, RendezvousTimeout
+from gradsync.errors import (
+    CollectiveTimeout,
+    CommunicatorClosed,
+    GradsyncError,
+    InvalidArgument,
+    RendezvousError,
+    RendezvousTimeout,
+)
 from gradsync.rendezvous.answers import result_of
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
 from gradsync.rendezvous.followers import Followers
 from gradsync.rendezvous.inbox import Inbox, Pending
-from gradsync.rendezvous.messages import MAX_PHASE_BYTES, FieldError, FrameType, Message, clip_text
+from gradsync.rendezvous.liveness import Liveness
+from gradsync.rendezvous.messages import (
+    MAX_PHASE_BYTES,
+    MAX_WHAT_BYTES,
+    FieldError,
+    FrameType,
+    Message,
+    clip_text,
+)
+from gradsync.rendezvous.pushes import Pushes
+from gradsync.rendezvous.rank_names import name_ranks
+from gradsync.rendezvous.self_report import SelfReport
 
 _GRACE_SECONDS = 2.0  # how long after its deadline a wait still listens for the server's own, better answer
 _AT_ONCE_SECONDS = 30.0  # for requests that the server answers at once
+_VERDICT_WITHIN_SECONDS = 1.0
 _GOODBYE_SECONDS = 1.0
 _MAX_TIMEOUT_SECONDS = 1e9
 
@@ -48,13 +69,16 @@ class RequestChannel:
 
     Attributes:
         followers: who answers the questions of other ranks.
+        self_report: who answers for this rank, when another one misses it.
     """
 
     def __init__(self, connection: ClientConnection, who: str) -> None:
         self.followers = Followers(connection, who)
+        self.self_report = SelfReport(connection)
         self._connection = connection
         self._who = who
-        self._inbox = Inbox(connection, who, self.followers.tell)
+        self._inbox = Inbox(connection, who, Pushes(self.followers, self.self_report).answer)
+        self._liveness = Liveness(connection, self._inbox, self.self_report, who)
         self._phase: str | None = None
         self._sent_phase: str | None = None
         self._pid = os.getpid()
@@ -62,7 +86,11 @@ class RequestChannel:
     @property
     def is_seated(self) -> bool:
         """Whether the server has accepted this rank's join (which may still wait for others)."""
-        return self._inbox.is_seated
+        return self._inbox.server is not None
+
+    def begin_heartbeats(self) -> None:
+        """Lets the server hear of this rank, from half a second after it is seated until the end."""
+        self._liveness.start()
 
     def ask(
         self,
@@ -87,12 +115,12 @@ class RequestChannel:
         timeout_ms = math.ceil(check_timeout(timeout_seconds) * 1000.0)
         deadline = time.monotonic() + timeout_seconds
         shown = timeout_seconds if shown_seconds is None else shown_seconds
-        return self._exchange(operation, deadline, shown, frame_type, *fields, timeout_ms)
+        return self._exchange(operation, deadline + _GRACE_SECONDS, shown, frame_type, *fields, timeout_ms)
 
     def ask_at_once(self, operation: str, frame_type: FrameType, *fields: Any) -> Any:
         """Asks a request that the server answers at once, and returns its result. Raises as `ask`."""
-        deadline = time.monotonic() + _AT_ONCE_SECONDS
-        return self._exchange(operation, deadline, _AT_ONCE_SECONDS, frame_type, *fields)
+        listen_until = time.monotonic() + _AT_ONCE_SECONDS + _GRACE_SECONDS
+        return self._exchange(operation, listen_until, _AT_ONCE_SECONDS, frame_type, *fields)
 
     def check(self) -> None:
         """Raises the sticky failure, after reading what has come in; never waits, one poll call when idle."""
@@ -113,6 +141,30 @@ class RequestChannel:
             except StreamEnded as error:
                 self._inbox.lose(error)
 
+    def report_waiting(
+        self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+    ) -> None:
+        """Tells the server that this rank waits for others in a collective, without waiting for an answer."""
+        self._inbox.raise_failure()
+        self._connection.post(FrameType.WAITING, *_wait_fields(group, position, what, waited_seconds, missing))
+
+    def report_absence(
+        self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+    ) -> NoReturn:
+        """Tells the server that the others did not come in time, and raises its verdict."""
+        fields = _wait_fields(group, position, what, waited_seconds, missing)
+        listen_until = time.monotonic() + _VERDICT_WITHIN_SECONDS
+        with contextlib.suppress(RendezvousTimeout):
+            operation = f"reporting who is absent from {what}"
+            self._exchange(operation, listen_until, _VERDICT_WITHIN_SECONDS, FrameType.ABSENT, *fields)
+        self._inbox.raise_failure()
+        whom = f" for {name_ranks(missing)}" if missing else ""
+        raise CollectiveTimeout(
+            f"{self._who}: waited {waited_seconds:.3g} s in {what}{whom}; where the others are is not known: "
+            f"the rendezvous server at {self._connection.address} did not answer within {_VERDICT_WITHIN_SECONDS:g} s",
+            missing_ranks=tuple(missing or ()),
+        )
+
     def close(self) -> None:
         """Says goodbye, waits briefly until the server has heard it, and closes. Idempotent."""
         if os.getpid() != self._pid:
@@ -120,6 +172,7 @@ class RequestChannel:
             return
         if isinstance(self._inbox.failure, CommunicatorClosed):
             return
+        self._liveness.end()
         self._inbox.stop(self._closed_error())
         deadline = time.monotonic() + _GOODBYE_SECONDS
         with contextlib.suppress(RendezvousError):
@@ -128,18 +181,23 @@ class RequestChannel:
             self._inbox.await_end(deadline)
         self._connection.shut_down()
         self._inbox.await_idle()
+        self._liveness.await_end()
         self._connection.close()
 
     def abandon(self) -> None:
-        """Closes the descriptor without any I/O, and without a lock: the child of a fork may not own them."""
+        """Closes the descriptor; in the child of a fork without any I/O, and without a lock: it may not own them."""
         self._inbox.failure = self._closed_error()
+        if os.getpid() == self._pid:
+            self._liveness.end()
+            self._connection.shut_down()
+            self._liveness.await_end()
         self._connection.close()
 
     def _closed_error(self) -> CommunicatorClosed:
         return CommunicatorClosed(f"{self._who}: this rendezvous client is closed; connect again to join anew")
 
     def _exchange(
-        self, operation: str, deadline: float, shown_seconds: float, frame_type: FrameType, *fields: Any
+        self, operation: str, listen_until: float, shown_seconds: float, frame_type: FrameType, *fields: Any
     ) -> Any:
         """Sends one request and waits for its answer."""
         if os.getpid() != self._pid:
@@ -147,7 +205,7 @@ class RequestChannel:
         self._inbox.raise_failure()
         pending = Pending()
         try:
-            message = self._send_and_wait(pending, deadline + _GRACE_SECONDS, frame_type, *fields)
+            message = self._send_and_wait(pending, listen_until, frame_type, *fields)
         except FieldError as error:
             raise InvalidArgument(f"{self._who}: {operation}: {error}") from None
         except GradsyncError:
@@ -191,3 +249,10 @@ class RequestChannel:
         if pending.sequence is not None:
             with contextlib.suppress(RendezvousError):
                 self._connection.post(FrameType.CANCEL, pending.sequence)
+
+
+def _wait_fields(
+    group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+) -> tuple[Any, ...]:
+    waited_ms = max(0, math.ceil(waited_seconds * 1000.0))
+    return group, operator.index(position), clip_text(what, MAX_WHAT_BYTES), waited_ms, missing

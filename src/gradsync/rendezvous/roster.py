@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gradsync.rendezvous.rank_names import MAX_NAMED_RANKS
 from gradsync.rendezvous.waiting import Failure
 
 JOINING_PHASE = "rendezvous"
 RUNNING_PHASE = "running"  # until the rank says what it does
 LEFT_PHASE = "left"
-_MAX_NAMED_RANKS = 16
 
 
 class MemberState(enum.Enum):
@@ -32,6 +32,14 @@ class Member:
     connection: int
     phase: str = JOINING_PHASE
     state: MemberState = MemberState.PRESENT
+    pid: int | None = None  # once it has introduced itself
+    host: str = ""  # where that is not the server's
+    positions: dict[str, int] = field(default_factory=dict)  # by group: how many collectives it has begun
+
+    @property
+    def local_pid(self) -> int | None:
+        """Its pid where the server can look at that process, else None."""
+        return None if self.host else self.pid
 
 
 class Roster:
@@ -50,6 +58,18 @@ class Roster:
     def label(self, rank: int) -> str:
         """Returns the rank as messages name it."""
         return f"rank {rank}/{self.world_size}"
+
+    def process(self, rank: int) -> str:
+        """Returns "pid 123" or "pid 123 on node7", or "" where it is not known."""
+        member = self.members.get(rank)
+        if member is None or member.pid is None:
+            return ""
+        return f"pid {member.pid} on {member.host}" if member.host else f"pid {member.pid}"
+
+    def name(self, rank: int) -> str:
+        """Returns the rank as failures name it, e.g. "rank 1/4 (pid 123)"."""
+        process = self.process(rank)
+        return f"{self.label(rank)} ({process})" if process else self.label(rank)
 
     def seat(self, rank: int, connection: int) -> None:
         """Adds a rank that joins."""
@@ -73,6 +93,10 @@ class Roster:
     def present(self) -> list[tuple[int, Member]]:
         """Returns the members still connected, in ascending order of rank."""
         return [(r, m) for r, m in sorted(self.members.items()) if m.state is MemberState.PRESENT]
+
+    def is_present(self, rank: int) -> bool:
+        """Returns whether a member is still connected."""
+        return self.members[rank].state is MemberState.PRESENT
 
     def is_deserted(self) -> bool:
         """Returns whether no member is connected any more."""
@@ -110,8 +134,8 @@ class Roster:
     def whereabouts(self, ranks: Iterable[int]) -> str:
         """Describes where these ranks are, e.g. "rank 1 (in 'forward'), rank 2 (not joined)"."""
         ranks = list(ranks)
-        named = ", ".join(f"rank {rank} ({self._place_of(rank)})" for rank in ranks[:_MAX_NAMED_RANKS])
-        more = len(ranks) - _MAX_NAMED_RANKS
+        named = ", ".join(f"rank {rank} ({self._place_of(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
+        more = len(ranks) - MAX_NAMED_RANKS
         return f"{named} and {more} more" if more > 0 else named
 
     def _place_of(self, rank: int) -> str:

@@ -14,6 +14,7 @@ import threading
 from types import TracebackType
 
 from gradsync.errors import InvalidArgument, RendezvousError
+from gradsync.machine import machine_identity
 from gradsync.rendezvous.event_loop import EventLoop
 from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, check_secret
 from gradsync.rendezvous.messages import MAX_RANKS
@@ -62,7 +63,7 @@ class RendezvousServer:
         self.address = format_address(listener)
         self._loop = EventLoop(
             listener,
-            RendezvousCore(world_size),
+            RendezvousCore(world_size, machine=machine_identity(), pid=os.getpid()),
             secret=secret,
             run_id=self.run_id,
             max_members=2 * world_size + 16,

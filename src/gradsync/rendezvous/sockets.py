@@ -70,7 +70,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
             raise RendezvousError(
                 f"port {port} on {host} is in use{_describe_holder(port)}; "
                 "stop its holder, or use port 0 for a free port"
-            ) from error
+            ) from None
         raise RendezvousError(f"the rendezvous cannot bind {host} port {port}: {error}") from error
     return listener
 

@@ -13,21 +13,39 @@ from typing import Protocol
 
 from gradsync.rendezvous.agreements import Verdict
 from gradsync.rendezvous.events import Send
-from gradsync.rendezvous.messages import INVALID, FrameType, clip_text
+from gradsync.rendezvous.messages import ABSENCE, DEATH, INVALID, MAX_VERDICT_BYTES, FrameType, clip_text
+
+_MISSING_RANK_BYTES = 3  # of a rank in a list, at most
+_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # the frame has room for the rest beside what is left of the text
+
+
+def verdict_room_bytes(missing_ranks: int) -> int:
+    """Returns how long the text of a failure may be, so that it fits one frame beside so many missing ranks."""
+    return MAX_VERDICT_BYTES - _MISSING_RANK_BYTES * min(missing_ranks, _MAX_RANKS_BESIDE_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request, or a whole generation, cannot go on."""
+    """Why a request, or a whole generation, cannot go on.
+
+    Attributes:
+        rank: the culprit, or one of them.
+        phase: what it was doing.
+        text: the whole story.
+        missing: of an absence, the ranks that did not come, as far as they are known; None for anything else.
+    """
 
     rank: int
     phase: str
     text: str
+    missing: tuple[int, ...] | None = None
 
     def tell(self, connection: int, sequence: int) -> Send:
         """Returns the message that says so, in answer to a request or (sequence 0) to a whole generation."""
-        fields = (sequence, self.rank, self.phase, clip_text(self.text))
-        return Send(connection, FrameType.FAILED, fields)
+        kind = DEATH if self.missing is None else ABSENCE
+        missing = self.missing or ()
+        text = clip_text(self.text, verdict_room_bytes(len(missing)))
+        return Send(connection, FrameType.FAILED, (sequence, kind, self.rank, self.phase, missing, text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
 import io
+import os
+import signal
+from dataclasses import replace
 
-from gradsync.launching.outcome import Outcome, RankOutcome, print_failure
+from gradsync.launching.failure_report import print_failure
+from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import ErrorReport
 
 
@@ -22,7 +26,7 @@ def test_equal_failures_share_a_line_and_the_cause_is_last():
     assert told(consequences[0], cause, *consequences[1:]) == [
         "gradsync: ranks 0, 2-15 (pids 100, 102-115) also failed: RankFailed: rank 1 failed",
         "gradsync: rank 16 (pid 116) also failed: RankFailed: something else",
-        "gradsync: rank 1 (pid 101) failed with exit code 1:",
+        f"gradsync: rank 1 (pid 101 on {os.uname().nodename}) failed with exit code 1:",
         "Traceback",
         "ValueError: boom",
     ]
@@ -33,3 +37,12 @@ def test_rank_that_had_ended_is_named_where_it_was_missed():
     line = "gradsync: rank 1 (pid 101) had ended with exit code 0"
     assert told(failed(0, "RankFailed: x", missed_rank=1), ended)[0] == line
     assert line not in told(failed(0, "RankFailed: x"), ended)
+
+
+def test_a_fault_in_machine_code_comes_with_a_way_to_see_where():
+    fault = RankOutcome(1, 101, -signal.SIGSEGV, order=0)
+    who = f"gradsync: rank 1 (pid 101 on {os.uname().nodename}) was killed by"
+    assert told(fault) == [f"{who} SIGSEGV; with PYTHONFAULTHANDLER=1 Python tells where"]
+    shown = replace(fault, last_lines=("Fatal Python error: Segmentation fault", '  File "train.py", line 7'))
+    assert told(shown)[-1] == f"{who} SIGSEGV"
+    assert told(replace(fault, exit_code=-signal.SIGKILL)) == [f"{who} SIGKILL"]

@@ -1,0 +1,21 @@
+"""A rank waits for data that do not come: gradsync run -n 2 examples/failures/stalls.py"""
+
+import time
+
+import numpy as np
+
+import gradsync as gs
+
+
+def read_shard(step, rank):
+    if (step, rank) == (1, 1):
+        time.sleep(3600)  # as a file server that does not answer
+    return np.ones(1000)
+
+
+with gs.init_process_group(collective_timeout_seconds=6) as comm:  # 300 without this
+    sync = gs.AllreduceCallback("mean")
+    for step in range(10):
+        batch = read_shard(step, comm.rank)
+        with sync.backward():
+            sync("weights", batch)

@@ -1,0 +1,82 @@
+"""Training that goes on after a failure: a checkpoint for each epoch, in the directory that outlives a restart.
+
+    gradsync run -n 2 --max-restarts 2 examples/resume_after_failure.py --fail-in-epoch 3
+
+Rank 1 is killed in the third epoch. All ranks are then started again, take up the last checkpoint, and end with the
+very weights of a training that nothing interrupted. With --state-dir DIR the checkpoint outlives the command too.
+"""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+
+import gradsync as gs
+
+EPOCHS = 6
+STEPS = 50
+
+
+def save(path, state):
+    """Writes a checkpoint whole or not at all: this process, too, may end at any moment."""
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        np.savez(file, **state)
+        os.fsync(file)
+    os.replace(part, path)
+
+
+def resume(path, state, comm):
+    """Fills the state from rank 0's checkpoint, on all ranks; without one, from rank 0's first values."""
+    if comm.rank == 0 and path.exists():
+        with np.load(path) as saved:
+            for name, array in state.items():
+                array[...] = saved[name]
+    gs.bcast_list_(list(state.values()), root=0)
+
+
+def train_epoch(comm, sync, state, epoch):
+    """Trains on this rank's data of one epoch, which depend on nothing but the rank and the epoch."""
+    rng = np.random.default_rng([epoch, comm.rank])
+    weights, velocity = state["weights"], state["velocity"]
+    losses = []
+    for _ in range(STEPS):
+        x, noise = rng.normal(size=(32, 3)), 0.1 * rng.normal(size=32)
+        error = x @ weights - x @ [1.0, 2.0, 3.0] - noise
+        losses.append(np.mean(error**2))
+        with sync.backward():
+            gradient = sync("weights", 2 * error @ x / len(x))
+        velocity *= 0.9
+        velocity -= 0.001 * gradient.result()
+        weights += velocity
+    return np.mean(losses)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--fail-in-epoch", type=int, help="have rank 1 killed there, in the first start")
+    options = parser.parse_args()
+    if "GRADSYNC_STATE_DIR" not in os.environ:
+        parser.error("there is no place for checkpoints: start with gradsync run --max-restarts 2, or --state-dir DIR")
+    checkpoint = Path(os.environ["GRADSYNC_STATE_DIR"], "checkpoint.npz")
+    is_first_start = os.environ["GRADSYNC_RESTART_COUNT"] == "0"
+
+    with gs.init_process_group() as comm:
+        rng = np.random.default_rng(comm.rank)
+        state = {"weights": rng.normal(size=3), "velocity": np.zeros(3), "epochs_done": np.zeros(1, int)}
+        resume(checkpoint, state, comm)
+        sync = gs.AllreduceCallback("mean")
+        for epoch in range(int(state["epochs_done"][0]) + 1, EPOCHS + 1):
+            if comm.rank == 1 and is_first_start and epoch == options.fail_in_epoch:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = train_epoch(comm, sync, state, epoch)
+            state["epochs_done"][0] = epoch
+            if comm.rank == 0:
+                save(checkpoint, state)
+                print(f"epoch {epoch} of {EPOCHS}: loss {loss:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""How an NCCL communicator ends where nobody calls close(): what other threads call, without keeping it alive."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from gradsync.communicators.nccl_handle import NcclHandle
+from gradsync.communicators.nccl_watcher import Watcher
+from gradsync.communicators.predicted_agreement import PredictedAgreement
+from gradsync.errors import GradsyncError
+from gradsync.rendezvous.client import RendezvousClient
+
+
+def call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None:
+    """Calls a communicator's method with what has ended it, unless it has been collected."""
+    bound = method()
+    if bound is not None:
+        bound(error)
+
+
+def tell_others(client: RendezvousClient, reason: str | None, told: threading.Event) -> None:
+    """Reports a failure that only this rank knows of; the event says that the server has heard it."""
+    try:
+        if reason is not None and client.world_size > 1:
+            client.report_failure(reason)
+    finally:
+        told.set()
+
+
+def end_forgotten(handle: NcclHandle, watcher: Watcher, agreement: PredictedAgreement) -> None:
+    """Ends what a collected communicator has left behind."""
+    watcher.stop()
+    agreement.close()
+    handle.begin_abort()

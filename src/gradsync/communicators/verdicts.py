@@ -1,0 +1,95 @@
+"""What the ranks of a communicator tell the rendezvous server while they wait for each other, and hear from it.
+
+A rank that waits long is told of in the log; one that has waited too long asks the server for a verdict, which is the
+same on every rank. So whoever finds, in whatever way, that a collective cannot end looks here first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed
+from gradsync.flight_recorder import Entry, FlightRecorder
+from gradsync.rendezvous.client import RendezvousClient
+
+WARN_AFTER_SECONDS = 5.0
+_NEWS_SECONDS = 2.0  # how long after a rank has asked for it, or heard it, the verdict may come
+_LOOK_FOR_NEWS_EVERY_SECONDS = 0.02
+
+
+class Verdicts:
+    """One communicator's way to the server's verdict.
+
+    Args:
+        client: this rank's connection to the rendezvous server.
+        recorder: of the communicator: says in which collective the rank waits.
+
+    Attributes:
+        was_heard: whether a verdict has been raised here.
+    """
+
+    def __init__(self, client: RendezvousClient, recorder: FlightRecorder) -> None:
+        self.was_heard = False
+        self._client = client
+        self._recorder = recorder
+        self._warned_of = 0
+
+    def check(self) -> None:
+        """Raises the verdict, or that the server is gone; never waits.
+
+        Raises:
+            RankFailed, CollectiveTimeout: the verdict.
+            RendezvousError: the server is gone.
+        """
+        try:
+            self._client.check()
+        except (RankFailed, CollectiveTimeout):
+            self.was_heard = True
+            raise
+
+    def await_news(self) -> None:
+        """Raises what `check` does, should it come within a moment: another rank has heard it already."""
+        deadline = time.monotonic() + _NEWS_SECONDS
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
+
+    def known(self) -> RankFailed | CollectiveTimeout | None:
+        """Returns the verdict, where there is one."""
+        try:
+            self.check()
+        except (RankFailed, CollectiveTimeout) as verdict:
+            return verdict
+        except GradsyncError:
+            pass  # the server is gone, or this rank has left it
+        return None
+
+    def warn(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> None:
+        """Has the server tell, once for a collective, who is waited for, where that has taken long.
+
+        Args:
+            waited_seconds: how long this rank has waited.
+            missing: for whom; None where it cannot know.
+            entry: the collective; None is the last one begun.
+        """
+        if waited_seconds < WARN_AFTER_SECONDS:
+            return
+        entry = entry or self._recorder.last
+        if entry is not None and entry.number > self._warned_of:
+            self._warned_of = entry.number
+            self._client.report_waiting(self._recorder.group, entry.number, entry.title, waited_seconds, missing)
+
+    def give_up(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> NoReturn:
+        """Asks for the verdict on a collective that has reached its deadline, and raises it. Arguments as for `warn`.
+
+        Raises:
+            CollectiveTimeout: on every rank, naming who is missing.
+            RankFailed: a rank has died meanwhile.
+            RendezvousError: the server is gone.
+        """
+        entry = entry or self._recorder.last
+        number, what = (entry.number, entry.title) if entry is not None else (0, "a collective")
+        self.was_heard = True
+        self._client.report_absence(self._recorder.group, number, what, waited_seconds, missing)

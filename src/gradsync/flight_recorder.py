@@ -1,0 +1,149 @@
+"""The flight recorder: which collectives a rank has begun, and when each ended, for the day on which one does not.
+
+Always on, so it has to cost next to nothing: an entry is one short list in a ring, made when the collective begins and
+completed when it ends. What it was is turned into text only when somebody reads. Any thread may read at any moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
+
+from gradsync.environment import flight_recorder_entries
+
+
+class Recorded(Protocol):
+    """What a collective is; must keep no array alive."""
+
+    def headline(self) -> str:
+        """Returns it in one line."""
+
+
+# The fields of an Entry, to be completed in place. A list, because making an object costs twice as much, and because
+# it is copied in one step: a reader never sees half an entry, nor fields of two.
+Running = list[Any]
+_ENDED, _FAILED = 3, 4
+
+
+class Entry(NamedTuple):
+    """One collective of this rank.
+
+    Attributes:
+        number: counted from 1 on its communicator; ranks that run the same program count alike.
+        what: tells what it is.
+        began: when this rank entered it, in time.monotonic() seconds.
+        ended: when it ended, on a GPU when that was seen; None while it runs.
+        failed: whether it ended with an error.
+    """
+
+    number: int
+    what: Recorded
+    began: float
+    ended: float | None
+    failed: bool
+
+    @property
+    def title(self) -> str:
+        """The collective in a sentence: "all_reduce(sum) #57 (float32[1000] 4 kB)"."""
+        name, _, details = self.what.headline().partition(" ")
+        if name.endswith("(root"):  # "broadcast(root 0)"
+            root, _, details = details.partition(" ")
+            name = f"{name} {root}"
+        return f"{name} #{self.number} ({details})" if details else f"{name} #{self.number}"
+
+    def describe(self, now: float) -> str:
+        """Returns e.g. "#57 all_reduce(sum) float32[1000] 4 kB done in 1.2 ms, 3.4 s ago"."""
+        title = f"#{self.number} {self.what.headline()}"
+        if self.ended is None:
+            return f"{title} running for {seconds_text(now - self.began)}"
+        how = "failed after" if self.failed else "done in"
+        return f"{title} {how} {seconds_text(self.ended - self.began)}, {seconds_text(now - self.ended)} ago"
+
+
+class FlightRecorder:
+    """The last collectives of one communicator. One thread writes at a time, any number read.
+
+    Args:
+        group: the communicator's name.
+        entries: how many it remembers; None takes GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64.
+
+    Attributes:
+        group: see above.
+        begun: how many collectives this rank has begun.
+    """
+
+    __slots__ = ("_ring", "_running", "_size", "begun", "group")
+
+    def __init__(self, group: str, entries: int | None = None) -> None:
+        self.group = group
+        self.begun = 0
+        self._size = flight_recorder_entries() if entries is None else entries
+        self._ring: list[Running | None] = [None] * self._size
+        self._running: Running | None = None
+
+    def begin(self, what: Recorded) -> None:
+        """Notes that a collective begins."""
+        self.begun = number = self.begun + 1
+        self._running = self._ring[number % self._size] = [number, what, monotonic(), None, False]
+
+    def end(self, failed: bool = False) -> None:
+        """Notes that it has ended, unless it was handed over."""
+        running = self._running
+        if running is not None:
+            self._running = None
+            if failed:
+                running[_FAILED] = True  # first: a reader must not take it for done
+            running[_ENDED] = monotonic()
+
+    def hand_over(self) -> Running | None:
+        """Leaves it to the caller to `finish` what runs now: on a GPU it ends long after the call that began it."""
+        running, self._running = self._running, None
+        return running
+
+    @property
+    def last(self) -> Entry | None:
+        """What was begun last."""
+        running = self._ring[self.begun % self._size]
+        return None if running is None else Entry(*running)
+
+    def entries(self) -> list[Entry]:
+        """Returns what it remembers, oldest first."""
+        return sorted((Entry(*running) for running in list(self._ring) if running is not None), key=_number)
+
+    def describe(self, last: int = 8) -> str:
+        """Returns the last collectives as text, newest first, one a line; "" where there are none."""
+        newest = self.entries()[::-1][:last]
+        now = monotonic()
+        return "\n".join([entry.describe(now) for entry in newest])
+
+
+def finish(running: Running, *, failed: bool) -> None:
+    """Notes that a collective which was handed over has ended."""
+    running[_FAILED] = failed
+    running[_ENDED] = monotonic()
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a duration to read: "12.0 us", "1.2 ms", "300.0 s"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
+
+
+def size_text(size_bytes: int) -> str:
+    """Returns a size to read, in decimal units: "72 bytes", "25.6 MB"."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.3g} {name}"
+    return f"{size_bytes} bytes"
+
+
+def names_text(names: Sequence[str], shown: int = 2) -> str:
+    """Returns the first of the names, and how many there are besides: "[conv1.weight, conv1.bias, 12 more]"."""
+    more = len(names) - shown
+    return f"[{', '.join([*names[:shown], *([f'{more} more'] if more > 0 else [])])}]"
+
+
+def _number(entry: Entry) -> int:
+    return entry.number

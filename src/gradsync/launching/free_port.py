@@ -1,0 +1,109 @@
+"""A port for a server of the user's: free now, and hard to lose until that server binds it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+_KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DEFAULT_KERNEL_RANGE = (32768, 60999)
+_LOWEST_PORT = 1024  # below it only root binds
+_LARGEST_PORT = 65535
+_ENOUGH_PORTS = 1000
+_MOST_PORTS = 4096
+_MOST_KEPT = 64
+
+# Raw descriptors: they are meant to stay open until the process ends, without a warning about it then.
+_kept: deque[int] = deque()
+
+
+def free_port() -> int:
+    """Gives a TCP port that nobody uses, for a server on any interface of this machine.
+
+    Nothing is bound to the port, so that every kind of server can take it, with or without SO_REUSEADDR. What
+    keeps it free until then: it lies where the kernel looks for no port by itself, neither for a server that
+    binds port 0 nor for an outgoing connection; and no other call of this function, in any process of this
+    machine or container, gives it while this process lives (for the newest 64 ports of a process). Only a
+    program that asks for this very number can take it. Where the kernel is set to use all ports for itself,
+    it may be faster than the server.
+
+    Raises:
+        OSError: no port is free.
+    """
+    port, reservation = _take_port()
+    _kept.append(reservation)
+    while len(_kept) > _MOST_KEPT:
+        os.close(_kept.popleft())
+    return port
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Gives a port like `free_port`, and lets others have it when the context ends."""
+    port, reservation = _take_port()
+    try:
+        yield port
+    finally:
+        os.close(reservation)
+
+
+def _take_port() -> tuple[int, int]:
+    """Returns a free port, and the descriptor that reserves it."""
+    ports = _ports_to_try()
+    first = int.from_bytes(os.urandom(4), "little")
+    for step in range(len(ports)):
+        port = ports[(first + step) % len(ports)]
+        reservation = _reserve(port)
+        if reservation is None:
+            continue
+        if _is_free(port):
+            return port, reservation
+        os.close(reservation)
+    raise OSError(errno.EADDRINUSE, f"none of the ports {ports[0]} to {ports[-1]} is free")
+
+
+def _ports_to_try() -> range:
+    """Returns the ports beside those that the kernel chooses from; the latter where it leaves too few."""
+    try:
+        low, high = map(int, _KERNEL_RANGE.read_text().split())
+    except (OSError, ValueError):
+        low, high = _DEFAULT_KERNEL_RANGE
+    above = range(high + 1, _LARGEST_PORT + 1)
+    below = range(max(_LOWEST_PORT, low - _MOST_PORTS), low)
+    for ports in (above, below):
+        if len(ports) >= _ENOUGH_PORTS:
+            return ports
+    return range(max(_LOWEST_PORT, low), high + 1)
+
+
+def _reserve(port: int) -> int | None:
+    """Takes the name that stands for the port, unless another call has it.
+
+    An abstract name belongs to a network namespace, as ports do, and ends with the process that holds it.
+    """
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.bind(f"\0gradsync-port-{port}")
+    except OSError as error:
+        holder.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return holder.detach()
+
+
+def _is_free(port: int) -> bool:
+    """Tells whether a server could bind the port on all interfaces, and so on any."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind(("", port))
+        except OSError as error:
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a machine without this family
+                return False
+    return True

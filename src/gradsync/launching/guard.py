@@ -1,0 +1,223 @@
+"""The guard: a small process between the launcher and one rank, so that nothing of a rank outlives either of them.
+
+Each rank process forks at its very start. The parent becomes the guard: it adopts whatever the rank leaves behind
+(it is a child subreaper: programs that the rank started end up as its children, double-forked ones too), forwards
+the launcher's signals, and tells how the rank ended. When the rank ends, or the launcher dies, however it dies, the
+guard ends all that is left. The child is the rank: its process id is the one that users see.
+
+This file runs before anything else in a rank process, so it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import struct
+import time
+from typing import NamedTuple, NoReturn
+
+#: What the guard writes on the status pipe: the rank's process id; how it ended and its peak memory in bytes.
+STARTED = struct.Struct("<cq")
+ENDED = struct.Struct("<ciq")
+STARTED_KIND, ENDED_KIND = b"S", b"E"
+#: Exit code of a guard that could not end all that it guards.
+GAVE_UP = 71
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # when they come to the guard itself
+_SWEEP_SECONDS = 2.0  # then what is left hangs in the kernel
+_SWEEP_WAIT_SECONDS = 0.02
+
+
+class GuardDescriptors(NamedTuple):
+    """What a rank process gets from its launcher.
+
+    Attributes:
+        status: write end of the pipe on which the guard tells the rank's start and end.
+        command: read end of the pipe on which the launcher writes signals, one byte each; its end, too, is the
+            launcher's death.
+        report: write end of the pipe on which the rank reports its result or its error.
+    """
+
+    status: int
+    command: int
+    report: int
+
+
+def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *others: int) -> None:
+    """Forks: returns in the child, which is the rank; the parent guards it and never returns.
+
+    Args:
+        rank: for the guard's name in `ps`.
+        launcher_pid: whose death ends the rank.
+        descriptors: the guard keeps `status` and `command`, the rank `report`.
+        others: descriptors that only the rank needs.
+    """
+    status, command, report = descriptors
+    libc = ctypes.CDLL(None)
+    guard_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(status)
+        os.close(command)
+        os.setsid()  # a process group of its own, which is signalled as a whole
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != guard_pid:  # it died before the call
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    try:
+        for descriptor in (report, *others):
+            os.close(descriptor)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _Guard(pid, launcher_pid, status, command).run(f"gradsync: guard of rank {rank} (pid {pid})")
+    finally:  # whatever happens here, this process must not go on as a second rank
+        os._exit(70)
+
+
+class _Guard:
+    """Guards one rank.
+
+    Args:
+        rank_pid: a child of this process, which is not reaped before the end.
+        launcher_pid, status, command: as `stand_guard` says.
+    """
+
+    def __init__(self, rank_pid: int, launcher_pid: int, status: int, command: int) -> None:
+        self._rank_pid = rank_pid
+        self._status = status
+        self._command = command
+        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._launcher = _open_process(launcher_pid)
+        self._rank_is_reaped = False
+
+    def run(self, title: str) -> NoReturn:
+        """Watches until the rank has ended or the launcher is gone, ends the rest, and exits."""
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, *_FORWARDED):
+            signal.signal(number, lambda *_: None)  # noticed through the wake-up pipe
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._tell(STARTED.pack(STARTED_KIND, self._rank_pid))
+        _let_go_of_standard_input()
+        _set_title(title)
+        poll = select.poll()
+        for descriptor in (self._wake, self._command, self._launcher):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        while not self._rank_has_ended():
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake:
+                    self._take_signals()
+                elif descriptor == self._launcher or not self._take_commands():
+                    self._signal_rank(signal.SIGKILL)
+                    self._end()
+        self._end()
+
+    def _take_signals(self) -> None:
+        for number in os.read(self._wake, 64):
+            if number in _FORWARDED:
+                self._signal_rank(number)
+
+    def _take_commands(self) -> bool:
+        """Does what the launcher says; returns whether it is still there."""
+        numbers = os.read(self._command, 64)
+        for number in numbers:
+            self._signal_rank(number)
+        return bool(numbers)
+
+    def _signal_rank(self, number: int) -> None:
+        """Signals the rank's process group, or the rank alone before it has made one."""
+        try:
+            os.killpg(self._rank_pid, number)
+        except ProcessLookupError:
+            os.kill(self._rank_pid, number)  # it is not reaped: the number is still its own
+        except PermissionError:
+            return  # it has become another user
+        if number == signal.SIGTERM:
+            self._signal_rank(signal.SIGCONT)  # a stopped rank could not answer
+
+    def _rank_has_ended(self) -> bool:
+        """Reaps what the rank left behind, and tells whether the rank itself is a zombie, which it stays."""
+        while True:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return False
+            if ended.si_pid == self._rank_pid:
+                return True
+            os.waitpid(ended.si_pid, 0)
+
+    def _end(self) -> NoReturn:
+        """Ends the rank's process group and all orphans, tells how the rank ended, and exits."""
+        self._signal_rank(signal.SIGKILL)  # the rank is not reaped yet, so that no other group has its number
+        deadline = time.monotonic() + _SWEEP_SECONDS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        while self._reap_all() and time.monotonic() < deadline:
+            for child in _children_of(os.getpid()):
+                os.kill(child, signal.SIGKILL)  # our own child: its number cannot be another's
+            signal.sigtimedwait({signal.SIGCHLD}, _SWEEP_WAIT_SECONDS)
+        os._exit(0 if self._rank_is_reaped else GAVE_UP)
+
+    def _reap_all(self) -> bool:
+        """Reaps all that has ended; returns whether children are left."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._rank_pid:
+                self._rank_is_reaped = True
+                exit_code = os.waitstatus_to_exitcode(status)
+                self._tell(ENDED.pack(ENDED_KIND, exit_code, usage.ru_maxrss * 1024))
+
+    def _tell(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone
+            os.write(self._status, message)
+
+
+def _open_process(pid: int) -> int | None:
+    """Opens a descriptor that becomes readable when a process has ended; None before Linux 5.3, or when it is gone."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None  # the end of the command pipe tells
+
+
+def _children_of(parent: int) -> list[int]:
+    """Gives the children of a process that have not ended."""
+    children = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, parent_of_it = file.read().rpartition(b")")[2].split()[:2]
+        except OSError:  # it has ended
+            continue
+        if int(parent_of_it) == parent and state not in b"ZX":
+            children.append(int(name))
+    return children
+
+
+def _let_go_of_standard_input() -> None:
+    """Leaves it to the rank alone; the number stays taken."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _set_title(title: str) -> None:
+    """Shows in `ps` what this process is, over the command line that it shares with the rank."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of the file, arg_start and arg_end
+    room = end - start - 1
+    if start and room > 0:
+        text = title.encode()[:room]
+        ctypes.memmove(start, text + b"\0" * (end - start - len(text)), end - start)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"gradsync-guard", 0, 0, 0)

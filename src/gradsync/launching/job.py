@@ -1,0 +1,88 @@
+"""What a launch asks for: what to run, in how many processes, and under which conditions."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from gradsync.errors import InvalidArgument
+from gradsync.launching.start_methods import START_METHODS
+from gradsync.launching.targets import Target
+
+DEFAULT_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where the ranks of one start of a job meet.
+
+    Attributes:
+        address: host:port of the rendezvous server.
+        secret: of the run.
+        listener: the bound socket, where the server runs in this process.
+    """
+
+    address: str
+    secret: bytes = field(repr=False)
+    listener: socket.socket | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a launch asks for.
+
+    Attributes:
+        target: what each rank runs.
+        n_ranks: number of processes on this machine.
+        world_size: number of ranks of the run; by default those on this machine.
+        rank_start: rank of the first process on this machine.
+        backend: what `init_process_group("auto")` takes in the ranks.
+        master_addr: MASTER_ADDR in the ranks, for the user's own use.
+        master_port: MASTER_PORT in the ranks, for the user's own use; a free port by default.
+        rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.
+        meeting_point: where the ranks meet, when several launchers start them; by default this one hosts.
+        start_method: "spawn", "fork" or "forkserver".
+        gpus: CUDA_VISIBLE_DEVICES of each process; by default that of this process, for all.
+        stdin_rank: the rank that gets this process's standard input; the others read /dev/null.
+        grace_seconds: between SIGTERM and SIGKILL.
+        max_restarts: how often all ranks are started again after a failure.
+        state_dir: where ranks may leave what they need after a restart; GRADSYNC_STATE_DIR in the ranks.
+        removed_variables: names of variables of this process that the ranks do not get.
+
+    Raises:
+        InvalidArgument: a number is out of its range, or the start method is unknown.
+    """
+
+    target: Target
+    n_ranks: int
+    world_size: int = 0
+    rank_start: int = 0
+    backend: str = "auto"
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    rendezvous_port: int = 0
+    meeting_point: MeetingPoint | None = None
+    start_method: str = "spawn"
+    gpus: tuple[str, ...] | None = None
+    stdin_rank: int | None = 0
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
+    max_restarts: int = 0
+    state_dir: str | None = None
+    removed_variables: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_count("the number of processes", self.n_ranks)
+        if self.world_size == 0:
+            object.__setattr__(self, "world_size", self.rank_start + self.n_ranks)
+        if self.start_method not in START_METHODS:
+            raise InvalidArgument(f"the start method needs to be one of {START_METHODS}, got {self.start_method!r}")
+
+
+def check_count(what: str, value: object) -> None:
+    """Checks that a value is an integer of at least 1.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgument(f"{what} needs to be an integer of at least 1, got {value!r}")

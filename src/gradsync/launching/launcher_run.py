@@ -1,0 +1,78 @@
+"""A call of a function that `launcher` has decorated: from the function to the ranks' results."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gradsync.launching.cuda_state import check_cuda_untouched
+from gradsync.launching.function_outcome import failure, raise_for_signal, take_results, what_became_of_others
+from gradsync.launching.group_call import call_in_group
+from gradsync.launching.job import Job, MeetingPoint
+from gradsync.launching.launcher_options import LauncherOptions
+from gradsync.launching.meeting_points import meeting_point
+from gradsync.launching.named_function import NamedFunction
+from gradsync.launching.start_method_choice import chosen_start_method
+from gradsync.launching.supervisor import supervise
+from gradsync.launching.targets import function_target, ranks_can_import_main
+
+_LARGEST_PORT = 65535
+
+
+def run_on_ranks(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: LauncherOptions
+) -> list[Any]:
+    """Runs a function on the ranks of this node; `launcher` says what it gives and raises."""
+    method = chosen_start_method("launcher", options.start_method)
+    count, world_size = options.count_processes()
+    has_other_nodes = count < world_size
+    reference = function if method == "fork" else _reference(function)
+    call = functools.partial(call_in_group, reference, options.group_backend, has_other_nodes)
+    name = getattr(function, "__qualname__", repr(function))
+    target = function_target(call, args, kwargs, name, start_method=method)
+    check_cuda_untouched(name, method)
+    with _meeting_point(options, has_other_nodes=has_other_nodes) as point:
+        job = Job(
+            target,
+            count,
+            world_size=world_size,
+            rank_start=options.rank_start,
+            backend=options.group_backend,
+            master_addr=options.master_host,
+            master_port=_port_beside(point) if point is not None and has_other_nodes else None,
+            rendezvous_port=options.port,
+            meeting_point=point,
+            start_method=method,
+        )
+        outcome = supervise(job)
+    raise_for_signal(outcome)
+    root = outcome.root_cause
+    if root is not None:
+        raise failure(outcome, root, f"{root.describe()}; {what_became_of_others(root)}")
+    return take_results(outcome, stacklevel=3)
+
+
+def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:
+    """Gives what a fresh rank finds the function by, or the function itself where it has no name to be found by."""
+    named = NamedFunction(getattr(function, "__module__", ""), getattr(function, "__qualname__", ""))
+    if named.module == "__main__" and not ranks_can_import_main():
+        return function
+    return named if named.is_found_as(function) else function
+
+
+@contextlib.contextmanager
+def _meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterator[MeetingPoint | None]:
+    """Gives where the ranks meet; None leaves it to the supervisor, where nobody else needs to find it."""
+    if not has_other_nodes and options.is_on_loopback:
+        yield None
+        return
+    with meeting_point(options, has_other_nodes=has_other_nodes) as point:
+        yield point
+
+
+def _port_beside(point: MeetingPoint) -> int:
+    """Gives a MASTER_PORT that is the same on all nodes, and leaves the rendezvous its own."""
+    port = int(point.address.rpartition(":")[2])
+    return port + 1 if port < _LARGEST_PORT else port - 1

@@ -1,0 +1,115 @@
+"""Where the ranks of several launchers meet: the first one hosts, the others are told its address.
+
+The secret comes from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback it may be missing: the first
+launcher then makes one and leaves it in a file of mode 0600 in the user's runtime directory, as rank 0 does where
+no launcher of ours is at work (`bootstrap.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+
+from gradsync.environment import SECRET, SECRET_FILE, take_secret
+from gradsync.errors import AuthenticationError, RendezvousTimeout
+from gradsync.launching.job import MeetingPoint
+from gradsync.launching.launcher_options import LauncherOptions
+from gradsync.launching.signal_inbox import own_descriptors
+from gradsync.meeting_file import Meeting, meeting_path, publish, wait_for
+from gradsync.rendezvous.sockets import bind_listener, format_address, parse_address
+
+_MEETING_SECONDS = 120.0  # as long as init_process_group() waits
+_PROBE_SECONDS = 1.0
+
+_log = logging.getLogger("gradsync")
+
+
+@contextlib.contextmanager
+def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterator[MeetingPoint]:
+    """Gives where the ranks of one call meet, and holds it for them.
+
+    Args:
+        options: of the launcher.
+        has_other_nodes: whether other launchers start ranks of the same run.
+
+    Raises:
+        AuthenticationError: no secret, and other machines can reach the server.
+        RendezvousError: the address cannot be bound.
+        RendezvousTimeout: the node with rank_start 0 did not come.
+    """
+    secret = take_secret()
+    if secret is None and not options.is_on_loopback:
+        raise AuthenticationError(
+            f"launcher at {options.master_ip}, which other machines can reach, needs a secret: put one into a file of "
+            f"mode 0600 and name it in {SECRET_FILE} on every node, or set {SECRET}; with master_ip='localhost' "
+            "the launchers of one machine need none"
+        )
+    if options.rank_start > 0:
+        yield _find(options, secret)
+        return
+    with _bind(options) as listener:
+        address = format_address(listener)
+        if has_other_nodes and options.port == 0:
+            port = listener.getsockname()[1]
+            _log.warning(
+                "the ranks of this run meet at %s: give port=%d to the launchers of the other nodes", address, port
+            )
+        shared = contextlib.nullcontext(secret) if secret or not has_other_nodes else _published_secret(address)
+        with shared as known:
+            yield MeetingPoint(address, known or secrets.token_bytes(32), listener)
+
+
+@contextlib.contextmanager
+def _bind(options: LauncherOptions) -> Iterator[socket.socket]:
+    with bind_listener(options.master_host, options.port) as listener:
+        descriptor = listener.fileno()
+        own_descriptors.add(descriptor)
+        try:
+            yield listener
+        finally:
+            own_descriptors.discard(descriptor)
+
+
+@contextlib.contextmanager
+def _published_secret(address: str) -> Iterator[bytes]:
+    """Makes a secret, for launchers of this machine to find while the context lasts."""
+    secret = secrets.token_bytes(32)
+    path = meeting_path(address)
+    publish(path, Meeting(address, secret))
+    try:
+        yield secret
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _find(options: LauncherOptions, secret: bytes | None) -> MeetingPoint:
+    """Gives where the first node hosts, once it does where its secret must be found."""
+    host = f"[{options.master_host}]" if ":" in options.master_host else options.master_host
+    address = f"{host}:{options.port}"
+    if secret is not None:
+        return MeetingPoint(address, secret)
+    path, stale, deadline = meeting_path(address), None, time.monotonic() + _MEETING_SECONDS
+    while (found := wait_for(path, stale, deadline)) is not None:
+        if _is_there(address):
+            return MeetingPoint(address, found.secret)
+        stale = found  # an earlier run's: the first node binds the port before it writes the file
+    raise RendezvousTimeout(
+        f"launcher with rank_start {options.rank_start}: the node with rank_start 0 did not start hosting {address} "
+        f"within {_MEETING_SECONDS:g} s (nothing new at {path}); start it on this machine, or name the secret of both "
+        f"in {SECRET_FILE}",
+        missing_ranks=(0,),
+    )
+
+
+def _is_there(address: str) -> bool:
+    try:
+        socket.create_connection(parse_address(address), _PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""The environment variables of a rank: our own, and those that scripts written for torchrun read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from gradsync import environment
+from gradsync.launcher_variables import variables_of_mpi
+from gradsync.launching.job import Job, MeetingPoint
+
+
+def rank_environment(
+    job: Job,
+    local_rank: int,
+    point: MeetingPoint,
+    master_port: int,
+    restart: int = 0,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """Gives the variables of one rank: those of this process, and the rank's own.
+
+    Args:
+        job: the job.
+        local_rank: number of the process on this machine.
+        point: where the ranks meet.
+        master_port: MASTER_PORT.
+        restart: how often the ranks have been started again.
+        environ: the variables of this process.
+    """
+    rank = str(job.rank_start + local_rank)
+    world_size = str(job.world_size)
+    own = {
+        environment.RANK: rank,
+        environment.WORLD_SIZE: world_size,
+        environment.LOCAL_RANK: str(local_rank),
+        environment.LOCAL_WORLD_SIZE: str(job.n_ranks),
+        environment.ADDRESS: point.address,
+        environment.HOSTED: "1",
+        environment.BACKEND: job.backend,
+        environment.RESTART_COUNT: str(restart),
+        environment.MAX_RESTARTS: str(job.max_restarts),
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(job.n_ranks),
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+    if job.state_dir is not None:
+        own[environment.STATE_DIR] = os.path.abspath(job.state_dir)
+    if job.gpus is not None:
+        own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
+    # A secret around this process belongs to another run, and what mpiexec says is about this process.
+    removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE, environment.STATE_DIR}
+    removed |= variables_of_mpi(environ)
+    kept = {name: value for name, value in environ.items() if name not in removed}
+    return (
+        kept | environment.blas_thread_variables(job.n_ranks, environ) | _torchrun_variables(job, rank, restart) | own
+    )
+
+
+def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
+    """Gives what torchrun sets beside RANK and its like, for scripts that read it."""
+    world_size = str(job.world_size)
+    return {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid()}",
+        # PyTorch's rank 0 then hosts its own store at MASTER_PORT: there is no agent of torchrun that does.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }

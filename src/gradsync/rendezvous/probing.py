@@ -1,0 +1,94 @@
+"""A look at a peer that is silent: is its process stopped or gone, does its machine still answer?
+
+Used by both ends of a control connection, `event_loop` for ranks and `liveness` for the server. Silence itself proves
+nothing (a long call that holds Python's lock is silent too); what is found here may.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import struct
+
+_UNREACHABLE_AFTER_MS = 2400  # seen at the third look, so that the fourth, 3 s after the last word, is the verdict
+# struct tcp_info: tcpi_unacked, and tcpi_last_ack_recv in milliseconds; Source: include/uapi/linux/tcp.h.
+_TCP_INFO_BYTES = 64
+_UNACKED = struct.Struct("=24xI")
+_LAST_ACK = struct.Struct("=56xI")
+
+
+class Finding(enum.Enum):
+    """What a look at a silent peer has found; the value says it of the peer, in words."""
+
+    STOPPED = "was stopped (SIGSTOP?)"
+    GONE = "is gone"
+    UNREACHABLE = "cannot be reached"
+    RUNNING = "runs"
+    UNKNOWN = "may run"
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether a peer of which this is found cannot take part any more."""
+        return self in (Finding.STOPPED, Finding.GONE, Finding.UNREACHABLE)
+
+    @property
+    def detail(self) -> str:
+        """What stands behind it."""
+        return _DETAILS[self]
+
+
+_DETAILS = {
+    Finding.STOPPED: "its process does not go on without SIGCONT",
+    Finding.GONE: "its process has ended, though another one holds its connection open",
+    Finding.UNREACHABLE: "its machine acknowledges nothing: it, or the network between, failed",
+    Finding.RUNNING: "a long call that holds Python's lock?",
+    Finding.UNKNOWN: "its machine is up, and its processes cannot be seen from here",
+}
+
+
+def look_at(pid: int | None, stream: socket.socket) -> Finding:
+    """Returns what can be found out about a peer, without waiting.
+
+    Args:
+        pid: its process, or None when it runs on another machine.
+        stream: the connection to it.
+    """
+    finding = Finding.UNKNOWN if pid is None else look_at_process(pid)
+    if not finding.is_fatal and _is_unreachable(stream):
+        return Finding.UNREACHABLE
+    return finding
+
+
+def look_at_process(pid: int) -> Finding:
+    """Returns whether a process of this machine is stopped, gone or running; one that a debugger holds is running."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]  # the name before it may hold anything
+    except (OSError, IndexError):
+        return Finding.RUNNING if _exists(pid) else Finding.GONE
+    if state == b"T":
+        return Finding.STOPPED
+    return Finding.GONE if state in (b"Z", b"X") else Finding.RUNNING
+
+
+def _exists(pid: int) -> bool:
+    """Returns whether there is such a process: /proc may hide those of other users."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_unreachable(stream: socket.socket) -> bool:
+    """Returns whether the peer's kernel has left unacknowledged what it was sent, for seconds."""
+    try:
+        info = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return False
+    if len(info) < _TCP_INFO_BYTES:
+        return False
+    return bool(_UNACKED.unpack_from(info)[0]) and _LAST_ACK.unpack_from(info)[0] > _UNREACHABLE_AFTER_MS

@@ -1,0 +1,42 @@
+"""What the server says about a rank, in words: it died, it failed, it is silent.
+
+Part of the server's core, without I/O; `absence_report` has the words for a rank that does not come to a collective.
+"""
+
+from __future__ import annotations
+
+from gradsync.rendezvous.probing import Finding
+from gradsync.rendezvous.roster import Roster
+from gradsync.rendezvous.waiting import Failure
+
+
+def death(roster: Roster, rank: int, cause: str) -> Failure:
+    """Returns the failure of a generation that lost a rank's connection."""
+    phase = roster.members[rank].phase
+    lost = f"its control connection was lost without a goodbye ({cause})"
+    return Failure(rank, phase, f"{roster.name(rank)} died in phase {phase!r}: {lost}")
+
+
+def reported(roster: Roster, rank: int, reason: str) -> Failure:
+    """Returns the failure of a generation whose rank said that it failed."""
+    phase = roster.members[rank].phase
+    return Failure(rank, phase, f"{roster.name(rank)} failed in phase {phase!r}: {reason}")
+
+
+def silence(roster: Roster, rank: int, finding: Finding, evidence: str) -> Failure:
+    """Returns the failure of a generation with a rank that is silent and was found stopped, gone or unreachable."""
+    phase = roster.members[rank].phase
+    what = f"{roster.name(rank)} {finding.value} in phase {phase!r}"
+    return Failure(rank, phase, f"{what}: {finding.detail}; {evidence}")
+
+
+def slowness(roster: Roster, rank: int, finding: Finding, silent_seconds: float) -> str:
+    """Returns the notice about a rank that is silent although nothing was found."""
+    phase = roster.members[rank].phase
+    who = f"{roster.name(rank)}, in phase {phase!r},"
+    return f"{who} has not been heard of for {silent_seconds:.0f} s, but {finding.value} ({finding.detail})"
+
+
+def revival(roster: Roster, rank: int) -> str:
+    """Returns the notice that such a rank is back."""
+    return f"{roster.name(rank)} is heard of again"

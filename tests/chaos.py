@@ -1,0 +1,202 @@
+"""Kills ranks, launchers and grandchildren of running jobs at random moments, and looks for what is left behind.
+
+Each round starts `gradsync run` on a script that reduces without end and leaves children of every kind behind, sends
+SIGKILL, SIGTERM or SIGSTOP to a random process of it, and waits for its end. Afterwards nothing may be left: no
+process, no port, no file in shared memory or among the temporary files. Run by `make soak`; a short form is a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from failures import leftovers
+
+RANKS = 3
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+VICTIMS = ("rank", "launcher", "grandchild")
+MARK = "GRADSYNC_CHAOS_ROUND"
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+_ENDS_WITHIN_SECONDS = 20.0  # far above what any failure takes; a hang takes longer
+_CHILDREN = """
+import os, subprocess, sys, time
+import numpy as np
+subprocess.Popen(["sleep", "1000"])
+subprocess.Popen(["sh", "-c", "setsid sleep 1001 & sleep 1002 &"])
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(1000)
+import gradsync as gs
+with gs.init_process_group(timeout_seconds=15, collective_timeout_seconds=10) as comm:
+    print("address", os.environ["GRADSYNC_ADDRESS"], flush=True)
+    small, large = np.ones(10, np.float32), np.ones(300_000, np.float32)
+    while True:
+        comm.all_reduce(small, "mean")
+        comm.all_reduce(large, "mean")
+        time.sleep(0.001)
+"""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One round: whom it hit, with what, when, and what was wrong afterwards."""
+
+    victim: str
+    number: int
+    after_seconds: float
+    faults: tuple[str, ...]
+
+    def __str__(self) -> str:
+        name = signal.Signals(self.number).name
+        verdict = "; ".join(self.faults) or "nothing left"
+        return f"{name:8s} {self.victim:11s} after {self.after_seconds:4.2f} s: {verdict}"
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Gives the processes of a round, with what they are."""
+    found = {}
+    for pid in leftovers.marked_processes(MARK, mark):
+        with contextlib.suppress(OSError):  # it has ended
+            found[pid] = _role(Path(f"/proc/{pid}"))
+    return found
+
+
+def _role(folder: Path) -> str:
+    command = (folder / "cmdline").read_bytes()
+    if command.startswith(b"gradsync: guard"):
+        return "guard"
+    parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+    if b"chaos_script" in command and Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"gradsync: guard"):
+        return "rank"
+    return "launcher" if b"-m\0gradsync" in command else "grandchild"
+
+
+def run_round(generator: random.Random, victim: str, number: int) -> Kill:
+    """Runs one job, hits a victim with a signal, and looks at what is left."""
+    mark = f"{os.getpid()}-{generator.getrandbits(60):x}"
+    # Some strike while the ranks boot or meet, most while they reduce.
+    after_seconds = generator.uniform(0.0, 1.5)
+    before = _files()
+    with tempfile.TemporaryDirectory(prefix="gradsync-chaos-") as folder:
+        script = Path(folder) / "chaos_script.py"
+        script.write_text(_CHILDREN)
+        with (Path(folder) / "output").open("w+") as output:
+            job = subprocess.Popen(
+                [sys.executable, "-m", "gradsync", "run", "-n", str(RANKS), "--grace", "2", str(script)],
+                env=os.environ | {MARK: mark},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_end_with_parent,  # should this process be killed
+            )
+            try:
+                time.sleep(after_seconds)
+                faults = _strike(job.pid, mark, victim, number, generator)
+                faults += _look_at_end(job, mark, victim, number)
+            finally:
+                for pid in marked_processes(mark):
+                    _send(pid, signal.SIGKILL)
+                job.kill()
+                job.wait()
+            faults += leftovers.open_ports(_addresses(Path(output.name).read_text()))
+    faults += [f"left {name}" for name in sorted(_files() - before)]
+    return Kill(victim, number, after_seconds, tuple(faults))
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _strike(launcher: int, mark: str, victim: str, number: int, generator: random.Random) -> list[str]:
+    """Sends the signal to a process of the wanted kind, as soon as there is one; gives what was wrong."""
+    deadline = time.monotonic() + _ENDS_WITHIN_SECONDS
+    while victim != "launcher":
+        candidates = sorted(pid for pid, role in marked_processes(mark).items() if role == victim)
+        if candidates:
+            _send(generator.choice(candidates), number)
+            return []
+        if time.monotonic() > deadline:
+            return [f"no {victim} came to life"]
+    _send(launcher, number)
+    return []
+
+
+def _look_at_end(job: subprocess.Popen[bytes], mark: str, victim: str, number: int) -> list[str]:
+    """Waits until the job has ended, helping where only a person could; gives what was wrong."""
+    if victim == "grandchild":
+        job.terminate()  # the job is none the worse for it, and would go on
+    elif victim == "launcher" and number == signal.SIGSTOP:
+        left = _wait_for_end(mark, {job.pid})
+        job.send_signal(signal.SIGCONT)
+        job.terminate()  # stopped before there were ranks, it would go on
+        if left:
+            return [f"while the launcher was stopped, {left} ran on"]
+    try:
+        code = job.wait(_ENDS_WITHIN_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [f"hangs: {marked_processes(mark)}"]
+    left = _wait_for_end(mark, set(), 5.0 if victim == "launcher" else 0.5)
+    return ([f"left {left}"] if left else []) + (["exit code 0"] if code == 0 else [])
+
+
+def _wait_for_end(mark: str, spared: set[int], seconds: float = _ENDS_WITHIN_SECONDS) -> list[str]:
+    """Waits until the marked processes, but for the spared ones, have ended; gives those that have not."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = {pid: role for pid, role in marked_processes(mark).items() if pid not in spared}
+        if not left or time.monotonic() > deadline:
+            return [f"{role} {pid}" for pid, role in left.items()]
+        time.sleep(0.02)
+
+
+def _addresses(output: str) -> set[str]:
+    return {line.split()[-1] for line in output.splitlines() if " address " in line}
+
+
+def _files() -> set[str]:
+    """Files where a run could leave some; the tests that run beside this one have other names."""
+    names = ("gradsync-chaos-", f"gradsync-{os.geteuid()}")
+    found = leftovers.files_of_runs(Path(tempfile.gettempdir()))
+    return {path for path in found if not Path(path).name.startswith(names)}
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    options = parser.parse_args()
+    generator = random.Random(options.seed)
+    counts: Counter[str] = Counter()
+    faulty = []
+    for number in range(options.rounds):
+        kill = run_round(generator, generator.choice(VICTIMS), generator.choice(SIGNALS))
+        counts[f"{signal.Signals(kill.number).name} {kill.victim}"] += 1
+        if kill.faults:
+            faulty.append(kill)
+        print(f"{number + 1:4d}/{options.rounds}  {kill}", flush=True)
+    print(f"seed {options.seed}: {options.rounds} kills ({', '.join(f'{n} {k}' for k, n in sorted(counts.items()))})")
+    print(f"{len(faulty)} left something behind" if faulty else "none left a process, a port or a file behind")
+    return 1 if faulty else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""A rank that does not come to a collective: who waits is heard of, and all ranks get one verdict with its stack."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from contract import expect
+from gradsync import process_group
+from gradsync.communicators import verdicts
+from places import GPU, SHM, STAND_IN_STUCK, Place, on
+
+PLACES = [*on(SHM, 2, 3), *on(STAND_IN_STUCK, 2), *on(GPU, 2)]
+SECONDS = 30.0  # for what must come at all
+
+
+def load_batch(until_told: Any) -> None:
+    """Stalls until the verdict is there, without looking for it in a collective."""
+    deadline = time.monotonic() + SECONDS
+    while not until_told():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # what the data loader waits for
+
+
+def verdict_is_there() -> bool:
+    client: Any = process_group._client
+    try:
+        client.check()
+    except gs.CollectiveTimeout:
+        return True
+    return False
+
+
+def step(comm: Any, collective: str) -> None:
+    if collective == "bucket":
+        callback = gs.AllreduceCallback("sum", comm)
+        with callback.backward():
+            future = callback("conv1.weight", np.ones(1000, np.float32))
+        future.result()
+    elif collective == "all_reduce":
+        comm.all_reduce(np.ones(1000, np.float32))
+    elif collective == "broadcast":
+        comm.broadcast(np.ones(1000, np.float32), root=1)
+    else:
+        comm.barrier()
+
+
+def stall(comm: Any, collective: str, steps: int) -> tuple[tuple[int, ...], str]:
+    for _ in range(steps):
+        step(comm, collective)
+    if comm.rank == 1:
+        load_batch(verdict_is_there)
+    error = expect(gs.CollectiveTimeout, lambda: step(comm, collective))
+    later = expect(gs.CommunicatorClosed, comm.barrier)
+    assert "for rank 1" in str(later)
+    assert "load_batch" not in str(later)  # told once, not again and again
+    return error.missing_ranks, str(error)
+
+
+def without_prefix(text: str) -> str:
+    return text.partition(": ")[2]
+
+
+# With ten steps NCCL launches without asking, so that its watcher finds the absence; with one, the question does.
+@pytest.mark.parametrize("steps", [1, 10])
+@pytest.mark.parametrize("collective", ["bucket", "all_reduce", "broadcast", "barrier"])
+@pytest.mark.parametrize(("place", "world_size"), PLACES)
+def test_a_rank_does_not_arrive_at_a_collective(place: Place, world_size: int, collective: str, steps: int) -> None:
+    verdicts = place.run(world_size, stall, collective, steps, collective_timeout_seconds=1.0)
+    assert {missing for missing, _ in verdicts} == {(1,)}
+    assert len({without_prefix(text) for _, text in verdicts}) == 1, verdicts
+    text = verdicts[0][1]
+    name = {"bucket": "all_reduce(sum)", "all_reduce": "all_reduce(sum)"}.get(collective, collective)
+    assert name in text.partition("\n")[0]
+    assert "in load_batch\n" in text
+    assert "time.sleep(0.02)  # what the data loader waits for" in text
+    assert " running for 1." in text  # the recorder of a rank that waits
+    assert " done in " in text
+    if collective == "bucket":
+        assert "[conv1.weight]" in text
+
+
+def warn_and_go_on(comm: Any, collective: str) -> None:
+    verdicts.WARN_AFTER_SECONDS = 0.2
+    for _ in range(10):
+        step(comm, collective)
+    if comm.rank == 1:
+        time.sleep(1.0)  # longer than nobody says anything
+    step(comm, collective)
+
+
+@pytest.mark.parametrize("collective", ["bucket", "barrier"])
+@pytest.mark.parametrize(("place", "world_size"), PLACES)
+def test_who_is_waited_for_is_told_before_the_deadline(
+    place: Place, world_size: int, collective: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.run(world_size, warn_and_go_on, collective)
+    told = [record.getMessage() for record in caplog.records if " for rank 1" in record.getMessage()]
+    assert len(told) == 1, caplog.text
+
+
+def compute_alone(comm: Any) -> None:
+    verdicts.WARN_AFTER_SECONDS = 0.1
+    comm.barrier()
+    time.sleep(1.0)  # every rank computes, and nobody waits
+    assert not verdict_is_there()
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN_STUCK, 2)])
+def test_a_rank_that_nobody_waits_for_is_left_alone(
+    place: Place, world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.run(world_size, compute_alone, collective_timeout_seconds=0.3)
+    assert not caplog.records

@@ -1,0 +1,206 @@
+"""What a rank started is gone with the rank, and with the launcher, however they end."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import command
+import pytest
+
+# Leaves children of every kind behind: plain, in a session of its own, double-forked, one that ignores SIGTERM, and a
+# stopped one. Their process ids are printed on one line, after the rank's own.
+BROOD = """
+    import os, signal, subprocess, sys, time
+
+    def forget(leave, *, twice=False):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            leave()
+            if twice and os.fork():
+                os._exit(0)
+            os.write(writer, b"%d " % os.getpid())
+            while True:
+                signal.pause()
+        if twice:
+            os.waitpid(pid, 0)
+        return int(os.read(reader, 32))
+
+    pids = [
+        forget(lambda: None),
+        forget(os.setsid),
+        forget(os.setsid, twice=True),
+        forget(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), twice=True),
+    ]
+    stopped = forget(lambda: None)
+    os.kill(stopped, signal.SIGSTOP)
+    print(os.getpid(), *pids, stopped, flush=True)
+"""
+WAIT = "\n    signal.pause()\n"
+
+
+def start(tmp_path, source, *options):
+    script = command.write_script(tmp_path, source)
+    return command.start("run", "--no-prefix", "-n", 2, *options, script)
+
+
+def pids_of(process):
+    return [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
+
+
+def all_end(pids):
+    return all(command.has_ended(pid, 10) for pid in pids)
+
+
+def guard_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("end", ["", "\n    raise SystemExit(3)", "\n    os.kill(os.getpid(), 9)"])
+def test_nothing_that_a_rank_started_outlives_it(tmp_path, end):
+    with start(tmp_path, BROOD + end) as process:
+        pids = pids_of(process)
+        process.communicate()
+    assert all(map(is_gone, pids))  # when the command returns, not some time after
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_outlives_the_launcher(tmp_path, number):
+    with start(tmp_path, BROOD + WAIT) as process:
+        pids = pids_of(process)
+        guards = {guard_of(pid) for pid in pids[:1] + pids[6:7]}
+        process.send_signal(number)
+        process.communicate()
+    assert len(guards) == 2
+    assert all_end(pids)
+    assert all_end(guards)
+
+
+def test_grandchildren_of_a_killed_rank_are_gone(tmp_path):
+    with start(tmp_path, BROOD + WAIT) as process:
+        pids = pids_of(process)
+        os.kill(pids[0], signal.SIGKILL)
+        _, err = process.communicate()
+    assert process.returncode == 137
+    assert f"(pid {pids[0]} on {os.uname().nodename}) was killed by SIGKILL" in err
+    assert all(map(is_gone, pids))
+
+
+def test_stopped_rank_is_ended_with_the_others(tmp_path):
+    with start(tmp_path, BROOD + WAIT) as process:
+        pids = pids_of(process)
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(pids[6], signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == 137
+    assert all(map(is_gone, pids))
+
+
+def test_killed_guard_takes_its_rank_with_it(tmp_path):
+    with start(tmp_path, "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()") as process:
+        pids = pids_of(process)
+        guard = guard_of(pids[0])
+        os.kill(guard, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == 137
+    assert all_end([*pids, guard])
+
+
+def test_guard_forwards_a_signal_and_is_named_in_the_process_list(tmp_path):
+    source = """
+        import os, signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print(os.getpid(), flush=True)
+        signal.pause()
+        """
+    with start(tmp_path, source) as process:
+        pids = pids_of(process)
+        for pid in pids:
+            guard = guard_of(pid)
+            shown = Path(f"/proc/{guard}/cmdline").read_bytes().rstrip(b"\0").decode()
+            assert shown.startswith("gradsync: guard of rank ")
+            assert shown.endswith(f"(pid {pid})")
+            assert Path(f"/proc/{guard}/comm").read_text() == "gradsync-guard\n"
+            os.kill(guard, signal.SIGTERM)
+        process.communicate()
+    assert process.returncode == 0
+
+
+def test_ranks_have_process_groups_of_their_own(tmp_path):
+    source = "import os\nprint(os.getpid(), os.getpgid(0), os.getsid(0), flush=True)"
+    with start(tmp_path, source) as process:
+        out, _ = process.communicate()
+    lines = [line.split() for line in out.splitlines()]
+    assert all(pid == group == session for pid, group, session in lines)
+    assert len({pid for pid, *_ in lines}) == 2
+
+
+def test_no_zombies_gather_under_a_guard(tmp_path):
+    source = """
+        import os, subprocess, signal
+        for _ in range(20):
+            subprocess.run(["sh", "-c", "true & true &"])
+        print(os.getpid(), os.getppid(), flush=True)
+        signal.pause()
+        """
+    with start(tmp_path, source) as process:
+        pids = pids_of(process)
+        guards = pids[1::2]
+        deadline = time.monotonic() + 10
+        while (zombies := [p for g in guards for p in zombies_of(g)]) and time.monotonic() < deadline:
+            os.sched_yield()
+        assert zombies == []
+        process.terminate()
+        process.communicate()
+
+
+def zombies_of(parent):
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, parent_of_it = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state == "Z" and int(parent_of_it) == parent:
+                found.append(int(folder.name))
+    return found
+
+
+def test_ctrl_z_stops_all_and_fg_goes_on(tmp_path):
+    source = """
+        import os, sys
+        print(os.getpid(), flush=True)
+        while not os.path.exists(sys.argv[1]):
+            pass
+        """
+    script = command.write_script(tmp_path, source)
+    done = tmp_path / "done"
+    with command.start("run", "--no-prefix", "-n", 2, script, done) as process:
+        pids = pids_of(process)
+        process.send_signal(signal.SIGTSTP)
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert all(is_stopped(pid) for pid in pids)
+        done.touch()
+        process.send_signal(signal.SIGCONT)
+        process.communicate()
+    assert process.returncode == 0
+
+
+def is_stopped(pid):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return True
+        os.sched_yield()
+    return False

@@ -1,0 +1,543 @@
+"""The pump with real pipes and terminals: what a person sees of ranks that print."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+import tty
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradsync.errors import InvalidArgument
+from gradsync.launching.output_pump import OutputPump
+from gradsync.launching.output_screen import wants_colour
+from gradsync.launching.signal_inbox import own_descriptors
+
+
+class Ranks:
+    """A pump, and the write ends of its ranks' output."""
+
+    def __init__(self, count, stdout=None, stderr=None, *, prefix=True, started=True, **options):
+        self.before = set(os.listdir("/proc/self/fd"))
+        self.stdout, self.stderr = stdout or io.StringIO(), stderr or io.StringIO()
+        self.pump = OutputPump(self.stdout, self.stderr, prefix=prefix, **options)
+        self.writers = {}
+        for rank in range(count):
+            self.add(rank)
+        if started:
+            self.pump.start()
+
+    def add(self, rank, label=None):
+        readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+        self.pump.add(rank, *readers, label)
+        self.writers[rank] = list(writers)
+
+    def write(self, rank, data, stream=1):
+        os.write(self.writers[rank][stream - 1], data)
+
+    def end(self, rank):
+        for descriptor in self.writers.pop(rank):
+            os.close(descriptor)
+        assert self.pump.finish(rank, 20)
+
+    def close(self, timeout=20):
+        for rank in list(self.writers):
+            self.end(rank)
+        return self.pump.close(timeout)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for descriptors in self.writers.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self.pump.close(0)
+
+
+@contextlib.contextmanager
+def pipe_stream():
+    """Gives the read end of a pipe and a text stream into it."""
+    reader, writer = os.pipe()
+    with open(writer, "w", encoding="utf-8") as stream:
+        yield reader, stream
+    with contextlib.suppress(OSError):
+        os.close(reader)
+
+
+def read_all(reader, stream):
+    """Reads what a closed pump left in a pipe of less than its size."""
+    stream.close()
+    return b"".join(iter(lambda: os.read(reader, 65536), b""))
+
+
+def read_until(reader, pattern):
+    """Reads from a pipe or terminal until the pattern is in it."""
+    data = b""
+    while not re.search(pattern, data, re.DOTALL):
+        assert select.select([reader], [], [], 20)[0], f"{pattern!r} did not come, but {data!r}"
+        data += os.read(reader, 65536)
+    return data
+
+
+@contextlib.contextmanager
+def terminal():
+    """Gives both ends of a terminal that passes bytes as they are."""
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    with open(slave, "w", encoding="utf-8") as stream:
+        yield master, stream
+    os.close(master)
+
+
+def write_until_closed(ranks, rank):
+    with contextlib.suppress(BrokenPipeError):
+        ranks.write(rank, b"x\n" * (1 << 20))
+
+
+def test_lines_of_two_ranks_are_never_mixed():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"he")
+        ranks.write(1, b"good bye\n")
+        assert read_until(reader, rb"\n") == b"[rank 1] good bye\n"
+        ranks.write(0, b"llo\nand more\n")
+        assert read_until(reader, rb"more\n") == b"[rank 0] hello\n[rank 0] and more\n"
+
+
+def test_streams_stay_apart():
+    ranks = Ranks(1)
+    ranks.write(0, b"out\n", 1)
+    ranks.write(0, b"err\n", 2)
+    assert ranks.close()
+    assert ranks.stdout.getvalue() == "[rank 0] out\n"
+    assert ranks.stderr.getvalue() == "[rank 0] err\n"
+
+
+def test_ranks_come_before_and_after_the_start_and_from_any_thread():
+    with Ranks(1) as ranks:
+        adding = threading.Thread(target=ranks.add, args=(1, "elsewhere"))
+        adding.start()
+        adding.join()
+        ranks.write(1, b"there\n")
+        ranks.write(0, b"here\n")
+        assert ranks.close()
+        assert set(ranks.stdout.getvalue().splitlines()) == {"[rank 0]    here", "[elsewhere] there"}
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.lists(st.sampled_from([b"a", b"bc ", b"\n", b"\r\n", "é".encode(), b"\xff"]), min_size=1).map(b"".join),
+        )
+    )
+)
+def test_nothing_is_lost_and_nothing_doubled(chunks):
+    with pipe_stream() as (reader, stdout):
+        ranks = Ranks(3, stdout)
+        for rank, chunk in chunks:
+            ranks.write(rank, chunk)
+        assert ranks.close()
+        printed = read_all(reader, stdout)
+    for rank in range(3):
+        lines = re.findall(rb"^\[rank %d\] (.*\n)" % rank, printed, re.MULTILINE)
+        expected = b"".join(chunk for number, chunk in chunks if number == rank)
+        if expected and not expected.endswith(b"\n"):
+            expected += b"\n"
+        assert b"".join(lines) == expected
+    assert all(line.startswith(b"[rank ") for line in printed.splitlines())
+
+
+def test_progress_bars_pass():
+    ranks = Ranks(1)
+    for text in (b"10%\r", b"20%\r", b"done\r\n", b"next\n"):
+        ranks.write(0, text)
+    assert ranks.close()
+    assert ranks.stdout.getvalue() == "[rank 0] 10%\r[rank 0] 20%\r[rank 0] done\r\n[rank 0] next\n"
+
+
+def test_a_line_does_not_overwrite_the_progress_bar_of_another_rank():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"50%\r")
+        read_until(reader, rb"50%\r")
+        ranks.write(1, b"hello\n")
+        assert read_until(reader, rb"hello\n") == b"\n[rank 1] hello\n"
+
+
+def test_progress_bars_of_two_ranks_overwrite_each_other():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"50%\r")
+        read_until(reader, rb"50%\r")
+        ranks.write(1, b"40%\r")
+        assert read_until(reader, rb"40%\r") == b"[rank 1] 40%\r"
+
+
+def test_prompt_is_shown_and_continued():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        ranks.write(0, b"name? ")
+        assert read_until(reader, rb"\? ") == b"[rank 0] name? "
+        ranks.write(0, b"thanks\nbye\n")
+        assert read_until(reader, rb"bye\n") == b"thanks\n[rank 0] bye\n"
+
+
+def test_another_rank_begins_a_new_line_after_a_prompt():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"(Pdb) ")
+        read_until(reader, rb"\(Pdb\) ")
+        ranks.write(1, b"hello\n")
+        assert read_until(reader, rb"hello\n") == b"\n[rank 1] hello\n"
+        ranks.write(0, b"later\n")
+        assert read_until(reader, rb"later\n") == b"[rank 0] later\n"
+
+
+def test_prompt_on_one_terminal_for_both_streams():
+    with terminal() as (master, stdout), open(os.dup(stdout.fileno()), "w", encoding="utf-8") as stderr:
+        ranks = Ranks(1, stdout, stderr, colour=False)
+        ranks.write(0, b"name? ", 1)
+        read_until(master, rb"\? ")
+        ranks.write(0, b"a warning\n", 2)
+        assert read_until(master, rb"warning\n") == b"\n[rank 0] a warning\n"
+        assert ranks.close()
+
+
+def test_last_line_without_newline_gets_one_at_the_end_of_its_rank():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"no newline")
+        ranks.end(0)
+        assert read_until(reader, rb"newline\n") == b"[rank 0] no newline\n"
+
+
+def test_invalid_utf_8_passes_unharmed():
+    data = bytes(set(range(256)) - {10, 13}) + b"\n"
+    with pipe_stream() as (reader, stdout):
+        ranks = Ranks(1, stdout)
+        ranks.write(0, data)
+        assert ranks.close()
+        assert read_all(reader, stdout) == b"[rank 0] " + data
+
+
+def test_text_streams_get_replacements():
+    ranks = Ranks(1)
+    ranks.write(0, "é".encode()[:1])
+    ranks.write(0, "é".encode()[1:] + b"\xff\n")
+    assert ranks.close()
+    assert ranks.stdout.getvalue() == "[rank 0] é\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_streams_of_captures_get_bytes():
+    with io.TextIOWrapper(io.BytesIO(), encoding="utf-8") as stdout:
+        stdout.write("first ")
+        ranks = Ranks(1, stdout)
+        ranks.write(0, b"\xff\n")
+        assert ranks.close()
+        assert stdout.buffer.getvalue() == b"first [rank 0] \xff\n"
+
+
+def test_without_prefix_bytes_pass_as_they_are():
+    data = b"one\r\ntwo\rthree"
+    with pipe_stream() as (reader, stdout):
+        ranks = Ranks(1, stdout, prefix=False)
+        ranks.write(0, data)
+        assert ranks.close()
+        assert read_all(reader, stdout) == data
+
+
+def test_without_prefix_lines_are_not_mixed_either():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout, prefix=False) as ranks:
+        ranks.write(0, b"open")
+        read_until(reader, rb"open")
+        ranks.write(1, b"other\n")
+        assert read_until(reader, rb"other\n") == b"\nother\n"
+
+
+def test_without_prefix_a_rank_continues_its_own_line():
+    with terminal() as (master, stdout), open(os.dup(stdout.fileno()), "w", encoding="utf-8") as stderr:
+        ranks = Ranks(1, stdout, stderr, prefix=False)
+        ranks.write(0, b"loading ", 1)
+        read_until(master, b"loading ")
+        ranks.write(0, b"a warning", 2)
+        assert read_until(master, b"warning") == b"a warning"
+        ranks.end(0)
+        assert read_until(master, b"\n") == b"\n"  # on a terminal, what comes next begins a line
+        assert ranks.close()
+
+
+def test_endless_line_passes_in_pieces():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        data = b"x" * (3 << 20)
+        writing = threading.Thread(target=ranks.write, args=(0, data))  # os.write waits until all is taken
+        writing.start()
+        seen = 0
+        while seen < len(data) // 2:  # no newline, and yet it comes
+            seen += len(os.read(reader, 65536))
+        while seen < len(data) + len(b"[rank 0] "):
+            seen += len(os.read(reader, 65536))
+        writing.join()
+
+
+def test_tail_is_kept():
+    with Ranks(1, tail_lines=3) as ranks:
+        ranks.write(0, b"".join(b"line %d\n" % number for number in range(100)) + b"caf\xff")
+        ranks.end(0)
+        assert ranks.pump.tail(0) == ["line 98", "line 99", "caf\N{REPLACEMENT CHARACTER}"]
+        assert ranks.pump.tail(7) == []
+        assert ranks.pump.finish(7, 0)
+
+
+@pytest.mark.parametrize("end", ["stdout", "stderr"])
+def test_prefix_is_coloured_on_terminals_only(end, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with terminal() as (master, stream):
+        ranks = Ranks(1, **{end: stream})
+        number = ("stdout", "stderr").index(end) + 1
+        ranks.write(0, b"x\n", number)
+        ranks.write(0, b"x\n", 3 - number)
+        assert read_until(master, rb"\n") == b"\x1b[38;5;31m[rank 0]\x1b[0m x\n"
+        assert ranks.close()
+        assert {"stdout": ranks.stderr, "stderr": ranks.stdout}[end].getvalue() == "[rank 0] x\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "wanted"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+    ],
+)
+def test_environment_decides_on_colour(environment, is_terminal, wanted):
+    assert wants_colour(is_terminal, environment) is wanted
+
+
+def test_blocked_terminal_keeps_nobody_from_ending():
+    with terminal() as (_, stream), Ranks(1, stream) as ranks:
+        os.set_blocking(ranks.writers[0][0], False)
+        with pytest.raises(BlockingIOError):  # until nothing more fits anywhere
+            while select.select([], [ranks.writers[0][0]], [], 1)[1]:
+                ranks.write(0, b"x" * 4095 + b"\n")
+            ranks.write(0, b"x")
+        ranks.write(0, b"still seen\n", 2)
+        began = time.monotonic()
+        assert not ranks.pump.finish(0, 0.1)
+        ranks.pump.close(0.2)
+        assert time.monotonic() - began < 5
+        assert ranks.pump.tail(0)[0].startswith("xxx")
+
+
+def test_blocked_stdout_does_not_hold_up_stderr():
+    with pipe_stream() as (_, stdout), pipe_stream() as (reader, stderr), Ranks(1, stdout, stderr) as ranks:
+        writing = threading.Thread(target=write_until_closed, args=(ranks, 0))
+        writing.start()
+        ranks.write(0, b"help\n", 2)
+        assert read_until(reader, rb"\n") == b"[rank 0] help\n"
+        assert ranks.pump.close(0.1)  # a pipe never holds the thread
+        writing.join()
+
+
+def test_ranks_feel_that_the_reader_of_stdout_has_gone():
+    with pipe_stream() as (reader, stdout), pipe_stream() as (errors, stderr), Ranks(2, stdout, stderr) as ranks:
+        os.close(reader)
+        ranks.write(0, b"x\n")
+        with pytest.raises(BrokenPipeError):
+            while select.select([], [ranks.writers[1][0]], [], 20)[1]:
+                ranks.write(1, b"x\n")
+        ranks.write(1, b"still heard\n", 2)
+        assert read_until(errors, rb"\n") == b"[rank 1] still heard\n"
+        assert ranks.close()
+        with contextlib.suppress(BrokenPipeError):
+            stdout.close()
+
+
+def test_stream_that_the_caller_has_closed_counts_as_gone():
+    stdout = io.StringIO()
+    stdout.close()
+    with Ranks(1, stdout) as ranks:
+        ranks.write(0, b"x\n")
+        with pytest.raises(BrokenPipeError):
+            while select.select([], [ranks.writers[0][0]], [], 20)[1]:
+                ranks.write(0, b"x\n")
+        ranks.write(0, b"still heard\n", 2)
+        assert ranks.close()
+        assert ranks.stderr.getvalue() == "[rank 0] still heard\n"
+
+
+def test_end_of_a_rank_that_left_a_process_behind_is_not_awaited_for_ever():
+    ranks = Ranks(1)
+    ranks.write(0, b"last words\n")
+    assert not ranks.pump.finish(0, 0.05)  # the write ends are open still
+    assert ranks.pump.close(20)
+    assert ranks.stdout.getvalue() == "[rank 0] last words\n"
+    ranks.writers.clear()
+
+
+def test_close_passes_on_all_that_is_in_the_pipes():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        data = b"".join(b"line %d\n" % number for number in range(30_000))
+        fcntl.fcntl(ranks.writers[0][0], fcntl.F_SETPIPE_SZ, 1 << 20)
+        ranks.write(0, data)
+        closing = threading.Thread(target=ranks.pump.close, args=(20,))
+        closing.start()
+        printed = read_until(reader, rb"line 29999\n")
+        closing.join()
+        assert printed.replace(b"[rank 0] ", b"") == data
+
+
+def test_close_without_start_passes_on_what_there_is():
+    ranks = Ranks(1, started=False)
+    ranks.write(0, b"x\n")
+    assert ranks.pump.close(20)
+    assert ranks.pump.close(20)
+    assert ranks.stdout.getvalue() == "[rank 0] x\n"
+    for descriptor in ranks.writers.pop(0):
+        os.close(descriptor)
+
+
+def test_nothing_is_left_open():
+    owned = set(own_descriptors)
+    ranks = Ranks(3)
+    ranks.write(2, b"x\n")
+    assert len(own_descriptors - owned) == 7
+    assert ranks.close()
+    assert own_descriptors == owned
+    assert set(os.listdir("/proc/self/fd")) == ranks.before
+
+
+def test_rank_comes_once_and_before_the_end():
+    with Ranks(1) as ranks:
+        with pytest.raises(InvalidArgument, match="rank 0 was added before"):
+            ranks.pump.add(0, 0, 0)
+        ranks.close()
+        with pytest.raises(InvalidArgument, match="rank 1: this pump is closed"):
+            ranks.pump.add(1, 0, 0)
+
+
+def test_log_files_hold_the_bytes_of_both_streams(tmp_path):
+    directory = tmp_path / "deep" / "logs"
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout, log_dir=directory, colour=True) as ranks:
+        ranks.write(1, b"out \xff\r\n", 1)
+        read_until(reader, rb"\n")
+        ranks.write(1, b"err", 2)
+        assert ranks.close()
+    assert (directory / "rank-1.log").read_bytes() == b"out \xff\r\nerr"
+    assert (directory / "rank-0.log").read_bytes() == b""
+
+
+def test_log_file_of_an_earlier_run_is_kept(tmp_path):
+    for line in (b"first\n", b"second\n"):
+        with Ranks(1, log_dir=tmp_path) as ranks:
+            ranks.write(0, line)
+            assert ranks.close()
+    assert (tmp_path / "rank-0.log").read_bytes() == b"first\nsecond\n"
+
+
+def test_each_attempt_has_log_files_of_its_own(tmp_path):
+    for attempt in range(2):
+        with Ranks(1, log_dir=tmp_path, attempt=attempt) as ranks:
+            ranks.write(0, b"attempt %d\n" % attempt)
+            assert ranks.close()
+    assert (tmp_path / "attempt-0" / "rank-0.log").read_bytes() == b"attempt 0\n"
+    assert (tmp_path / "attempt-1" / "rank-0.log").read_bytes() == b"attempt 1\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")
+def test_full_disk_is_told_once_and_stops_nobody(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.log").symlink_to("/dev/full")
+    with Ranks(2, log_dir=tmp_path) as ranks:
+        for _ in range(3):
+            ranks.write(0, b"x\n")
+            ranks.write(1, b"y\n")
+        assert ranks.close()
+        assert sorted(ranks.stdout.getvalue()) == sorted("[rank 0] x\n" * 3 + "[rank 1] y\n" * 3)
+        assert re.fullmatch(
+            r"gradsync: warning: log file \S*rank-[01].log cannot be written: No space left on device; "
+            r"the logs are incomplete from here on\n",
+            ranks.stderr.getvalue(),
+        )
+
+
+def test_log_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument, match="'/.*file/logs' cannot be made: Not a directory"):
+        Ranks(0, log_dir=tmp_path / "file" / "logs")
+
+
+def test_what_the_launcher_printed_before_comes_first():
+    with pipe_stream() as (reader, stdout):
+        print("from the launcher", file=stdout)
+        ranks = Ranks(1, stdout)
+        ranks.write(0, b"x\n")
+        assert ranks.close()
+        assert read_until(reader, rb"x\n") == b"from the launcher\n[rank 0] x\n"
+
+
+def test_quiet_pump_takes_no_time():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        ranks.write(0, b"prompt ")
+        read_until(reader, b"prompt ")
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "gradsync output"]
+        clock = time.pthread_getcpuclockid(thread.ident)
+        before = time.clock_gettime(clock)
+        ranks.pump.finish(0, 0.5)
+        assert time.clock_gettime(clock) - before < 0.01
+
+
+def test_interpreter_ends_while_the_terminal_stands_still():
+    code = """
+import os, sys
+from gradsync.launching.output_pump import OutputPump
+
+pump = OutputPump(sys.stdout, sys.stderr, prefix=True)
+pump.start()
+(out, to_out), (err, to_err) = os.pipe(), os.pipe()
+pump.add(0, out, err)
+os.set_blocking(to_out, False)
+os.write(to_out, b"x\\n" * 20000)
+pump.close(0.3)
+"""
+    reader, writer = os.pipe()  # with 40,000 bytes, and a prefix for each two of them, it is full
+    process = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(writer)
+    os.close(reader)
+    assert (process.returncode, process.stderr) == (0, b"")
+
+
+def test_draining_waits_for_a_slow_reader_and_drops_nothing():
+    screen_reader, screen_writer = os.pipe()
+    fcntl.fcntl(screen_writer, fcntl.F_SETPIPE_SZ, 4096)
+    rank_reader, rank_writer = os.pipe()
+    other_reader, other_writer = os.pipe()
+    printed = b"".join(b"line %d\n" % number for number in range(5_000))  # fits the rank's pipe, not the screen's
+    assert os.write(rank_writer, printed) == len(printed)
+    os.close(rank_writer)
+    os.close(other_writer)
+    shown = b""
+    with open(screen_writer, "w") as screen:
+        pump = OutputPump(screen, screen, prefix=False)
+        pump.add(0, rank_reader, other_reader)
+        pump.start()
+        assert not pump.drain(0.2)
+        while not pump.drain(0.01):
+            shown += os.read(screen_reader, 1000)
+    with open(screen_reader, "rb") as rest:
+        assert shown + rest.read() == printed

@@ -1,0 +1,98 @@
+"""All ranks are started again after a failure, with what they left in the state directory."""
+
+import os
+
+import command
+
+# Rank 1 fails until the third start; each start leaves a file.
+FALTERING = """
+    import os
+    from pathlib import Path
+    import gradsync as gs
+    restart, state = os.environ["GRADSYNC_RESTART_COUNT"], Path(os.environ["GRADSYNC_STATE_DIR"])
+    assert restart == os.environ["TORCHELASTIC_RESTART_COUNT"]
+    with gs.init_process_group() as comm:
+        print(restart, sorted(path.name for path in state.iterdir()), state, flush=True)
+        comm.barrier()
+        (state / f"{restart}-{comm.rank}").touch()
+        comm.barrier()
+        if comm.rank == 1 and int(restart) < 2:
+            raise SystemExit(5)
+"""
+FIRST_TWO = ["0-0", "0-1", "1-0", "1-1"]
+
+
+def run(tmp_path, *options):
+    script = command.write_script(tmp_path, FALTERING)
+    return command.run("run", "--no-prefix", "-n", 2, *options, script)
+
+
+def test_ranks_start_again_and_find_their_state(tmp_path):
+    code, out, err = run(tmp_path, "--max-restarts", 3)
+    assert code == 0, err
+    lines = out.splitlines()
+    state = lines[0].split()[-1]
+    assert lines == [f"{n} {FIRST_TWO[: 2 * n]} {state}" for n in (0, 0, 1, 1, 2, 2)]
+    assert not os.path.exists(state)
+    assert err.count("failed with exit code 5") == 2
+    assert "gradsync: starting all ranks again (restart 2 of at most 3)\n" in err
+
+
+def test_the_last_failure_counts_when_no_restart_is_left(tmp_path):
+    code, out, err = run(tmp_path, "--max-restarts", 1)
+    assert code == 5
+    assert len(out.splitlines()) == 4
+    assert "failed with exit code 5" in err.splitlines()[-1]
+
+
+def test_a_state_directory_of_ones_own_stays(tmp_path):
+    state = tmp_path / "deep" / "state"
+    code, _, _ = run(tmp_path, "--state-dir", state)
+    assert code == 5
+    assert sorted(os.listdir(state)) == ["0-0", "0-1"]
+    code, _, err = run(tmp_path, "--state-dir", state, "--max-restarts", 2)
+    assert code == 0, err
+    assert sorted(os.listdir(state)) == [*FIRST_TWO, "2-0", "2-1"]
+
+
+def test_log_files_of_each_start_are_kept(tmp_path):
+    code, _, _ = run(tmp_path, "--max-restarts", 2, "--log-dir", tmp_path / "logs")
+    assert code == 0
+    for restart in range(3):
+        text = (tmp_path / "logs" / f"attempt-{restart}" / "rank-1.log").read_text()
+        assert text.startswith(f"{restart} {FIRST_TWO[: 2 * restart]} ")
+
+
+def test_without_restarts_there_is_no_state_directory(tmp_path):
+    script = command.write_script(tmp_path, "import os; print('GRADSYNC_STATE_DIR' in os.environ)")
+    assert command.run("run", "-n", 1, script) == (0, "False\n", "")
+
+
+def test_stale_rank_of_an_earlier_start_is_refused(tmp_path):
+    # The first start's rank 0 hides its way to the server in a file; the second start's plays it back.
+    source = """
+        import os, sys
+        from pathlib import Path
+        import gradsync as gs
+        from gradsync import environment
+        from gradsync.rendezvous.client import RendezvousClient
+        file = Path(os.environ["GRADSYNC_STATE_DIR"]) / "secret"
+        with gs.init_process_group() as comm:
+            if os.environ["GRADSYNC_RESTART_COUNT"] == "0":
+                comm.barrier()
+                if comm.rank == 0:
+                    file.write_bytes(environment.take_secret())
+                comm.barrier()
+                sys.exit(4)
+            comm.barrier()
+            try:
+                RendezvousClient.connect(
+                    os.environ["GRADSYNC_ADDRESS"], secret=file.read_bytes(), rank=0, world_size=2, timeout_seconds=5
+                )
+            except gs.AuthenticationError:
+                print("refused", flush=True)
+            comm.barrier()
+        """
+    script = command.write_script(tmp_path, source)
+    code, out, err = command.run("run", "--no-prefix", "-n", 2, "--max-restarts", 1, script)
+    assert (code, out) == (0, "refused\nrefused\n"), err

@@ -1,0 +1,313 @@
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+
+import command
+import pytest
+import rank_functions
+
+import gradsync as gs
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return str(tmp_path / "fifo")
+
+
+def test_processes_look_like_those_of_multiprocessing(fifo):
+    context = gs.spawn(rank_functions.read_and_return, (fifo,), 1, join=False)
+    assert isinstance(context, gs.MultiprocessContext)
+    (process,) = context.processes
+    assert context.pids() == [process.pid]
+    os.kill(process.pid, 0)
+    assert (process.name, process.daemon, process.exitcode, process.is_alive()) == (
+        "gradsync-rank-0",
+        False,
+        None,
+        True,
+    )
+    assert "started" in repr(process)
+    process.join(0.01)
+    assert not context.join(timeout=0.01)
+    assert not multiprocessing.connection.wait(context.sentinels, 0)
+    with open(fifo, "w") as file:
+        file.write("done")
+    assert context.join()
+    assert context.join()
+    assert multiprocessing.connection.wait(context.sentinels, 0) == context.sentinels == [process.sentinel]
+    assert (process.exitcode, process.is_alive()) == (0, False)
+    assert "stopped exitcode=0" in repr(process)
+    process.join()
+    process.kill()  # nothing is left to kill
+    (results,) = context.return_queues
+    assert results.qsize() == 1
+    assert results.get() == ("done", process.pid)
+
+
+def test_results_arrive_before_the_others_have_ended(fifo):
+    context = gs.spawn(rank_functions.read_on_rank_1, (fifo,), 2, join=False)
+    assert context.return_queues[0].get(timeout=60) == "first"
+    assert context.processes[1].is_alive()
+    assert context.return_queues[1].empty()
+    with pytest.raises(queue.Empty):
+        context.return_queues[1].get_nowait()
+    with open(fifo, "w") as file:
+        file.write("second")
+    assert context.return_queues[1].get() == "second"
+    assert context.join()
+
+
+def test_a_queue_of_a_rank_that_has_ended_does_not_wait():
+    context = gs.spawn(rank_functions.place, (), 1)
+    context.return_queues[0].get()
+    for ended in (*context.return_queues, *context.error_queues):
+        with pytest.raises(queue.Empty):
+            ended.get()
+
+
+def test_a_failure_waits_in_join(fifo):
+    context = gs.spawn(rank_functions.raise_on_rank_1, (), 2, join=False)
+    assert context.error_queues[1].get(timeout=60).endswith("ValueError: boom\n")
+    for _ in range(2):
+        with pytest.raises(gs.RankFailed, match=r"^Process 1 terminated with the following error:\n\nTraceback"):
+            context.join()
+    assert [process.exitcode for process in context.processes] == [-signal.SIGTERM, 1]
+    assert context.error_queues[0].empty()
+
+
+@pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
+def test_a_process_that_the_caller_ends(method, number):
+    context = gs.spawn(rank_functions.wait_for_signal, (), 2, join=False)
+    assert len(set(context.pids())) == 2
+    getattr(context.processes[1], method)()
+    with pytest.raises(gs.RankFailed, match=rf"^Process 1 terminated with signal {number.name}$") as caught:
+        context.join()
+    assert (caught.value.rank, caught.value.exit_code) == (1, -number)
+    assert context.processes[1].exitcode == -number
+
+
+def test_a_rank_that_does_not_exit_although_it_has_failed():
+    with pytest.raises(gs.RankFailed, match="ValueError: with a thread"):
+        gs.spawn(rank_functions.leave_thread_running_after_error, (), 1)
+
+
+def test_result_that_does_not_unpickle_here():
+    context = gs.spawn(rank_functions.return_stubborn, (), 1)
+    with pytest.raises(gs.InvalidArgument, match="return value of rank 0 does not unpickle in the launching process"):
+        context.return_queues[0].get()
+
+
+def test_results_that_pickle_are_kept_when_another_does_not():
+    with pytest.raises(gs.RankFailed, match="return value of rank 1 needs to pickle") as caught:
+        gs.spawn(rank_functions.return_unpicklable_on_rank_1, (), 2)
+    assert caught.value.results == {0: 0}
+
+
+def test_nothing_is_left_behind():
+    gs.spawn(rank_functions.place, (), 1)  # what stays loaded stays open
+    gc.collect()  # what other tests have left
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    context = gs.spawn(rank_functions.place, (), 2, join=False)
+    context.join()
+    with pytest.raises(gs.RankFailed):
+        gs.spawn(rank_functions.exit_with, (1,), 2)
+    with pytest.raises(gs.RankFailed):
+        context = gs.spawn(rank_functions.exit_with, (1,), 2, join=False)
+        context.join()
+    del context
+    for thread in threading.enumerate():
+        if thread.name == "gradsync-supervisor":
+            thread.join()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert threading.active_count() == threads
+
+
+def run_python(script, **options):
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)"])
+def test_a_program_that_ends_waits_for_its_processes_and_tells_their_failure(tmp_path, ending):
+    script = command.write_script(
+        tmp_path,
+        f"""
+        import gradsync as gs
+        def work(path):
+            open(path, "w").close()
+            raise ValueError("boom")
+        if __name__ == "__main__":
+            gs.spawn(work, ({str(tmp_path / "begun")!r},), 1, join=False)
+            {ending}
+        """,
+    )
+    done = run_python(script)
+    assert (tmp_path / "begun").exists()
+    assert done.returncode == (3 if ending else 0)
+    assert done.stderr.endswith("ValueError: boom\n")
+    assert "gradsync: rank 0 (pid " in done.stderr
+
+
+def test_a_failure_that_was_told_is_not_told_again(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import gradsync as gs
+        def work():
+            raise ValueError("boom")
+        if __name__ == "__main__":
+            for join in (True, False):
+                try:
+                    gs.spawn(work, (), 1, join=join).join()
+                except gs.RankFailed:
+                    print("told")
+        """,
+    )
+    done = run_python(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "told\ntold\n", "")
+
+
+def test_daemons_end_with_the_program(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import signal
+        import gradsync as gs
+        def work():
+            while True:
+                signal.pause()
+        if __name__ == "__main__":
+            context = gs.spawn(work, (), 2, join=False, daemon=True)
+            assert all(process.daemon for process in context.processes)
+            print(*context.pids())
+        """,
+    )
+    done = run_python(script, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(command.has_ended(int(pid), 10) for pid in done.stdout.split())
+
+
+INTERRUPTED = """
+    import os, signal, sys, threading
+    import gradsync as gs
+    class Told(threading.Event):
+        def wait(self, timeout=None):
+            os.write(1, b"waiting\\n")
+            return super().wait(timeout)
+    def work(stubborn):
+        if stubborn:
+            signal.signal(signal.SIGINT, lambda *_: os.write(1, b"stubborn\\n"))
+        os.write(1, b"%d\\n" % os.getpid())
+        while True:
+            signal.pause()
+    if __name__ == "__main__":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        where, stubborn = sys.argv[1], len(sys.argv) > 2
+        try:
+            context = gs.spawn(work, (stubborn,), 2, join=where == "spawn")
+            if where == "outside":
+                Told().wait()
+            context._finished = Told()
+            context.join()
+        except KeyboardInterrupt:
+            os.write(1, b"interrupted\\n")
+            if where == "outside":
+                raise
+            if where == "join":
+                print(context.join(), [process.exitcode for process in context.processes])
+"""
+
+
+def start_interrupted(tmp_path, *arguments):
+    script = command.write_script(tmp_path, INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    lines = [process.stdout.readline().strip() for _ in range(2 if arguments[0] == "spawn" else 3)]
+    return process, [int(line) for line in lines if line != "waiting"]
+
+
+@pytest.mark.parametrize("where", ["spawn", "join", "outside"])
+def test_ctrl_c_ends_the_ranks_in_order(tmp_path, where):
+    process, pids = start_interrupted(tmp_path, where)
+    with process:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert all(command.has_ended(pid, 0) for pid in pids)
+    assert out.replace("waiting\n", "") == "interrupted\n" + ("True [130, 130]\n" if where == "join" else "")
+    if where == "outside":
+        assert err.endswith("KeyboardInterrupt\n")
+        assert process.returncode == -signal.SIGINT
+    else:
+        assert (process.returncode, err) == (0, "")
+
+
+def test_a_second_ctrl_c_kills(tmp_path):
+    process, pids = start_interrupted(tmp_path, "join", "stubborn")
+    with process:
+        process.send_signal(signal.SIGINT)
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert sorted(lines) == ["stubborn\n", "stubborn\n", "waiting\n"]
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert out.replace("waiting\n", "") == "interrupted\nTrue [-9, -9]\n"
+    assert all(command.has_ended(pid, 0) for pid in pids)
+
+
+def test_sigterm_while_spawn_waits(tmp_path):
+    process, pids = start_interrupted(tmp_path, "spawn")
+    with process:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert all(command.has_ended(pid, 0) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((None,), {}, "spawn needs a function, got None"),
+        ((rank_functions.place, 5), {}, "spawn needs args as a tuple, got 5"),
+        ((rank_functions.place, "text"), {}, r"one argument is written \(value,\)"),
+        ((rank_functions.place, (), 0), {}, "nprocs of spawn needs to be an integer of at least 1, got 0"),
+        ((rank_functions.place, (), -2), {}, "got -2"),
+        ((rank_functions.place, (), True), {}, "got True"),
+        ((rank_functions.place,), {"start_metod": "fork"}, "no option 'start_metod'; did you mean start_method?"),
+        ((rank_functions.place,), {"zzz": 1}, r"no option 'zzz' \(it has start_method, gpus, ips, backend"),
+        ((rank_functions.place,), {"start_method": "thread"}, "spawn needs a start method of 'spawn', 'fork'"),
+        ((rank_functions.place,), {"backend": "gloo"}, "spawn needs a backend of auto, .*, got 'gloo'"),
+        ((rank_functions.place, (), 2), {"gpus": "1"}, "gpus needs one GPU for each of 2 ranks, got 1"),
+        ((rank_functions.place, (), 1), {"ips": "127.0.0.1,192.0.2.7"}, "names another one: '192.0.2.7'"),
+        ((rank_functions.place, (), 1), {"ips": [""]}, "names another one: ''"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_process_starts(monkeypatch, arguments, options, text):
+    monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
+    with pytest.raises(gs.InvalidArgument, match=text):
+        gs.spawn(*arguments, **options)
+
+
+@pytest.mark.parametrize("port", ["text", -1, 65536, True])
+def test_bad_port(port):
+    with (
+        pytest.warns(DeprecationWarning, match="started_port"),
+        pytest.raises(gs.InvalidArgument, match="started_port to be 0 to 65535"),
+    ):
+        gs.spawn(rank_functions.place, started_port=port)
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch):
+    import socket
+
+    descriptors = os.listdir("/proc/self/fd")
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.warns(DeprecationWarning, match="started_port"), pytest.raises(gs.RendezvousError, match=str(port)):
+            gs.spawn(rank_functions.place, (), 1, started_port=port)
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)

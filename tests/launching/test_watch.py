@@ -1,0 +1,189 @@
+"""The supervisor's loop with ranks that are not processes: what real ones cannot be made to do."""
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from gradsync.launching.rank_process import ErrorReport
+from gradsync.launching.signal_inbox import SignalInbox
+from gradsync.launching.watch import Watch
+
+
+class PlayedRank:
+    """A rank whose end and report the test writes; notes the signals that it is sent."""
+
+    def __init__(self, rank, *, dies_of=(signal.SIGTERM, signal.SIGKILL)):
+        self.rank = rank
+        self.pid = 1000 + rank
+        self.result = self.error = self.memory_kill = None
+        self.exit_code = None
+        self.peak_bytes = 0
+        self.sent_kill = False
+        self.received = []
+        self.abandoned = False
+        self._dies_of = dies_of
+        self._will_end_with = None
+        self.status, self._status_writer = os.pipe()
+        self.report, self._report_writer = os.pipe()
+        self._will_report = None
+
+    def end(self, exit_code):
+        self._will_end_with = exit_code
+        self._close_writers()
+
+    def fail(self, error):
+        self._will_report = error
+        os.write(self._report_writer, b"!")
+
+    def read_status(self):
+        self.exit_code = self._will_end_with
+        return False
+
+    def read_report(self, limit_reads=None):
+        self.error = self._will_report
+        return False
+
+    def send_signal(self, number):
+        self.received.append(signal.Signals(number))
+        self.sent_kill = self.sent_kill or number == signal.SIGKILL
+        if number in self._dies_of and self._status_writer >= 0:
+            self.end(-number)
+
+    def reap(self):
+        self._close_readers()
+
+    def abandon(self):
+        self.abandoned = True
+        self._close_writers()
+        self._close_readers()
+
+    def _close_writers(self):
+        for descriptor in (self._status_writer, self._report_writer):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._status_writer = self._report_writer = -1
+
+    def _close_readers(self):
+        os.close(self.status)
+        os.close(self.report)
+
+
+@contextlib.contextmanager
+def watching(*ranks, grace_seconds=0.05):
+    with SignalInbox() as signals, Watch(signals, grace_seconds) as watch:
+        for rank in ranks:
+            watch.add(rank)
+        yield watch, signals
+
+
+def report(text="ValueError: boom", *, is_consequence=False, is_unsendable=False):
+    return ErrorReport(text, text, is_consequence, None, is_unsendable)
+
+
+def test_all_end_by_themselves():
+    ranks = [PlayedRank(0), PlayedRank(1)]
+    with watching(*ranks) as (watch, _):
+        for rank in ranks:
+            rank.end(0)
+        outcome = watch.run()
+    assert outcome.exit_code == 0
+    assert [rank.received for rank in ranks] == [[], []]
+
+
+def test_failure_ends_the_others_in_order():
+    polite, stubborn, failing = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL]), PlayedRank(2)
+    with watching(polite, stubborn, failing) as (watch, _):
+        failing.end(3)
+        outcome = watch.run()
+    assert outcome.root_cause.rank == 2
+    assert outcome.exit_code == 3
+    assert polite.received == [signal.SIGTERM]
+    assert stubborn.received == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_rank_that_cannot_be_killed_is_reported_and_left(monkeypatch):
+    monkeypatch.setattr("gradsync.launching.watch._UNKILLABLE_SECONDS", 0.05)
+    monkeypatch.setattr("gradsync.launching.watch._KILL", ((0.0, signal.SIGKILL), (0.05, 0)))
+    hanging, failing = PlayedRank(0, dies_of=[]), PlayedRank(1)
+    with watching(hanging, failing) as (watch, _):
+        failing.end(1)
+        outcome = watch.run()
+    assert hanging.abandoned
+    assert hanging.received[:2] == [signal.SIGTERM, signal.SIGKILL]
+    assert outcome.root_cause.rank == 1
+    assert "could not be killed" in outcome.ranks[0].describe()
+    assert not outcome.may_be_tried_again
+
+
+def test_result_that_cannot_be_sent_leaves_the_others_their_time():
+    working, unsendable = PlayedRank(0), PlayedRank(1)
+    with watching(working, unsendable) as (watch, _):
+        unsendable.fail(report(is_unsendable=True))
+        thread = threading.Timer(0.5, working.end, [0])  # longer than the others of a failed rank get
+        thread.start()
+        threading.Timer(0.1, unsendable.end, [1]).start()
+        outcome = watch.run()
+        thread.join()
+    assert working.received == []
+    assert outcome.ranks[0].exit_code == 0
+    assert outcome.root_cause.rank == 1
+
+
+def test_failure_outranks_a_result_that_cannot_be_sent():
+    unsendable, failing = PlayedRank(0), PlayedRank(1)
+    with watching(unsendable, failing) as (watch, _):
+        unsendable.fail(report("first", is_unsendable=True))
+        failing.fail(report("second"))
+        outcome = watch.run()
+    assert outcome.root_cause.rank == 1
+
+
+def test_consequence_never_hides_the_original():
+    told_first, original = PlayedRank(0), PlayedRank(1)
+    with watching(told_first, original) as (watch, _):
+        told_first.fail(report("RankFailed: rank 1 died", is_consequence=True))
+        told_first.end(1)
+        threading.Timer(0.3, original.end, [-signal.SIGSEGV]).start()
+        outcome = watch.run()
+    assert outcome.root_cause.rank == 1
+    assert outcome.exit_code == 128 + signal.SIGSEGV
+
+
+def test_sigkill_is_told_apart_from_one_of_the_kernels_for_want_of_memory(monkeypatch):
+    class Killer:
+        def kills(self):
+            return 1
+
+        def describe(self):
+            return "the kernel's out-of-memory killer ended it"
+
+    monkeypatch.setattr("gradsync.launching.watch.OomWatch", Killer)
+    hungry, other = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
+    with watching(hungry, other) as (watch, _):
+        hungry.peak_bytes = 3 << 30
+        hungry.end(-signal.SIGKILL)
+        outcome = watch.run()
+    assert "was killed by SIGKILL: the kernel's out-of-memory killer ended it; it had used 3.00 GiB" in (
+        outcome.root_cause.describe()
+    )
+    assert outcome.ranks[1].memory_kill is None  # we killed it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signal_from_another_thread_ends_the_job(number):
+    rank = PlayedRank(0, dies_of=[number])
+    with watching(rank) as (watch, signals):
+        signals.put(number)
+        outcome = watch.run()
+    assert outcome.signal_number == number
+    assert rank.received == [number]
+
+
+def test_ranks_are_ended_when_the_launcher_itself_fails():
+    rank = PlayedRank(0)
+    with pytest.raises(ZeroDivisionError), watching(rank):
+        raise ZeroDivisionError
+    assert rank.received == [signal.SIGKILL]

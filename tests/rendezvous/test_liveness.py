@@ -1,0 +1,377 @@
+"""Heartbeats between real processes and threads: who is stopped is named, who is busy is not, a verdict meets all."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+
+import pytest
+from rendezvous_ranks import SECRET, connect, connect_all, run_threads
+
+from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
+from gradsync.machine import machine_identity
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.liveness import Liveness
+from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.probing import Finding
+from gradsync.rendezvous.self_report import SelfReport
+from gradsync.rendezvous.server import RendezvousServer
+
+RANK = """
+import ctypes, sys
+from gradsync.rendezvous.client import RendezvousClient
+client = RendezvousClient.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]), rank=1, world_size=2)
+client.set_phase("all_reduce")
+client.barrier("start")
+if sys.argv[3] == "busy":
+    ctypes.PyDLL(None).usleep(3_000_000)  # a PyDLL call keeps Python's lock
+    client.barrier("end")
+    client.close()
+else:
+    sys.stdin.read()
+"""
+
+SERVER = """
+import sys
+from gradsync.rendezvous.server import RendezvousServer
+server = RendezvousServer(1, secret=bytes.fromhex(sys.argv[1]))
+print(server.address, flush=True)
+server.serve_forever()
+"""
+
+
+@contextmanager
+def rank_process(server: RendezvousServer, what: str):
+    command = [sys.executable, "-c", RANK, server.address, SECRET.hex(), what]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def server_process():
+    with subprocess.Popen([sys.executable, "-c", SERVER, SECRET.hex()], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def heartbeat_thread(client: RendezvousClient) -> threading.Thread:
+    return client._requests._liveness._thread
+
+
+def describe_and_wait(client: RendezvousClient, position: int, report: str) -> None:
+    """Returns once the client's heartbeats tell this position."""
+    is_told = threading.Event()
+
+    def positions() -> dict[str, int]:
+        is_told.set()
+        return {"world": position}
+
+    client.describe_with(positions, lambda: report)
+    assert is_told.wait(30)
+
+
+def test_stopped_rank_fails_the_others_with_its_name() -> None:
+    with (
+        RendezvousServer(2, secret=SECRET) as server,
+        rank_process(server, "wait") as victim,
+        connect(server, 0, 2) as client,
+    ):
+        client.barrier("start")
+        victim.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        with pytest.raises(RankFailed) as caught:
+            client.barrier("needs all", timeout_seconds=60)
+        assert time.monotonic() - stopped_at < 10
+    assert (caught.value.rank, caught.value.phase) == (1, "all_reduce")
+    assert f"rank 1/2 (pid {victim.pid}) was stopped (SIGSTOP?) in phase 'all_reduce'" in str(caught.value)
+
+
+def test_rank_that_holds_pythons_lock_for_seconds_is_not_condemned() -> None:
+    with RendezvousServer(2, secret=SECRET) as server, rank_process(server, "busy") as busy:
+        with connect(server, 0, 2) as client:
+            client.barrier("start")
+            assert client.barrier("end", timeout_seconds=60) == 1
+        assert busy.wait(30) == 0
+
+
+def test_stopped_server_is_told_to_a_rank_that_waits() -> None:
+    with server_process() as (process, address), connect(address, 0, 1) as client:
+        process.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        with pytest.raises(RendezvousError, match=rf"server at {address} \(pid {process.pid}\) was stopped"):
+            client.get("never", timeout_seconds=60)
+        assert time.monotonic() - stopped_at < 10
+        with pytest.raises(RendezvousError, match="was stopped"):
+            client.check()
+
+
+PARTITION = """
+import subprocess, threading
+from gradsync.errors import RendezvousError
+from gradsync.rendezvous import liveness
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.server import RendezvousServer
+liveness.machine_identity = lambda: "a machine of its own"
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+with RendezvousServer(1, secret=b"s" * 16) as server:
+    client = RendezvousClient.connect(server.address, secret=b"s" * 16, rank=0, world_size=1)
+    is_told = threading.Event()
+    client.describe_with(lambda: is_told.set() or {}, str)
+    assert is_told.wait(30)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    try:
+        client.get("never", timeout_seconds=60)
+    except RendezvousError as error:
+        print(error)
+    client.abandon()
+"""
+
+
+def test_partition_is_told_to_a_rank_that_waits() -> None:
+    """Loopback goes down under a connection, in a network namespace of its own."""
+    try:
+        subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespace can be made here: {error}")
+    command = ["unshare", "-rn", sys.executable, "-c", PARTITION]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert "rank 0/1: the rendezvous server at 127.0.0.1:" in done.stdout
+    assert "cannot be reached: its machine acknowledges nothing" in done.stdout
+
+
+def test_absence_is_raised_although_the_server_does_not_answer() -> None:
+    with server_process() as (process, address), connect(address, 0, 1) as client:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(
+            CollectiveTimeout, match=r"rank 0/1: waited 7 s in barrier #3 for rank 2; .* did not answer"
+        ):
+            client.report_absence("world", 3, "barrier #3", 7.0, [2])
+
+
+@pytest.mark.parametrize("end", ["abandon", "report_failure"])
+def test_verdict_reaches_a_rank_that_calls_nothing(end: str) -> None:
+    with RendezvousServer(2, secret=SECRET) as server:
+        sleeping, other = connect_all(server, 2)
+        getattr(other, end)(*(["why"] if end == "report_failure" else []))
+        thread = heartbeat_thread(sleeping)
+        thread.join(30)  # it ends once the generation has
+        assert not thread.is_alive()
+        assert isinstance(sleeping._requests._inbox.failure, RankFailed)
+        sleeping.close()
+        other.close()
+
+
+def test_absence_is_one_verdict_with_what_every_rank_does() -> None:
+    with RendezvousServer(3, secret=SECRET) as server:
+        clients = connect_all(server, 3)
+        reports = ["in wait()", "in load_batch()", "in wait()"]
+        positions = [7, 6, 7]
+        run_threads([lambda r=r: describe_and_wait(clients[r], positions[r], reports[r]) for r in range(3)])
+
+        def report(client: RendezvousClient) -> None:
+            client.report_absence("world", 7, "all_reduce #7 (float32, 4 KB)", 300.0, None)
+
+        errors = run_threads([lambda: report(clients[0]), lambda: report(clients[2])])
+        thread = heartbeat_thread(clients[1])
+        thread.join(30)
+        with pytest.raises(CollectiveTimeout) as caught:
+            clients[1].check()
+        errors.insert(1, caught.value)
+        for rank, error in enumerate(errors):
+            assert type(error) is CollectiveTimeout
+            assert error.missing_ranks == (1,)
+            assert str(error).startswith(f"rank {rank}/3: ranks 0 and 2 waited 300 s in all_reduce #7 (float32, 4 KB)")
+            with pytest.raises(CollectiveTimeout, match=re.escape(str(error))):
+                clients[rank].barrier()
+        assert len({str(error).partition(": ")[2] for error in errors}) == 1
+        pid = os.getpid()
+        assert str(errors[0]).split("\n\n")[1:] == [
+            f"missing: rank 1 (pid {pid}) is in phase 'running', and has begun 6 collectives:\n  in load_batch()",
+            "ranks 0 and 2:\n  in wait()",
+        ]
+        for client in clients:
+            client.report_waiting("world", 7, "all_reduce #7", 5.0, [1])  # too late, and harmless
+            client.close()
+
+
+def test_waiting_is_told_once_to_the_operator(caplog) -> None:
+    noticed = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            noticed.set()
+
+    log = logging.getLogger("gradsync.rendezvous")
+    listener = Listener()
+    log.addHandler(listener)
+    try:
+        with RendezvousServer(2, secret=SECRET) as server, caplog.at_level("WARNING"):
+            clients = connect_all(server, 2)
+            clients[1].set("introduced", b"")
+            clients[0].report_waiting("world", 4, "barrier #4", 5.0, [1])
+            assert noticed.wait(30)
+            for client in clients:
+                client.close()
+    finally:
+        log.removeHandler(listener)
+    [text] = [record.getMessage() for record in caplog.records if "wait" in record.getMessage()]
+    assert text.startswith("gradsync: rank 0 waits in barrier #4 for rank 1 since 5 s; rank 1 (pid ")
+
+
+def test_heartbeats_end_with_the_client() -> None:
+    with RendezvousServer(2, secret=SECRET) as server:
+        clients = connect_all(server, 2)
+        threads = [heartbeat_thread(client) for client in clients]
+        assert all(thread.is_alive() and thread.daemon for thread in threads)
+        clients[0].close()
+        clients[1].abandon()
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def test_forgotten_client_is_closed() -> None:
+    with RendezvousServer(1, secret=SECRET) as server:
+        client = connect(server, 0, 1)
+        describe_and_wait(client, 1, "")
+        thread = heartbeat_thread(client)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del client
+            gc.collect()
+            thread.join(30)
+            assert not thread.is_alive()
+        assert server.wait_until_empty(30)
+
+
+class FakeConnection:
+    """Keeps what is sent; the server is found as the test says."""
+
+    address = "server:1"
+
+    def __init__(self) -> None:
+        self.sent: list[tuple] = []
+        self.finding = Finding.RUNNING
+        self.pids: list[int | None] = []
+        self.is_shut_down = False
+
+    def post_if_idle(self, *message) -> None:
+        self.sent.append(message)
+
+    def post(self, *message) -> None:
+        self.sent.append(message)
+
+    def look_at_server(self, pid: int | None) -> Finding:
+        self.pids.append(pid)
+        return self.finding
+
+    def input_waiter(self) -> select.poll:
+        return select.poll()
+
+    def shut_down(self) -> None:
+        self.is_shut_down = True
+
+
+class FakeInbox:
+    def __init__(self) -> None:
+        self.heard_at = 0.0
+        self.failure: Exception | None = None
+        self.server: tuple[str, int] | None = (machine_identity(), 7)
+
+    def give_up(self, failure: Exception) -> None:
+        self.failure = failure
+
+
+class Heart:
+    """A client's heartbeats by a virtual clock; the server was heard of at 100 s."""
+
+    def __init__(self) -> None:
+        self.connection, self.inbox = FakeConnection(), FakeInbox()
+        self.liveness = Liveness(self.connection, self.inbox, SelfReport(self.connection), "rank 0/2")
+        self.liveness._silence.restart(100.0)
+        self.now = 100.0
+
+    def beat(self, times: int, *, was_late: bool = False) -> None:
+        for _ in range(times):
+            self.now += 0.5
+            self.liveness.beat(self.now, was_late=was_late)
+
+    def hear(self) -> None:
+        self.inbox.heard_at = self.now
+
+
+def test_rank_beats_from_when_it_is_seated() -> None:
+    heart = Heart()
+    heart.inbox.server = None
+    heart.beat(10)
+    assert heart.connection.sent == []
+    heart.inbox.server = ("elsewhere", 7)
+    heart.beat(3)
+    assert heart.connection.sent == [(FrameType.HEARTBEAT, {})] * 3
+    assert heart.connection.pids == [None]  # a process elsewhere cannot be looked at
+
+
+def test_slow_server_is_worth_one_warning(caplog) -> None:
+    heart = Heart()
+    heart.beat(40)
+    heart.hear()
+    heart.beat(4)
+    assert heart.inbox.failure is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0/2: the rendezvous server at server:1 (pid 7) has not been heard of for 5 s, but runs "
+        "(a long call that holds Python's lock?)",
+        "rank 0/2: the rendezvous server at server:1 (pid 7) is heard of again",
+    ]
+    assert set(heart.connection.pids) == {7}
+
+
+@pytest.mark.parametrize("finding", [finding for finding in Finding if finding.is_fatal])
+def test_lost_server_is_a_failure_that_sticks(finding: Finding) -> None:
+    heart = Heart()
+    heart.connection.finding = finding
+    heart.beat(3)
+    assert heart.inbox.failure is None
+    heart.beat(1)
+    assert re.match(rf"rank 0/2: the rendezvous server .* {re.escape(finding.value)}", str(heart.inbox.failure))
+    assert heart.connection.is_shut_down
+    assert heart.liveness.is_over
+
+
+def test_rank_that_was_itself_not_running_blames_nobody() -> None:
+    heart = Heart()
+    heart.connection.finding = Finding.STOPPED
+    heart.beat(3)
+    heart.now += 60
+    heart.beat(1, was_late=True)
+    heart.beat(2)
+    assert heart.inbox.failure is None
+
+
+def test_report_that_raises_says_so() -> None:
+    connection = FakeConnection()
+    report = SelfReport(connection)
+    report.answer(1)
+    report.describe_with(lambda: {"g" * 2000: -3, **{str(n): n for n in range(40)}}, lambda: "é" * 20_000)
+    report.answer(2)
+    report.describe_with(lambda: 1 / 0, lambda: 1 / 0)
+    report.answer(3)
+    first, second, third = (message[1:] for message in connection.sent)
+    assert first == (1, {}, "(nothing is known of what it does)")
+    assert len(second[1]) == 16
+    assert min(second[1].values()) == 0
+    assert len(second[2].encode()) <= 16 * 1024
+    assert third == (3, {}, "(its report cannot be made: ZeroDivisionError: division by zero)")

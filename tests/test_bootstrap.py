@@ -1,0 +1,53 @@
+"""Where ranks meet, and what is missing for that. How they then do: test_process_group, test_foreign_launchers."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradsync.bootstrap import _is_here, _where, join
+from gradsync.environment import RankEnvironment
+from gradsync.errors import AuthenticationError, InvalidArgument
+
+
+def rank(**known: object) -> RankEnvironment:
+    return RankEnvironment(**{"rank": 1, "world_size": 2, "local_rank": 1, "local_world_size": 2, **known})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("known", "where"),
+    [
+        ({"address": "node0:1", "run_name": "PMI-1-2"}, "node0:1"),
+        ({"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}, "alone"),
+        ({"run_name": "PMI-1-2"}, "PMI-1-2"),
+        ({"master_addr": "node0", "master_port": 29500}, "node0:29501"),
+        ({"master_addr": "node0", "master_port": 65535}, "node0:65534"),
+        ({"master_addr": "::1", "master_port": 29500}, "[::1]:29501"),
+    ],
+)
+def test_where(known: dict[str, object], where: str) -> None:
+    assert _where(rank(**known), None) == where
+    assert _where(rank(**known), "other:7") == "other:7"
+
+
+@pytest.mark.parametrize("known", [{}, {"master_addr": "node0"}, {"master_port": 29500}])
+def test_nowhere_to_meet_names_what_to_set(known: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match="rank 1/2 does not know where to meet.*MASTER_ADDR.*gradsync run"):
+        _where(rank(**known), None)
+
+
+@pytest.mark.parametrize("where", ["PMI-1-2", "localhost:1", "127.0.0.1:1", "127.9.9.9:1", "[::1]:1"])
+def test_what_only_this_machine_reaches(where: str) -> None:
+    assert _is_here(where)
+
+
+@pytest.mark.parametrize("where", ["node0:1", "192.0.2.1:1", "0.0.0.0:1", "[fe80::1]:1"])
+def test_what_others_reach_too(where: str) -> None:
+    assert not _is_here(where)
+    with pytest.raises(AuthenticationError, match="across hosts needs a secret.*GRADSYNC_SECRET_FILE"):
+        join(rank(), where, 1.0)
+
+
+def test_a_process_that_a_rank_started_is_told_that_it_is_none() -> None:
+    inherited = rank(address="127.0.0.1:4000", hosted=True, source="gradsync")
+    with pytest.raises(AuthenticationError, match="inherited the variables of a rank.*begin with GRADSYNC_"):
+        join(inherited, None, 1.0)

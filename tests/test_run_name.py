@@ -1,0 +1,75 @@
+"""The name of a run whose launcher does not tell where to meet: the same for its ranks, another for any other run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradsync.run_name import name_run
+
+SHOW = "import os; from gradsync.run_name import name_run; print(name_run(os.environ, {source!r}))"
+OPEN_MPI = ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+PMI = ("PMI", "PMI_RANK", "PMI_SIZE")
+# Stands for a launcher: starts ranks 0 and 1, each by what its arguments say.
+LAUNCHER = """
+import os, subprocess, sys
+rank_name, size_name, *command = sys.argv[1:]
+for rank in "01":
+    subprocess.run(command, env={**os.environ, rank_name: rank, size_name: "2"}, check=True)
+"""
+
+
+def names_of_ranks(launcher: tuple[str, str, str], command: list[str]) -> list[str]:
+    source, *variables = launcher
+    rank = [sys.executable, "-c", SHOW.format(source=source)]
+    run = [sys.executable, "-c", LAUNCHER, *variables, *command, *rank]
+    return subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.split("\n")[:-1]
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI, PMI], ids=["Open MPI", "PMI"])
+@pytest.mark.parametrize("command", [[], ["sh", "-c", 'sh -c \'"$0" "$@"; exit $?\' "$0" "$@"; exit $?']])
+def test_ranks_of_a_run_find_the_same_name(launcher: tuple[str, str, str], command: list[str]) -> None:
+    first, second = names_of_ranks(launcher, command)
+    assert first == second
+    assert first.startswith(f"{launcher[0].replace(' ', '')}-")
+    assert set(names_of_ranks(launcher, command)) != {first}
+
+
+def test_a_launcher_inside_a_rank_of_another_is_told_apart() -> None:
+    source, *_ = PMI
+    inner = [sys.executable, "-c", LAUNCHER, "PMI_RANK", "PMI_SIZE", sys.executable, "-c", SHOW.format(source=source)]
+    outer = {**os.environ, "PMI_RANK": "1", "PMI_SIZE": "7"}
+    run = subprocess.run(inner, stdout=subprocess.PIPE, text=True, check=True, timeout=60, env=outer)
+    first, second = run.stdout.split()
+    assert first == second
+
+
+@pytest.mark.parametrize("source", ["gradsync", "RANK"])
+def test_no_name_where_mpiexec_was_not_there(source: str) -> None:
+    assert name_run({"RANK": "0", "WORLD_SIZE": "2"}, source) is None
+
+
+def test_no_name_where_no_ancestor_is_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose first process is the rank."""
+    from gradsync import run_name
+
+    monkeypatch.setattr(run_name, "_variables_of", lambda pid: {b"PMI_RANK=0", b"PMI_SIZE=2"})
+    assert name_run({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI") is None
+
+
+def test_a_hidden_launcher_still_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /proc shows a user only what is the user's own."""
+    from gradsync import run_name
+
+    seen = run_name._parent_and_start
+    monkeypatch.setattr(run_name, "_parent_and_start", lambda pid: seen(pid) if pid == os.getpid() else (0, "0"))
+    monkeypatch.setattr(run_name, "_variables_of", lambda pid: set())
+    assert name_run({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI") == f"PMI-{os.getppid()}-0"
+
+
+def test_a_slurm_step_is_a_name_fit_for_a_file() -> None:
+    environ = {"SLURM_JOB_ID": "47/../11", "SLURM_STEP_ID": "2"}
+    assert name_run(environ, "Slurm") == "slurm-47_.._11.2.0"
