@@ -1,0 +1,131 @@
+"""Brings about each failure of a run for real, and measures how fast it is told, by whom, and what is left behind.
+
+    python benchmarks/detection.py                        # writes benchmarks/results/detection.json
+    python benchmarks/detection.py --only killed --rounds 1  # rows with that in their name; writes nothing
+
+Three moments are measured, each from that of the failure: "raised", when the last rank that needs to know has caught
+an error of ours; "reported", when the launcher has printed who was the culprit; and "down", when the last process has
+ended. A row counts with its worst round. The exit code is 1 when a culprit was not named, or something was left
+behind; a time above its target is only shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from failures.observation import DOWN, RAISED, REPORTED, Result, Row, observe
+from failures.rows import rows
+from measurement import provenance
+
+FOLDER = Path(__file__).parent
+ROUNDS = 5
+TABLE_WIDTH = 150  # of a log, where no terminal tells its own
+
+
+def chosen(all_rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """Gives the rows with one of these in their name; all of them where nothing is asked for."""
+    return [row for row in all_rows if not names or any(name in row.name for name in names)]
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    """Gives a line for each moment that was measured, unless it has no target and others say more."""
+    table = Table(title="From the failure until it is told, and until all is down: seconds")
+    for heading in ("failure", "phase"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ranks", "until", "median", "worst", "target", "met", "culprit\nnamed", "left\nbehind"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        for line in _lines_of(result):
+            table.add_row(*line)
+    return table
+
+
+def _lines_of(result: Result) -> Iterator[tuple[str, ...]]:
+    row = result.row
+    head = (row.failure, row.phase, str(row.ranks))
+    if result.skipped is not None:
+        yield (*head, "skipped", "", "", "", "", "", "")
+        return
+    tail = ("[red]NO[/red]" if result.complaints else "yes", str(len(set(result.left_behind))))
+    for what in _shown(result):
+        summary = result.summary(what)
+        figures = ("", "", "", "") if summary is None else _figures(summary)
+        yield (*head, what, *figures, *tail)
+        head, tail = ("", "", ""), ("", "")
+
+
+def _shown(result: Result) -> list[str]:
+    measured = [what for what in (RAISED, REPORTED, DOWN) if result.summary(what) is not None]
+    with_target = [what for what in measured if result.row.target(what) is not None]
+    return with_target or measured[:1] or [DOWN]
+
+
+def _figures(summary: dict[str, Any]) -> tuple[str, str, str, str]:
+    target, met = summary["target_seconds"], summary["met"]
+    verdict = {None: "", True: "yes", False: "[yellow]no[/yellow]"}[met]
+    shown_target = "" if target is None else f"{target:g}"
+    return f"{summary['median_seconds']:.3f}", f"{summary['worst_seconds']:.3f}", shown_target, verdict
+
+
+def as_json(results: Sequence[Result], made: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Gives the whole result, with where it comes from."""
+    made["machine"]["load_average_after"] = os.getloadavg()[0]
+    body = {**made, "settings": settings, "results": [result.as_json() for result in results]}
+    return json.dumps(body, indent=2) + "\n"
+
+
+def tell_what_is_wrong(results: Sequence[Result], console: Console) -> None:
+    for result in results:
+        if result.skipped is not None:
+            console.print(f"{result.row.name} skipped: {result.skipped}", markup=False, highlight=False, soft_wrap=True)
+        for text in dict.fromkeys(result.complaints + [f"left {thing}" for thing in result.left_behind]):
+            console.print(f"{result.row.name}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time how fast each failure is told, and see what is left behind.")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each failure [{ROUNDS}]")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows with this in their name")
+    parser.add_argument("--large", action="store_true", help="also return 1 GiB from a rank")
+    parser.add_argument("--list", action="store_true", help="list the rows' names, and end")
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/detection.json]")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    wanted = chosen(rows(large=options.large), options.only)
+    if options.list or not wanted:
+        print("\n".join(row.name for row in rows(large=True)))
+        return 0 if options.list else 2
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what ignores it passes that on to all it starts
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a scene ends in order
+    made = provenance("benchmarks/detection.py")
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    results = []
+    for row in wanted:
+        results.append(observe(row, options.rounds))
+        console.print(f"{len(results)}/{len(wanted)} {row.name}", highlight=False)
+    console.print(table_of(results))
+    tell_what_is_wrong(results, console)
+    output = options.output or (None if options.only else FOLDER / "results" / "detection.json")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(as_json(results, made, {"rounds": options.rounds}))
+        console.print(f"written to {os.path.relpath(output)}", highlight=False)
+    return 0 if all(result.is_good for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""What came of a failure: one round of it, and all its rounds together."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from failures.confinement import Unavailable
+from failures.diary import ERROR, FAULT, READY, Note
+from failures.scene import Scene, SceneFailed
+
+RAISED, REPORTED, DOWN = "raised", "reported", "down"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A failure, how it is brought about, and what must be told of it.
+
+    Attributes:
+        name: short, for the command line.
+        failure, phase: as the table names them.
+        ranks: how many there are.
+        play: brings it about.
+        raising: ranks that must get an error.
+        errors: of which types.
+        names: what each such error must tell.
+        report: what must be printed, by the launcher or whoever is asked: patterns, each for a line.
+        exit_codes: by the name of the scene's process.
+        told_within: seconds until the errors are raised, and until the report is there.
+        down_within: seconds until all processes have ended.
+        ends_run: whether the run ends of it, so that the time of its end tells something.
+        begins_with_waiting: the clock starts when the first rank waits, and not with the culprit.
+        needs: tells why this machine cannot show it, or None.
+    """
+
+    name: str
+    failure: str
+    phase: str
+    ranks: int
+    play: Callable[[Scene], None]
+    raising: tuple[int, ...] = ()
+    errors: tuple[str, ...] = ()
+    names: str = ""
+    report: tuple[str, ...] = ()
+    exit_codes: Mapping[str, int] = field(default_factory=dict)
+    told_within: float | None = None
+    down_within: float | None = None
+    ends_run: bool = True
+    begins_with_waiting: bool = False
+    needs: Callable[[], str | None] = lambda: None
+
+    def target(self, measured: str) -> float | None:
+        return self.down_within if measured == DOWN else self.told_within
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One round.
+
+    Attributes:
+        seconds: by what was measured, from the failure.
+        errors: types of the errors that ranks got.
+        complaints: what was not told, or told wrongly.
+        left_behind: what was still there.
+    """
+
+    seconds: dict[str, float]
+    errors: tuple[str, ...]
+    complaints: tuple[str, ...]
+    left_behind: tuple[str, ...]
+
+
+@dataclass
+class Result:
+    """All rounds of a row; none where it was skipped."""
+
+    row: Row
+    rounds: list[Observation] = field(default_factory=list)
+    skipped: str | None = None
+
+    @property
+    def complaints(self) -> list[str]:
+        return [complaint for round_ in self.rounds for complaint in round_.complaints]
+
+    @property
+    def left_behind(self) -> list[str]:
+        return [thing for round_ in self.rounds for thing in round_.left_behind]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything was told rightly and nothing left; how soon is another matter."""
+        return not self.complaints and not self.left_behind
+
+    def samples(self, measured: str) -> list[float]:
+        return [round_.seconds[measured] for round_ in self.rounds if measured in round_.seconds]
+
+    def summary(self, measured: str) -> dict[str, Any] | None:
+        """Sums up one of the measurements; None where it has none."""
+        samples = self.samples(measured)
+        if not samples:
+            return None
+        target = self.row.target(measured)
+        return {
+            "target_seconds": target,
+            "median_seconds": statistics.median(samples),
+            "worst_seconds": max(samples),
+            "met": None if target is None else max(samples) <= target,
+            "samples": samples,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        row = self.row
+        return {
+            "name": row.name,
+            "failure": row.failure,
+            "phase": row.phase,
+            "ranks": row.ranks,
+            "skipped": self.skipped,
+            "measured": {what: self.summary(what) for what in (RAISED, REPORTED, DOWN)},
+            "errors": dict(Counter(error for round_ in self.rounds for error in round_.errors)),
+            "culprit_named": None if self.skipped else not self.complaints,
+            "complaints": self.complaints,
+            "left_behind": self.left_behind,
+        }
+
+
+def observe(row: Row, rounds: int) -> Result:
+    """Brings a failure about so many times."""
+    reason = row.needs()
+    if reason is not None:
+        return Result(row, skipped=reason)
+    result = Result(row)
+    for _ in range(rounds):
+        try:
+            result.rounds.append(_play_round(row))
+        except Unavailable as unavailable:
+            return Result(row, skipped=str(unavailable))
+    return result
+
+
+def _play_round(row: Row) -> Observation:
+    with Scene() as scene:
+        try:
+            row.play(scene)
+        except SceneFailed as failure:
+            return Observation({}, (), (str(failure),), tuple(scene.left_behind()[1]))
+        ended_at, left = scene.left_behind()
+        began = _beginning(row, scene)
+        errors = [note for note in scene.of(ERROR) if note.rank in row.raising and note.facts["is_typed"]]
+        reported_at = [_time_of(pattern, scene) for pattern in row.report]
+        moments = {RAISED: [note.at for note in errors], REPORTED: [at for at in reported_at if at is not None]}
+        seconds = {what: max(at) - began for what, at in moments.items() if at}
+        if row.ends_run:
+            seconds[DOWN] = (scene.down_at or ended_at) - began
+        complaints = [*_complaints_of_errors(row, errors), *_complaints_of_report(row, scene)]
+        types = tuple(note.facts["type"] for note in errors)
+        return Observation(seconds, types, tuple(complaints), tuple(left))
+
+
+def _beginning(row: Row, scene: Scene) -> float:
+    if row.begins_with_waiting:
+        return min(note.at for note in scene.of(READY) if note.rank in row.raising or not row.raising)
+    return scene.of(FAULT)[-1].at
+
+
+def _time_of(pattern: str, scene: Scene) -> float | None:
+    return next((line.at for line in scene.lines if re.search(pattern, line.text)), None)
+
+
+def _complaints_of_errors(row: Row, errors: Sequence[Note]) -> list[str]:
+    complaints = []
+    for rank in row.raising:
+        own = [note.facts for note in errors if note.rank == rank]
+        if not own:
+            complaints.append(f"rank {rank} got no error of ours")
+        complaints += [
+            f"rank {rank} got {facts['type']}: {facts['text'][:300]}"
+            for facts in own
+            if facts["type"] not in row.errors or not re.search(row.names, facts["text"])
+        ]
+    return complaints
+
+
+def _complaints_of_report(row: Row, scene: Scene) -> list[str]:
+    missing = [pattern for pattern in row.report if _time_of(pattern, scene) is None]
+    complaints = []
+    if missing:
+        printed = "\n".join(line.text for line in scene.lines[-20:])
+        complaints.append(f"nothing printed fits {missing}, but:\n{printed}")
+    for name, code in row.exit_codes.items():
+        if scene.exit_code(name) != code:
+            complaints.append(f"{name} ended with {scene.exit_code(name)} in place of {code}")
+    return complaints

@@ -1,0 +1,28 @@
+"""All failures that are brought about, with what must be told of each and how soon.
+
+Targets are for one host. A target of None is not judged: there the time is no matter of detection.
+"""
+
+from __future__ import annotations
+
+from failures import rows_of_others, rows_of_ranks
+from failures.observation import Row
+
+
+def rows(*, large: bool = False) -> list[Row]:
+    """Gives all rows, in the order of the table.
+
+    Args:
+        large: whether a rank also returns 1 GiB.
+    """
+    return [
+        *rows_of_ranks.before_init(),
+        *rows_of_ranks.deaths(),
+        *rows_of_ranks.silences(),
+        *rows_of_ranks.exceptions(),
+        *rows_of_ranks.memory(),
+        *rows_of_others.signals(),
+        *rows_of_others.abandoned(),
+        *rows_of_others.refusals(),
+        *rows_of_others.values(large=large),
+    ]

@@ -1,0 +1,201 @@
+"""Failures of others than a rank: of the launcher, the server, the meeting, what is handed over; and asked-for ends."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+
+from failures import meetings
+from failures.observation import Row
+from failures.rows_of_ranks import BY_SIGKILL, FAILED, KILLED, NAMES_RANK_1, RANK_1
+from failures.runs import LAUNCHER, call, freeze_a_rank, interrupt_twice, run, signalled, stop_launcher
+
+
+def signals() -> list[Row]:
+    """Somebody ends the run: within the grace that ranks are given, and a second."""
+    return [
+        Row(
+            "ctrl-c",
+            "Ctrl-C",
+            "all_reduce",
+            2,
+            run(2, "all_reduce", "none", strike=signalled(signal.SIGINT)),
+            report=("^gradsync: stopping 2 ranks",),
+            exit_codes={LAUNCHER: 130},
+            down_within=2.0,
+        ),
+        Row(
+            "ctrl-c-twice",
+            "Ctrl-C again, ranks ignore it",
+            "all_reduce",
+            2,
+            run(2, "all_reduce", "none", "--stubborn", strike=interrupt_twice),
+            exit_codes={LAUNCHER: 130},
+            down_within=0.2,
+        ),
+        *(_asked_to_end(number, stubborn) for number in (signal.SIGTERM, signal.SIGHUP) for stubborn in (False, True)),
+        Row(
+            "unkillable",
+            "a rank cannot be killed; SIGTERM",
+            "all_reduce",
+            2,
+            freeze_a_rank(2),
+            report=(rf"{RANK_1} could not be killed",),
+            exit_codes={LAUNCHER: 128 + signal.SIGTERM},
+            down_within=3.0,
+        ),
+    ]
+
+
+def _asked_to_end(number: signal.Signals, stubborn: bool) -> Row:
+    options = ("--stubborn",) if stubborn else ()
+    return Row(
+        number.name.lower() + ("-ignored" if stubborn else ""),
+        f"{number.name} to the launcher" + (", ranks ignore it" if stubborn else ""),
+        "all_reduce",
+        2,
+        run(2, "all_reduce", "none", *options, grace=1.0, strike=signalled(number)),
+        exit_codes={LAUNCHER: 128 + number},
+        down_within=2.0,
+    )
+
+
+def abandoned() -> list[Row]:
+    """Ranks have started processes, double-forked ones too; or nobody looks after the ranks any more."""
+    server_gone = partial(
+        Row, phase="all_reduce", ranks=2, raising=(0, 1), errors=("RendezvousError",), names="rendezvous server"
+    )
+    return [
+        Row(
+            "launcher-killed",
+            "SIGKILL to the launcher, grandchildren",
+            "all_reduce",
+            2,
+            run(2, "all_reduce", "none", "--children", strike=signalled(signal.SIGKILL)),
+            exit_codes={LAUNCHER: -signal.SIGKILL},
+            down_within=1.0,
+        ),
+        Row(
+            "killed-with-children",
+            "SIGKILL, grandchildren",
+            "all_reduce",
+            2,
+            run(2, "all_reduce", "kill", "--children"),
+            raising=(0,),
+            errors=("RankFailed",),
+            names=NAMES_RANK_1,
+            report=(KILLED,),
+            exit_codes=BY_SIGKILL,
+            told_within=0.5,
+            down_within=1.0,
+        ),
+        server_gone(
+            "launcher-stopped",
+            "SIGSTOP to the launcher",
+            play=run(2, "all_reduce", "none", strike=stop_launcher),
+            told_within=3.0,
+        ),
+        server_gone("server-killed", "SIGKILL to the server", play=meetings.server_killed, told_within=0.5),
+    ]
+
+
+def refusals() -> list[Row]:
+    """Who must not join, or does not."""
+    refused = partial(Row, phase="init", ranks=2)
+    unharmed = {"rank 0": 0, "rank 1": 0}
+    return [
+        refused(
+            "slow-joiner",
+            "does not join; limit 1 s",
+            play=run(2, "before-init", "stall", "--timeout", "1"),
+            raising=(0,),
+            errors=("RendezvousTimeout",),
+            names=NAMES_RANK_1,
+            report=(r"RendezvousTimeout: .*missing: rank 1\b",),
+            exit_codes=FAILED,
+            begins_with_waiting=True,
+            told_within=1.1,
+        ),
+        refused(
+            "duplicate-rank",
+            "duplicate rank",
+            play=meetings.duplicate_rank,
+            raising=(1,),
+            errors=("RendezvousError",),
+            names=r"rank 1\b.*(already|twice|taken)",
+            exit_codes=unharmed,
+            ends_run=False,
+            told_within=0.1,
+        ),
+        refused(
+            "wrong-world-size",
+            "wrong world size",
+            play=meetings.wrong_world_size,
+            raising=(0,),
+            errors=("RendezvousError",),
+            names=r"(?s)(\b2\b.*\b3\b|\b3\b.*\b2\b)",
+            exit_codes=unharmed,
+            ends_run=False,
+            told_within=0.1,
+        ),
+        refused(
+            "another-run",
+            "server of another run",
+            play=meetings.another_run,
+            raising=(0,),
+            errors=("AuthenticationError",),
+            names="another run",
+            exit_codes=unharmed,
+            ends_run=False,
+            told_within=0.2,
+        ),
+        refused(
+            "port-in-use",
+            "port in use",
+            play=meetings.port_in_use,
+            raising=(0,),
+            errors=("RendezvousError",),
+            names=r"in use by process \d+",
+            told_within=0.1,
+        ),
+    ]
+
+
+def values(*, large: bool) -> list[Row]:
+    """What must pass between a launching script and its ranks, and cannot, or only just."""
+    rows = [
+        Row(
+            "unpicklable-function",
+            "function that does not pickle",
+            "gs.launch",
+            2,
+            call("unpicklable-function"),
+            report=("^InvalidArgument: .*pickle",),
+            exit_codes=FAILED,
+            told_within=0.1,
+        ),
+        Row(
+            "unpicklable-result",
+            "return value that does not pickle",
+            "gs.launch",
+            2,
+            call("unpicklable-result"),
+            report=(r"worker\[1\] failed", "pickle", r"^kept: \{0: 'the result of rank 0'\}"),
+            exit_codes=FAILED,
+            told_within=0.3,
+        ),
+    ]
+    large_values = [
+        Row(
+            f"large-result-{mebibytes}",
+            f"return value of {mebibytes} MiB",
+            "gs.launch",
+            2,
+            call("large-result", str(mebibytes)),
+            report=(rf"^returned \[20, {mebibytes << 20}\]",),
+            exit_codes={LAUNCHER: 0},
+            ends_run=False,
+        )
+        for mebibytes in ((256, 1024) if large else (256,))
+    ]
+    return rows + large_values
