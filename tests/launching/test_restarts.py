@@ -96,3 +96,19 @@ def test_stale_rank_of_an_earlier_start_is_refused(tmp_path):
     script = command.write_script(tmp_path, source)
     code, out, err = command.run("run", "--no-prefix", "-n", 2, "--max-restarts", 1, script)
     assert (code, out) == (0, "refused\nrefused\n"), err
+
+
+def test_each_start_forms_a_generation_of_its_own(tmp_path):
+    source = """
+        import os, sys
+        import gradsync as gs
+        from gradsync import process_group
+        for _ in range(2):
+            with gs.init_process_group() as comm:
+                if comm.rank == 0:
+                    print(os.environ["GRADSYNC_RESTART_COUNT"], process_group._client.generation, flush=True)
+        sys.exit(1 if os.environ["GRADSYNC_RESTART_COUNT"] == "0" else 0)
+        """
+    script = command.write_script(tmp_path, source)
+    code, out, _ = command.run("run", "--no-prefix", "-n", 2, "--max-restarts", 1, script)
+    assert (code, out.split("\n")) == (0, ["0 1", "0 2", "1 3", "1 4", ""])

@@ -91,6 +91,7 @@ class Supervisor:
         self._on_news = on_news
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
+        self._generations = 0  # formed by the servers of earlier starts
         self.ranks: list[RankProcess] = []
 
     def __enter__(self) -> Supervisor:
@@ -125,7 +126,7 @@ class Supervisor:
         if self._output is not None:
             self._output.start()
         # The ranks boot meanwhile; who connects early waits in the listener's backlog.
-        self._stack.enter_context(_serving(job, point))
+        self._stack.enter_context(self._serving(point))
 
     def finish(self, on_restart: Callable[[Outcome, int], None] | None = None) -> Outcome:
         """Watches the ranks to their end, starting all of them again as often as the job says."""
@@ -151,6 +152,27 @@ class Supervisor:
                 theirs.callback(os.close, streams[2])
                 self._output.add(rank.rank, output_reader, error_reader)  # which closes them, whatever happens here
             rank.start(self._job.start_method, self._job.target, record, environ, tuple(streams))
+
+    @contextlib.contextmanager
+    def _serving(self, point: MeetingPoint) -> Iterator[None]:
+        """Runs the rendezvous server in a thread of this process, where it is to host it."""
+        if point.listener is None:
+            yield
+            return
+        from gradsync.rendezvous.server import RendezvousServer  # here: the ranks boot while it loads
+
+        job = self._job
+        server = RendezvousServer(
+            job.world_size, secret=point.secret, listener=point.listener, earlier_generations=self._generations
+        )
+        server.start()
+        try:
+            yield
+        finally:
+            if job.world_size > job.n_ranks:
+                server.wait_until_empty(_LEAVING_SECONDS)
+            server.stop()
+            self._generations = server.generation
 
     def _with_last_output(self, outcome: Outcome) -> Outcome:
         """Shows what is left of the ranks' output, and adds its last lines to the outcome."""
@@ -186,24 +208,6 @@ def _start_record(job: Job, point: MeetingPoint, *, shows_lines: bool) -> Iterat
         yield record
     finally:
         os.close(record)
-
-
-@contextlib.contextmanager
-def _serving(job: Job, point: MeetingPoint) -> Iterator[None]:
-    """Runs the rendezvous server in a thread of this process, where it is to host it."""
-    if point.listener is None:
-        yield
-        return
-    from gradsync.rendezvous.server import RendezvousServer  # here: the ranks boot while it loads
-
-    server = RendezvousServer(job.world_size, secret=point.secret, listener=point.listener)
-    server.start()
-    try:
-        yield
-    finally:
-        if job.world_size > job.n_ranks:
-            server.wait_until_empty(_LEAVING_SECONDS)
-        server.stop()
 
 
 def _standard_input(is_chosen: bool, theirs: contextlib.ExitStack) -> int:

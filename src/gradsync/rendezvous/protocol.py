@@ -29,9 +29,13 @@ class RendezvousCore:
         world_size: ranks in every generation.
         machine: the server's own, see `machine_identity`; "" where that is not known.
         pid: the server's own.
+        earlier_generations: how many an earlier server of this run has formed.
+
+    Attributes:
+        formed_count: number of the generation that was formed last.
     """
 
-    def __init__(self, world_size: int, *, machine: str = "", pid: int = 0) -> None:
+    def __init__(self, world_size: int, *, machine: str = "", pid: int = 0, earlier_generations: int = 0) -> None:
         self._world_size = world_size
         self._machine = machine
         self._pid = pid
@@ -39,7 +43,7 @@ class RendezvousCore:
         self._seats: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
         self._waits = WaitTable()
         self._silences = SilenceTable()
-        self._formed_count = 0
+        self.formed_count = earlier_generations
         self._notice_at: float | None = None
 
     def handle(self, now: float, event: Event) -> list[Action]:
@@ -272,8 +276,8 @@ class RendezvousCore:
         return self._notice(now, head.roster)
 
     def _form(self, generation: Generation) -> list[Action]:
-        self._formed_count += 1
-        generation.number = self._formed_count
+        self.formed_count += 1
+        generation.number = self.formed_count
         self._notice_at = None
         actions: list[Action] = []
         for _, member in generation.roster.present():

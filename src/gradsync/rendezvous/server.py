@@ -34,6 +34,7 @@ class RendezvousServer:
         port: the port to bind; 0 takes a free one, and the bound socket is its reservation.
         listener: a bound TCP socket to use instead of host and port; the server owns it from now on.
         run_id: names the run in messages and binds its sessions; random by default, at most 64 bytes.
+        earlier_generations: how many an earlier server of the same run has formed; its own count goes on from there.
 
     Attributes:
         address: where clients connect, e.g. "127.0.0.1:43211" or "[::1]:4000".
@@ -53,6 +54,7 @@ class RendezvousServer:
         port: int = 0,
         listener: socket.socket | None = None,
         run_id: str | None = None,
+        earlier_generations: int = 0,
     ) -> None:
         if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
             raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
@@ -61,9 +63,12 @@ class RendezvousServer:
         secret = check_secret(secret)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)
+        self._core = RendezvousCore(
+            world_size, machine=machine_identity(), pid=os.getpid(), earlier_generations=earlier_generations
+        )
         self._loop = EventLoop(
             listener,
-            RendezvousCore(world_size, machine=machine_identity(), pid=os.getpid()),
+            self._core,
             secret=secret,
             run_id=self.run_id,
             max_members=2 * world_size + 16,
@@ -76,6 +81,11 @@ class RendezvousServer:
 
     def __repr__(self) -> str:
         return f"RendezvousServer(address={self.address!r}, world_size={self.world_size})"
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation that was formed last; 0 before the first."""
+        return self._core.formed_count
 
     def __enter__(self) -> RendezvousServer:
         self.start()
