@@ -13,7 +13,6 @@ import hmac
 import math
 import mmap
 import os
-import secrets
 import socket
 import struct
 import time
@@ -92,10 +91,10 @@ class SegmentOffer:
     """
 
     def __init__(self) -> None:
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._token = os.urandom(_TOKEN_BYTES)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         # The abstract namespace leaves no file behind.
-        name = b"\0gradsync-" + secrets.token_hex(16).encode()
+        name = b"\0gradsync-" + os.urandom(16).hex().encode()
         self._listener.bind(name)
         self._listener.listen(128)
         self.ticket = self._token + name

@@ -7,7 +7,7 @@ the time that is left; the socket itself never blocks.
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
 import select
 import socket
 import threading
@@ -65,7 +65,7 @@ class ClientConnection:
             FrameError, StreamEnded, RendezvousTimeout: the peer is no gradsync server, or too busy.
             AuthenticationError: the peer does not know the secret.
         """
-        handshake = ClientHandshake(secret, secrets.token_bytes(NONCE_BYTES))
+        handshake = ClientHandshake(secret, os.urandom(NONCE_BYTES))
         self._write(handshake.hello(), deadline)
         while (frame := self._reader.next_frame()) is None:
             if not self._fill(deadline):

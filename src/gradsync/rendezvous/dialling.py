@@ -5,7 +5,7 @@ Sits between `client` and `client_connection`.
 
 from __future__ import annotations
 
-import random
+import os
 import socket
 import time
 
@@ -61,7 +61,7 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
                     "another service or run holds this port"
                 )
         # Jitter keeps ranks that started together from knocking together.
-        pause = backoff_seconds * random.uniform(0.5, 1.0)
+        pause = backoff_seconds * (0.5 + os.urandom(1)[0] / 512)
         if time.monotonic() + pause >= deadline:
             raise RendezvousTimeout(
                 f"{who}: no rendezvous server at {address} within {deadline - started:.3g} s; last cause: {cause}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import secrets
+import os
 import selectors
 import socket
 import threading
@@ -163,7 +163,7 @@ class EventLoop:
             stream.close()
             return
         self._next_number += 1
-        handshake = ServerHandshake(self._secret, self._run_id, secrets.token_bytes(NONCE_BYTES))
+        handshake = ServerHandshake(self._secret, self._run_id, os.urandom(NONCE_BYTES))
         connection = ServerConnection(self._next_number, stream, handshake, time.monotonic() + HANDSHAKE_SECONDS)
         self._connections[connection.number] = connection
         self._empty.clear()

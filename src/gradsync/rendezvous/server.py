@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import threading
 from types import TracebackType
@@ -165,7 +164,7 @@ class RendezvousServer:
 
 def _check_run_id(run_id: str | None) -> str:
     if run_id is None:
-        return secrets.token_hex(8)
+        return os.urandom(8).hex()
     if not run_id or len(run_id.encode()) > MAX_RUN_ID_BYTES:
         raise InvalidArgument(f"a run_id needs 1 to {MAX_RUN_ID_BYTES} bytes, got {len(run_id.encode())}")
     return run_id

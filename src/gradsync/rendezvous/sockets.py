@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import socket
-from pathlib import Path
 
 from gradsync.errors import InvalidArgument, RendezvousError
 
@@ -105,6 +104,8 @@ def tune_stream(stream: socket.socket) -> None:
 
 def _describe_holder(port: int) -> str:
     """Returns " by process 42 (name)" for the process listening on a port, or "" where it cannot be read."""
+    from pathlib import Path  # here: no rank that binds nothing needs it
+
     with contextlib.suppress(OSError, ValueError, IndexError):
         inodes = _listening_inodes(port)
         pid = _process_with_socket(inodes)
@@ -115,6 +116,8 @@ def _describe_holder(port: int) -> str:
 
 
 def _listening_inodes(port: int) -> set[str]:
+    from pathlib import Path
+
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
