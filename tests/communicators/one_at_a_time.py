@@ -96,6 +96,9 @@ class Client:
     def check(self) -> None:
         self._rendezvous.baton.pause(self.rank)
 
+    def has_failed(self) -> bool:
+        return False
+
     def follow(self, group: str, on_asked: Callable[[int], Any]) -> None:
         self._rendezvous.followers[self.rank] = on_asked
 

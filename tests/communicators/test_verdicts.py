@@ -36,6 +36,9 @@ class Client:
         if self.failure is not None and self.checks_before < 0:
             raise self.failure
 
+    def has_failed(self) -> bool:
+        return self.failure is not None and self.checks_before <= 0
+
     def report_waiting(self, *report: Any) -> None:
         self.reports.append(report)
 
@@ -88,7 +91,7 @@ def test_a_verdict_is_remembered(verdict: Exception) -> None:
 def test_a_lost_server_is_no_verdict(failure: Exception | None) -> None:
     told = made(Client(failure))
     assert told.known() is None
-    assert not told.was_heard
+    assert told.was_heard == isinstance(failure, gs.RendezvousError)  # the other ranks hear that too
     if failure is not None:
         expect(type(failure), told.check)
 
@@ -161,3 +164,9 @@ def test_a_verdict_does_not_stop_a_round_that_is_complete() -> None:
     thread.join(30)
     assert not thread.is_alive()
     assert client.checks_before == 0
+
+
+def test_what_another_thread_has_heard_is_seen_before_any_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsync.communicators.shared_barrier._LOOK_FOR_FAILURES_EVERY_SECONDS", 1e9)
+    clients = [Client(gs.RendezvousError("the server is gone")), Client()]
+    expect(gs.RendezvousError, lambda: barriers(*clients)[0].meet(BARRIER))

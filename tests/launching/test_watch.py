@@ -21,7 +21,7 @@ class PlayedRank:
         self.result = self.error = self.memory_kill = None
         self.exit_code = None
         self.peak_bytes = 0
-        self.sent_kill = False
+        self.sent_kill = self.stopped = False
         self.received = []
         self.abandoned = False
         self._dies_of = dies_of
@@ -45,6 +45,9 @@ class PlayedRank:
     def read_report(self, limit_reads=None):
         self.error = self._will_report
         return False
+
+    def is_stopped(self):
+        return self.stopped
 
     def send_signal(self, number):
         self.received.append(signal.Signals(number))
@@ -79,8 +82,8 @@ def watching(*ranks, grace_seconds=0.05):
         yield watch, signals
 
 
-def report(text="ValueError: boom", *, is_consequence=False, is_unsendable=False):
-    return ErrorReport(text, text, is_consequence, None, is_unsendable)
+def report(text="ValueError: boom", **options):
+    return ErrorReport(text, text, **({"is_consequence": False} | options))
 
 
 def test_all_end_by_themselves():
@@ -187,3 +190,17 @@ def test_ranks_are_ended_when_the_launcher_itself_fails():
     with pytest.raises(ZeroDivisionError), watching(rank):
         raise ZeroDivisionError
     assert rank.received == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize(("is_timeout", "is_stopped"), [(True, False), (False, True), (False, False)])
+def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(monkeypatch, is_timeout, is_stopped):
+    monkeypatch.setattr("gradsync.launching.watch._ROOT_CAUSE_SECONDS", 3600.0)
+    told, culprit = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
+    culprit.stopped = is_stopped
+    with watching(told, culprit) as (watch, _):
+        told.fail(report("verdict", is_consequence=True, missed_rank=1, is_timeout=is_timeout))
+        told.end(1)
+        if not is_timeout and not is_stopped:
+            threading.Timer(0.3, culprit.end, [-signal.SIGABRT]).start()  # what it has to say
+        outcome = watch.run()
+    assert outcome.root_cause is outcome.ranks[0 if is_timeout or is_stopped else 1]

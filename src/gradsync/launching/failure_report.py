@@ -19,11 +19,12 @@ def print_failure(outcome: Outcome, stream: TextIO) -> None:
     root = outcome.root_cause
     if root is None:
         return
-    if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
-        return  # ranks that end because they were asked to are no news
     others = [rank for rank in outcome.ranks if rank is not root]
-    lines = [f"gradsync: {line}\n" for line in _also_failed(others)]
-    lines += [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
+    hanging = [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
+    if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
+        stream.write("".join(hanging))
+        return  # ranks that end because they were asked to are no news
+    lines = [f"gradsync: {line}\n" for line in _also_failed(others)] + hanging
     lines += [
         f"gradsync: rank {rank.rank} (pid {rank.pid}) had ended with exit code 0\n"
         for rank in others

@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # when they come to the guard itself
-_SWEEP_SECONDS = 2.0  # then what is left hangs in the kernel
+_SWEEP_SECONDS = 1.5  # then what is left hangs in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
 
 

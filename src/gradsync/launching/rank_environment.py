@@ -64,8 +64,9 @@ def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
     """Gives what torchrun sets beside RANK and its like, for scripts that read it."""
     world_size = str(job.world_size)
     return {
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        # torchrun's groups are machines, each with as many ranks as this one.
+        "GROUP_RANK": str(job.rank_start // job.n_ranks),
+        "GROUP_WORLD_SIZE": str(-(-job.world_size // job.n_ranks)),
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,

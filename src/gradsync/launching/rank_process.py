@@ -29,6 +29,7 @@ class ErrorReport:
         is_consequence: whether it only tells that another rank is gone.
         missed_rank: the rank that it says is gone, where it names one.
         is_unsendable: whether only the function's result could not be sent.
+        is_timeout: whether it only tells that another rank did not come in time: that one has nothing to tell.
     """
 
     text: str
@@ -36,6 +37,7 @@ class ErrorReport:
     is_consequence: bool
     missed_rank: int | None = None
     is_unsendable: bool = False
+    is_timeout: bool = False
 
 
 def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
@@ -159,6 +161,14 @@ class RankProcess:
             if self._command >= 0:
                 with contextlib.suppress(BrokenPipeError, BlockingIOError):
                     os.write(self._command, bytes([number]))
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the rank, so that it says nothing until it is continued."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                return file.read().rpartition(b")")[2].split()[0] == b"T"
+        except OSError:
+            return False
 
     def reap(self) -> None:
         """Takes the end of a rank whose status pipe has ended; nothing of it is left then."""

@@ -20,10 +20,10 @@ from gradsync.launching.rank_process import RankProcess
 from gradsync.launching.signal_inbox import SignalInbox
 
 # After a failure the other ranks learn of it over the rendezvous: they may first end by themselves. A failure
-# that only tells of another rank's waits longer, so that that rank can tell its own.
-_SETTLE_SECONDS = 0.25
+# that only tells of another rank's waits longer, so that that rank can tell its own, where it may still come to it.
+_SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
-_UNKILLABLE_SECONDS = 2.5  # a little more than the guard tries
+_UNKILLABLE_SECONDS = 1.8  # a little more than the guard tries
 
 _GIVE_UP = 0  # stands among the signals of the steps
 
@@ -140,12 +140,18 @@ class Watch:
         self._failures[rank.rank] = (len(self._failures), self._told_to_stop)
         if rank.error is not None and rank.error.is_unsendable:
             return  # the others may end their work
-        is_consequence = rank.error is not None and rank.error.is_consequence
-        settle = _ROOT_CAUSE_SECONDS if is_consequence else _SETTLE_SECONDS
+        settle = _ROOT_CAUSE_SECONDS if self._awaits_cause(rank) else _SETTLE_SECONDS
         if not self._steps:
             self._plan(((settle, signal.SIGTERM), *self._end))
         elif not self._told_to_stop:
             self._step_time = min(self._step_time, time.monotonic() + settle)
+
+    def _awaits_cause(self, rank: RankProcess) -> bool:
+        """Whether this failure only tells of another rank's, which that rank may soon tell itself."""
+        if rank.error is None or not rank.error.is_consequence or rank.error.is_timeout:
+            return False
+        culprit = self._running.get(-1 if rank.error.missed_rank is None else rank.error.missed_rank)
+        return culprit is None or not culprit.is_stopped()
 
     def _take_signal(self, number: int) -> None:
         """Forwards the first signal; a Ctrl-C after it kills at once, and anything else is old news."""

@@ -108,6 +108,14 @@ class Membership:
     ) -> None:
         self.close()
 
+    @property
+    def has_failed(self) -> Callable[[], bool]:
+        """A function that tells, in a tenth of a microsecond, whether `check` would raise what is known already.
+
+        The heartbeat thread hears of a failure while this rank is busy; for loops that are too fast for `check`.
+        """
+        return self._requests.has_failed
+
     def check(self) -> None:
         """Raises when the generation has failed or the server is gone; never waits, one poll call when all is quiet.
 

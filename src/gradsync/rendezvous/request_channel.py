@@ -122,6 +122,10 @@ class RequestChannel:
         listen_until = time.monotonic() + _AT_ONCE_SECONDS + _GRACE_SECONDS
         return self._exchange(operation, listen_until, _AT_ONCE_SECONDS, frame_type, *fields)
 
+    def has_failed(self) -> bool:
+        """Whether the sticky failure is there; reads nothing, and costs next to nothing."""
+        return self._inbox.failure is not None
+
     def check(self) -> None:
         """Raises the sticky failure, after reading what has come in; never waits, one poll call when idle."""
         inbox = self._inbox
