@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
@@ -13,6 +14,8 @@ from gradsync.errors import describe
 
 MAX_BYTES = 8192
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
+_INSTALLED = os.path.join(_STANDARD_LIBRARY, "site-packages", "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _SERVICE_THREADS = "gradsync-"  # how the names of gradsync's own threads begin
 # How many of the innermost frames of a thread are shown: the first number with which everything fits.
@@ -60,20 +63,32 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
 
 def _stack_of(frame: FrameType | None) -> tuple[str, ...]:
     """Returns a text for each frame, the innermost first; of calls within gradsync the one from outside only."""
-    texts: list[str] = []
-    while frame is not None and len(texts) < _FRAMES[0]:
-        if texts and frame.f_code.co_filename.startswith(_LAUNCHING):
-            return tuple(texts)  # from here on out it is what called the user's code
-        if not (_is_ours(frame) and _is_ours(frame.f_back)) and frame.f_code.co_filename != __file__:
-            texts.append(_frame_text(frame))
+    shown: list[FrameType] = []
+    while frame is not None and len(shown) < _FRAMES[0]:
+        if shown and frame.f_code.co_filename.startswith(_LAUNCHING):
+            frame = None  # from here on out it is what called the user's code
+            break
+        if _is_ours(frame):
+            while shown and _is_of_python(shown[-1]):
+                shown.pop()  # what gradsync calls, such as a lock
+        if frame.f_code.co_filename not in (__file__, contextlib.__file__):
+            if shown and _is_ours(shown[-1]) and _is_ours(frame):
+                shown.pop()
+            shown.append(frame)
         frame = frame.f_back
+    texts = [_frame_text(one) for one in shown]
     if frame is not None:
         texts.append("")  # there is more, which is never shown
     return tuple(texts)
 
 
-def _is_ours(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def _is_of_python(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_STANDARD_LIBRARY) and not name.startswith(_INSTALLED)
 
 
 def _frame_text(frame: FrameType) -> str:
