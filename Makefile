@@ -39,8 +39,9 @@ demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 test: $(VENV)/.dev  ## run the tests (about two minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-soak: $(VENV)/.dev  ## 10,000 random collectives on 2 and on 4 ranks, each bit checked (a minute)
+soak: $(VENV)/.dev  ## 10,000 random collectives on 2 and on 4 ranks, each bit checked; then 200 random kills (10 minutes)
 	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/chaos.py --rounds 200
 
 test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none)
 	@$(call with_cupy,-m pytest -m gpu -rs)

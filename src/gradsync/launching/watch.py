@@ -141,6 +141,8 @@ class Watch:
         if rank.error is not None and rank.error.is_unsendable:
             return  # the others may end their work
         settle = _ROOT_CAUSE_SECONDS if self._awaits_cause(rank) else _SETTLE_SECONDS
+        if rank.error is not None and rank.error.is_timeout:
+            settle /= 2  # all who have waited know it at the same moment
         if not self._steps:
             self._plan(((settle, signal.SIGTERM), *self._end))
         elif not self._told_to_stop:
