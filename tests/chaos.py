@@ -90,14 +90,16 @@ def run_round(generator: random.Random, victim: str, number: int) -> Kill:
     mark = f"{os.getpid()}-{generator.getrandbits(60):x}"
     # Some strike while the ranks boot or meet, most while they reduce.
     after_seconds = generator.uniform(0.0, 1.5)
-    before = _files()
     with tempfile.TemporaryDirectory(prefix="gradsync-chaos-") as folder:
-        script = Path(folder) / "chaos_script.py"
+        script, scratch = Path(folder) / "chaos_script.py", Path(folder) / "scratch"
         script.write_text(_CHILDREN)
+        scratch.mkdir()
+        before = leftovers.files_of_runs(scratch)
         with (Path(folder) / "output").open("w+") as output:
             job = subprocess.Popen(
                 [sys.executable, "-m", "gradsync", "run", "-n", str(RANKS), "--grace", "2", str(script)],
-                env=os.environ | {MARK: mark},
+                # Runs beside this one leave their files elsewhere.
+                env=os.environ | {MARK: mark, "TMPDIR": str(scratch), "XDG_RUNTIME_DIR": str(scratch)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -113,7 +115,7 @@ def run_round(generator: random.Random, victim: str, number: int) -> Kill:
                 job.kill()
                 job.wait()
             faults += leftovers.open_ports(_addresses(Path(output.name).read_text()))
-    faults += [f"left {name}" for name in sorted(_files() - before)]
+        faults += [f"left {name}" for name in sorted(leftovers.files_of_runs(scratch) - before)]
     return Kill(victim, number, after_seconds, tuple(faults))
 
 
@@ -165,13 +167,6 @@ def _wait_for_end(mark: str, spared: set[int], seconds: float = _ENDS_WITHIN_SEC
 
 def _addresses(output: str) -> set[str]:
     return {line.split()[-1] for line in output.splitlines() if " address " in line}
-
-
-def _files() -> set[str]:
-    """Files where a run could leave some; the tests that run beside this one have other names."""
-    names = ("gradsync-chaos-", f"gradsync-{os.geteuid()}")
-    found = leftovers.files_of_runs(Path(tempfile.gettempdir()))
-    return {path for path in found if not Path(path).name.startswith(names)}
 
 
 def _send(pid: int, number: int) -> None:

@@ -10,7 +10,7 @@ import click
 from gradsync import __version__
 from gradsync.environment import BACKENDS
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
-from gradsync.launching.rank_main import EXIT_CODE_INTERRUPTED
+from gradsync.launching.in_rank.rank_main import EXIT_CODE_INTERRUPTED
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer

@@ -2,8 +2,8 @@ import pytest
 
 import gradsync as gs
 from gradsync import process_group
-from gradsync.launching.group_call import call_in_group
-from gradsync.launching.named_function import NamedFunction
+from gradsync.launching.in_rank.group_call import call_in_group
+from gradsync.launching.in_rank.named_function import NamedFunction
 
 
 @pytest.fixture

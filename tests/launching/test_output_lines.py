@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.launching.output_lines import (
+from gradsync.launching.output.lines import (
     MAX_LINE_BYTES,
     RANK_COLOURS,
     LineCutter,

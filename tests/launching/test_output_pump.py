@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching.output_pump import OutputPump
-from gradsync.launching.output_screen import wants_colour
+from gradsync.launching.output.pump import OutputPump
+from gradsync.launching.output.screen import wants_colour
 from gradsync.launching.signal_inbox import own_descriptors
 
 
@@ -503,7 +503,7 @@ def test_quiet_pump_takes_no_time():
 def test_interpreter_ends_while_the_terminal_stands_still():
     code = """
 import os, sys
-from gradsync.launching.output_pump import OutputPump
+from gradsync.launching.output.pump import OutputPump
 
 pump = OutputPump(sys.stdout, sys.stderr, prefix=True)
 pump.start()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.launching import report_pipe
+from gradsync.launching.in_rank import report_pipe
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching import rank_main
+from gradsync.launching.in_rank import rank_main
 from gradsync.launching.targets import function_target
 
 CLOUDPICKLE = "pip install 'gradsync[cloudpickle]'"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from gradsync.errors import InvalidArgument
+from gradsync.launching.in_rank.named_function import mark_as_launcher
 from gradsync.launching.launcher_options import LauncherOptions
-from gradsync.launching.named_function import mark_as_launcher
 
 _Result = TypeVar("_Result")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from gradsync.launching.cuda_state import check_cuda_untouched
 from gradsync.launching.function_outcome import failure, raise_for_signal, take_results, what_became_of_others
-from gradsync.launching.group_call import call_in_group
+from gradsync.launching.in_rank.group_call import call_in_group
+from gradsync.launching.in_rank.named_function import NamedFunction
 from gradsync.launching.job import Job, MeetingPoint
 from gradsync.launching.launcher_options import LauncherOptions
 from gradsync.launching.meeting_points import meeting_point
-from gradsync.launching.named_function import NamedFunction
 from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_target, ranks_can_import_main

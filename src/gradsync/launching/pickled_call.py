@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, ClassVar
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching.rank_main import Call
+from gradsync.launching.in_rank.rank_main import Call
 
 _Dumps = Callable[[Any], bytes]
 

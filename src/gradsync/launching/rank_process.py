@@ -10,8 +10,8 @@ import signal
 import threading
 from dataclasses import dataclass
 
-from gradsync.launching import report_pipe
-from gradsync.launching.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
+from gradsync.launching.in_rank import report_pipe
+from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
 from gradsync.launching.signal_inbox import own_descriptors
 from gradsync.launching.start_methods import RankStart, StartedProcess, start_process
 from gradsync.launching.targets import Target

@@ -17,7 +17,7 @@ from gradsync.launching.failure_report import print_failure
 from gradsync.launching.gpus import choose_gpus, parse_gpus
 from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome
-from gradsync.launching.output_pump import OutputPump
+from gradsync.launching.output.pump import OutputPump
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import module_target, script_target
 from gradsync.visible_devices import default_process_count

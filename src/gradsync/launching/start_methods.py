@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gradsync.launching.guard import GuardDescriptors
+from gradsync.launching.in_rank.guard import GuardDescriptors
 from gradsync.launching.signal_inbox import own_descriptors, restore_handlers
 from gradsync.launching.targets import Target
 
@@ -29,7 +29,7 @@ _SHIM = f"""\
 import sys
 if sys.path[:1] == ['']: del sys.path[0]
 sys.path.insert(0, {_PACKAGE_PARENT!r})
-from gradsync.launching.rank_main import main
+from gradsync.launching.in_rank.rank_main import main
 del sys.path[0]
 main()"""
 
@@ -195,7 +195,7 @@ def _enter_from_server(
 
 def _enter(start: RankStart, launcher_pid: int) -> NoReturn:
     """Goes on as the rank process, in a forked child."""
-    from gradsync.launching import rank_main
+    from gradsync.launching.in_rank import rank_main
 
     os.setsid()
     for number, descriptor in enumerate(start.streams):

@@ -22,7 +22,7 @@ from gradsync.launching.watch import Watch
 from gradsync.rendezvous.sockets import bind_listener, format_address
 
 if TYPE_CHECKING:
-    from gradsync.launching.output_pump import OutputPump
+    from gradsync.launching.output.pump import OutputPump
 
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
 _LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, once somebody wants to go

@@ -12,8 +12,8 @@ from typing import Any
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
-from gradsync.launching import rank_main
-from gradsync.launching.rank_main import Call
+from gradsync.launching.in_rank import rank_main
+from gradsync.launching.in_rank.rank_main import Call
 
 
 @dataclass(frozen=True)

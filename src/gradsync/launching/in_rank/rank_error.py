@@ -8,19 +8,19 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from gradsync.launching import report_pipe
+from gradsync.launching.in_rank import report_pipe
 
 if TYPE_CHECKING:
     from traceback import StackSummary
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 
 # Modules between the interpreter and the user's code: in a traceback they only hide the user's own lines.
 _SHIM_MODULES = frozenset(
     {
         "__main__",
-        "gradsync.launching.rank_main",
-        "gradsync.launching.group_call",
+        "gradsync.launching.in_rank.rank_main",
+        "gradsync.launching.in_rank.group_call",
         "importlib._bootstrap",
         "multiprocessing.spawn",
         "runpy",

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TextIO
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching.output_lines import PrefixColumn, Tail
-from gradsync.launching.output_log import RankLog, prepare_log_directory
-from gradsync.launching.output_screen import Screen, screens_for
-from gradsync.launching.output_streams import RankOutput, RankStream, seconds_to_wait
+from gradsync.launching.output.lines import PrefixColumn, Tail
+from gradsync.launching.output.log import RankLog, prepare_log_directory
+from gradsync.launching.output.screen import Screen, screens_for
+from gradsync.launching.output.streams import RankOutput, RankStream, seconds_to_wait
 from gradsync.launching.signal_inbox import own_descriptors
 
 _READ_BYTES = 64 * 1024

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from gradsync.launching import report_pipe
-from gradsync.launching.guard import GuardDescriptors, stand_guard
-from gradsync.launching.rank_error import report_error
-from gradsync.launching.rank_result import UnsendableResult, pickle_result
+from gradsync.launching.in_rank import report_pipe
+from gradsync.launching.in_rank.guard import GuardDescriptors, stand_guard
+from gradsync.launching.in_rank.rank_error import report_error
+from gradsync.launching.in_rank.rank_result import UnsendableResult, pickle_result
 
 EXIT_CODE_INTERRUPTED = 130
 #: What a function needs for a rank to find it, which imports the script under another name.

@@ -8,9 +8,9 @@ import os
 import threading
 import time
 
-from gradsync.launching.output_lines import LineCutter, Tail
-from gradsync.launching.output_log import RankLog
-from gradsync.launching.output_screen import Screen
+from gradsync.launching.output.lines import LineCutter, Tail
+from gradsync.launching.output.log import RankLog
+from gradsync.launching.output.screen import Screen
 from gradsync.launching.signal_inbox import own_descriptors
 
 

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 from typing import BinaryIO, Protocol, TextIO
 
-from gradsync.launching.output_lines import begin_lines_with
+from gradsync.launching.output.lines import begin_lines_with
 
 
 class Screen:

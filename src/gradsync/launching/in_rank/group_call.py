@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradsync.launching.named_function import NamedFunction
+from gradsync.launching.in_rank.named_function import NamedFunction
 
 
 def call_in_group(

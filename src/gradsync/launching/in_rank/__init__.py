@@ -1,0 +1,1 @@
+"""What runs inside a rank process, beside its guard and around the user's code."""
