@@ -88,6 +88,8 @@ def tell_what_is_wrong(results: Sequence[Result], console: Console) -> None:
     for result in results:
         if result.skipped is not None:
             console.print(f"{result.row.name} skipped: {result.skipped}", markup=False, highlight=False, soft_wrap=True)
+        for what in result.missed:  # told, and no failure of this command: a busy machine misses them, too
+            console.print(f"{result.row.name}: {what} later than its target", markup=False, highlight=False)
         for text in dict.fromkeys(result.complaints + [f"left {thing}" for thing in result.left_behind]):
             console.print(f"{result.row.name}: {text}", markup=False, highlight=False, soft_wrap=True)
 

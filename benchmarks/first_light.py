@@ -26,11 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 import gradsync as gs
+from gradsync.communicators.agreement import agreement_on
+from gradsync.flight_recorder import FlightRecorder
 from measurement import Seconds, provenance, slowest_rank
 from models import MODELS, element_count
 
 FOLDER = Path(__file__).parent
 RANKS = 2
+_ENTRIES = 10_000
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def take_turns(
 
 def start_up(rounds: int, warm_up: int) -> list[Row]:
     """Times `gradsync run` from before its process exists to the return of the first all-reduce on every rank."""
-    command = [*gradsync_command(), "run", "-n", str(RANKS), str(FOLDER / "first_all_reduce.py")]
+    command = [*gradsync_command(), "run", "--no-prefix", "-n", str(RANKS), str(FOLDER / "first_all_reduce.py")]
     samples = []
     for _ in range(warm_up + rounds):
         began = time.monotonic()
@@ -171,6 +174,23 @@ def imports(rounds: int, warm_up: int) -> list[Row]:
         Row(*ours, "bare python", seconds["python"]),
         Row("import of its main names", sources["names"], seconds["names"], "import numpy", seconds["numpy"]),
     ]
+
+
+# -- The flight recorder ----------------------------------------------------------------------------------------
+
+
+def recorder(rounds: int, warm_up: int) -> list[Row]:
+    """Times what the flight recorder adds to each collective."""
+    own, agreement = FlightRecorder("world"), agreement_on("all_reduce", (1000,), np.dtype(np.float32), "mean")
+    samples = []
+    for _ in range(warm_up + rounds):
+        began = time.perf_counter()
+        for _ in range(_ENTRIES):
+            own.begin(agreement)
+            own.end(False)
+        samples.append((time.perf_counter() - began) / _ENTRIES)
+    detail = f"begun and ended, the mean of {_ENTRIES} in a row, the loop included"
+    return [Row("an entry of the flight recorder", detail, Seconds.of(samples[warm_up:]), must_seconds=1e-6)]
 
 
 # -- The report ----------------------------------------------------------------------------------------------
@@ -249,7 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what gradsync promises of its first version.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; writes only with --output")
     parser.add_argument(
-        "--only", choices=("imports", "start-up", "gradients", "busy"), help="one part; writes likewise"
+        "--only", choices=("imports", "start-up", "gradients", "busy", "recorder"), help="one part; writes likewise"
     )
     parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/first_light.json]")
     options = parser.parse_args()
@@ -262,6 +282,7 @@ def main() -> int:
         "start-up": (start_up, settings["start_up_rounds"]),
         "gradients": (synchronisation, settings["gradient_rounds"]),
         "busy": (busy_cores, settings["gradient_rounds"]),
+        "recorder": (recorder, settings["gradient_rounds"]),
     }
     rows = [
         row

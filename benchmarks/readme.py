@@ -190,7 +190,10 @@ def _worst(measurement: dict[str, Any] | None) -> str:
     if measurement is None:
         return " | "
     target = measurement["target_seconds"]
-    return f"{measurement['worst_seconds']:.2f} s | {'' if target is None else f'{target:g} s'}"
+    worst = f"{measurement['worst_seconds']:.2f} s"
+    if measurement["met"] is False:
+        worst = f"**{worst}**"
+    return f"{worst} | {'' if target is None else f'{target:g} s'}"
 
 
 #: How the results of each benchmark become a table.
@@ -198,7 +201,7 @@ LAYOUTS = {"first_light": timings, "full_speed": comparison, "start_up": start_u
 METHOD = "Two ranks", "medians, contenders alternating in one run"
 METHODS = {
     "start_up": ("Measured", "medians, contenders alternating in one run"),
-    "detection": ("Measured", "the worst of all rounds, from the moment of the failure"),
+    "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
 }
 
 

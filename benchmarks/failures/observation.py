@@ -95,6 +95,12 @@ class Result:
         """Whether everything was told rightly and nothing left; how soon is another matter."""
         return not self.complaints and not self.left_behind
 
+    @property
+    def missed(self) -> list[str]:
+        """What came later than its target, in the worst round."""
+        summaries = {what: self.summary(what) for what in (RAISED, REPORTED, DOWN)}
+        return [what for what, summary in summaries.items() if summary is not None and summary["met"] is False]
+
     def samples(self, measured: str) -> list[float]:
         return [round_.seconds[measured] for round_ in self.rounds if measured in round_.seconds]
 

@@ -25,6 +25,17 @@ def why_no_gpu() -> str | None:
         return f"no GPU: {error}"
 
 
+def why_no_two_gpus() -> str | None:
+    """Tells why no failure between two GPUs can be shown, or None."""
+    missing = why_no_gpu()
+    if missing is not None:
+        return missing
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    return None if count > 1 else f"NCCL needs a GPU for each rank, and there is {count}"
+
+
 def before_init() -> list[Row]:
     before = partial(Row, phase="before init", ranks=2, told_within=0.2, down_within=1.0)
     return [
@@ -79,6 +90,15 @@ def deaths() -> list[Row]:
             ranks=2,
             play=run(2, "big-all_reduce", "kill"),
             raising=(0,),
+        ),
+        killed(
+            "killed-over-nccl",
+            phase="all_reduce over NCCL",
+            ranks=2,
+            play=run(2, "all_reduce", "kill", backend="nccl"),
+            raising=(0,),
+            told_within=1.0,
+            needs=why_no_two_gpus,
         ),
         death(
             "exits-with-0",

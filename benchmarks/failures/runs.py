@@ -29,6 +29,7 @@ def run(
     fault: str,
     *options: str,
     grace: float = 5.0,
+    backend: str = "auto",
     strike: Play | None = None,
     wrap: Sequence[str] = (),
 ) -> Play:
@@ -38,10 +39,12 @@ def run(
         ranks: number of ranks.
         phase, fault, options: what the ranks do, see `in_ranks`.
         grace: seconds that ranks get to end.
+        backend: how their data move.
         strike: what is done to the run once all ranks are where they are wanted; by default the culprit fails.
         wrap: a Python command line that starts the launcher.
     """
-    command = ["-m", "gradsync", "run", "-n", str(ranks), "--grace", str(grace), "-m", "failures.in_ranks"]
+    command = ["-m", "gradsync", "run", "-n", str(ranks), "--grace", str(grace), "--backend", backend]
+    command += ["-m", "failures.in_ranks"]
 
     def play(scene: Scene) -> None:
         scene.start(LAUNCHER, [*wrap, *command, phase, fault, *options])

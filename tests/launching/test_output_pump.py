@@ -38,9 +38,9 @@ class Ranks:
         if started:
             self.pump.start()
 
-    def add(self, rank, label=None):
+    def add(self, rank):
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
-        self.pump.add(rank, *readers, label)
+        self.pump.add(rank, *readers)
         self.writers[rank] = list(writers)
 
     def write(self, rank, data, stream=1):
@@ -126,13 +126,13 @@ def test_streams_stay_apart():
 
 def test_ranks_come_before_and_after_the_start_and_from_any_thread():
     with Ranks(1) as ranks:
-        adding = threading.Thread(target=ranks.add, args=(1, "elsewhere"))
+        adding = threading.Thread(target=ranks.add, args=(10,))
         adding.start()
         adding.join()
-        ranks.write(1, b"there\n")
+        ranks.write(10, b"there\n")
         ranks.write(0, b"here\n")
         assert ranks.close()
-        assert set(ranks.stdout.getvalue().splitlines()) == {"[rank 0]    here", "[elsewhere] there"}
+        assert set(ranks.stdout.getvalue().splitlines()) == {"[rank 0]  here", "[rank 10] there"}
 
 
 @settings(max_examples=60)

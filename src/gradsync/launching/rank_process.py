@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import marshal
 import os
-import select
 import signal
 import threading
 from dataclasses import dataclass
@@ -144,12 +143,6 @@ class RankProcess:
                 (_, self.exit_code, self.peak_bytes), told = ENDED.unpack_from(told), told[ENDED.size :]
         return is_there
 
-    def await_pid(self) -> None:
-        """Waits until the process has begun, or has ended before."""
-        while self.pid == 0 and select.select([self.status], [], [], None)[0] and self.read_status():
-            pass
-
-    @property
     def is_reaped(self) -> bool:
         """Whether nothing of it is left, or it has been given up."""
         return self.status < 0

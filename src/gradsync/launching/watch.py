@@ -23,6 +23,7 @@ from gradsync.launching.signal_inbox import SignalInbox
 # that only tells of another rank's waits longer, so that that rank can tell its own, where it may still come to it.
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
+_AFTER_TIMEOUT_SECONDS = 0.05  # all who have waited in vain know it at the same moment
 _UNKILLABLE_SECONDS = 1.8  # a little more than the guard tries
 
 _GIVE_UP = 0  # stands among the signals of the steps
@@ -142,7 +143,7 @@ class Watch:
             return  # the others may end their work
         settle = _ROOT_CAUSE_SECONDS if self._awaits_cause(rank) else _SETTLE_SECONDS
         if rank.error is not None and rank.error.is_timeout:
-            settle /= 2  # all who have waited know it at the same moment
+            settle = _AFTER_TIMEOUT_SECONDS
         if not self._steps:
             self._plan(((settle, signal.SIGTERM), *self._end))
         elif not self._told_to_stop:

@@ -91,9 +91,9 @@ class PrefixColumn:
         self._labels: dict[int, bytes] = {}
         self._width = 0
 
-    def add(self, rank: int, label: str | None = None) -> None:
-        """Makes room for a rank, shown under its label."""
-        self._labels[rank] = f"[{f'rank {rank}' if label is None else label}]".encode("utf-8", "replace")
+    def add(self, rank: int) -> None:
+        """Makes room for a rank."""
+        self._labels[rank] = b"[rank %d]" % rank
         self._width = max(map(len, self._labels.values()))
 
     def prefix(self, rank: int, colour: bool) -> bytes:

@@ -81,14 +81,13 @@ class OutputPump:
         """Starts the thread."""
         self._thread.start()
 
-    def add(self, rank: int, stdout_fd: int, stderr_fd: int, label: str | None = None) -> None:
+    def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
         """Takes over the read ends of a rank's output, and closes them in the end. From any thread.
 
         Args:
             rank: the rank; each may come once.
             stdout_fd: read end of its stdout.
             stderr_fd: read end of its stderr.
-            label: shown in place of "rank N".
 
         Raises:
             InvalidArgument: the rank was added before, or the pump is closed; the descriptors stay the caller's.
@@ -102,7 +101,7 @@ class OutputPump:
             entry = self._ranks[rank] = RankOutput(rank, Tail(self._tail_lines), log)
             entry.open_stream(stdout_fd, self._stdout)
             entry.open_stream(stderr_fd, self._stderr)
-            self._column.add(rank, label)
+            self._column.add(rank)
             self._added.append(entry)
             os.eventfd_write(self._wake, 1)
 
