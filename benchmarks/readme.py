@@ -191,7 +191,7 @@ def _worst(measurement: dict[str, Any] | None) -> str:
         return " | "
     target = measurement["target_seconds"]
     worst = f"{measurement['worst_seconds']:.2f} s"
-    if measurement["met"] is False:
+    if measurement.get("met") is False:
         worst = f"**{worst}**"
     return f"{worst} | {'' if target is None else f'{target:g} s'}"
 

@@ -2,7 +2,8 @@
 
 Each round starts `gradsync run` on a script that reduces without end and leaves children of every kind behind, sends
 SIGKILL, SIGTERM or SIGSTOP to a random process of it, and waits for its end. Afterwards nothing may be left: no
-process, no port, no file in shared memory or among the temporary files. Run by `make soak`; a short form is a test.
+process, and with it none of its shared memory, which has no name; no port, no file. Run by `make soak`; a short form
+is a test.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from failures import leftovers
+from process_table import parent_of
 
 RANKS = 3
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
@@ -31,6 +34,7 @@ VICTIMS = ("rank", "launcher", "grandchild")
 MARK = "GRADSYNC_CHAOS_ROUND"
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+_GUARD = b"gradsync: guard"  # begins its command line
 _ENDS_WITHIN_SECONDS = 20.0  # far above what any failure takes; a hang takes longer
 _CHILDREN = """
 import os, subprocess, sys, time
@@ -66,23 +70,30 @@ class Kill:
         return f"{name:8s} {self.victim:11s} after {self.after_seconds:4.2f} s: {verdict}"
 
 
-def marked_processes(mark: str) -> dict[int, str]:
-    """Gives the processes of a round, with what they are."""
+def roles_in_round(mark: str) -> dict[int, str]:
+    """Gives what each process of a round is, by process id."""
+    return _roles(leftovers.marked_processes(MARK, mark))
+
+
+def _roles(pids: Iterable[int]) -> dict[int, str]:
     found = {}
-    for pid in leftovers.marked_processes(MARK, mark):
+    for pid in pids:
         with contextlib.suppress(OSError):  # it has ended
-            found[pid] = _role(Path(f"/proc/{pid}"))
+            found[pid] = _role(pid)
     return found
 
 
-def _role(folder: Path) -> str:
-    command = (folder / "cmdline").read_bytes()
-    if command.startswith(b"gradsync: guard"):
+def _role(pid: int) -> str:
+    command = _command_line(pid)
+    if command.startswith(_GUARD):
         return "guard"
-    parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-    if b"chaos_script" in command and Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"gradsync: guard"):
+    if b"chaos_script" in command and _command_line(parent_of(pid)).startswith(_GUARD):
         return "rank"
     return "launcher" if b"-m\0gradsync" in command else "grandchild"
+
+
+def _command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def run_round(generator: random.Random, victim: str, number: int) -> Kill:
@@ -110,7 +121,7 @@ def run_round(generator: random.Random, victim: str, number: int) -> Kill:
                 faults = _strike(job.pid, mark, victim, number, generator)
                 faults += _look_at_end(job, mark, victim, number)
             finally:
-                for pid in marked_processes(mark):
+                for pid in leftovers.marked_processes(MARK, mark):
                     _send(pid, signal.SIGKILL)
                 job.kill()
                 job.wait()
@@ -127,7 +138,7 @@ def _strike(launcher: int, mark: str, victim: str, number: int, generator: rando
     """Sends the signal to a process of the wanted kind, as soon as there is one; gives what was wrong."""
     deadline = time.monotonic() + _ENDS_WITHIN_SECONDS
     while victim != "launcher":
-        candidates = sorted(pid for pid, role in marked_processes(mark).items() if role == victim)
+        candidates = sorted(pid for pid, role in roles_in_round(mark).items() if role == victim)
         if candidates:
             _send(generator.choice(candidates), number)
             return []
@@ -142,7 +153,7 @@ def _look_at_end(job: subprocess.Popen[bytes], mark: str, victim: str, number: i
     if victim == "grandchild":
         job.terminate()  # the job is none the worse for it, and would go on
     elif victim == "launcher" and number == signal.SIGSTOP:
-        left = _wait_for_end(mark, {job.pid})
+        left = _await_end(mark, _ENDS_WITHIN_SECONDS, {job.pid})
         job.send_signal(signal.SIGCONT)
         job.terminate()  # stopped before there were ranks, it would go on
         if left:
@@ -150,19 +161,15 @@ def _look_at_end(job: subprocess.Popen[bytes], mark: str, victim: str, number: i
     try:
         code = job.wait(_ENDS_WITHIN_SECONDS)
     except subprocess.TimeoutExpired:
-        return [f"hangs: {marked_processes(mark)}"]
-    left = _wait_for_end(mark, set(), 5.0 if victim == "launcher" else 0.5)
+        return [f"hangs: {roles_in_round(mark)}"]
+    left = _await_end(mark, 5.0 if victim == "launcher" else 0.5)
     return ([f"left {left}"] if left else []) + (["exit code 0"] if code == 0 else [])
 
 
-def _wait_for_end(mark: str, spared: set[int], seconds: float = _ENDS_WITHIN_SECONDS) -> list[str]:
-    """Waits until the marked processes, but for the spared ones, have ended; gives those that have not."""
-    deadline = time.monotonic() + seconds
-    while True:
-        left = {pid: role for pid, role in marked_processes(mark).items() if pid not in spared}
-        if not left or time.monotonic() > deadline:
-            return [f"{role} {pid}" for pid, role in left.items()]
-        time.sleep(0.02)
+def _await_end(mark: str, seconds: float, spared: Collection[int] = ()) -> list[str]:
+    """Waits until the processes of a round, but for the spared ones, have ended; gives those that have not."""
+    _, left = leftovers.await_end(MARK, mark, seconds, spared)
+    return [f"{role} {pid}" for pid, role in _roles(left).items()]
 
 
 def _addresses(output: str) -> set[str]:

@@ -37,3 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process keeps the secret of its run; tests that share one must not."""
+    monkeypatch.setattr("gradsync.environment._secret", None)

@@ -25,8 +25,8 @@ def test_what_is_left_is_found() -> None:
     mark = "a test of the marks"
     process = subprocess.Popen(["sleep", "60"], env=os.environ | {chaos.MARK: mark})
     try:
-        assert chaos.marked_processes(mark) == {process.pid: "grandchild"}
+        assert chaos.roles_in_round(mark) == {process.pid: "grandchild"}
     finally:
         process.kill()
         process.wait()
-    assert chaos.marked_processes(mark) == {}
+    assert chaos.roles_in_round(mark) == {}

@@ -315,18 +315,6 @@ def test_malformed_secret_is_not_quoted(text):
     assert not text or text not in str(caught.value)
 
 
-def test_blas_threads_share_the_cores(monkeypatch):
-    monkeypatch.setattr(environment, "usable_cores", lambda: 8)
-    shared = environment.blas_thread_variables(3, {"MKL_NUM_THREADS": "5"})
-    assert shared["OMP_NUM_THREADS"] == shared["OPENBLAS_NUM_THREADS"] == "2"
-    assert "MKL_NUM_THREADS" not in shared
-    assert environment.blas_thread_variables(9, {})["OMP_NUM_THREADS"] == "1"
-
-
-def test_usable_cores():
-    assert environment.usable_cores() == len(os.sched_getaffinity(0))
-
-
 @pytest.fixture
 def logger():
     found = logging.getLogger("gradsync")
@@ -362,3 +350,16 @@ def test_every_name_is_described():
     for value in ours:
         (index,) = [i for i, line in enumerate(lines) if line.endswith(f'= "{value}"')]
         assert lines[index - 1].startswith("#: ")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_collective_timeout_of_the_environment_is_checked(text):
+    environ = {environment.COLLECTIVE_TIMEOUT_SECONDS: text}
+    with pytest.raises(InvalidArgument, match=r"needs to be a number of seconds above 0, got '"):
+        environment.collective_timeout_seconds(300.0, environ)
+
+
+def test_collective_timeout_of_the_environment_decides():
+    environ = {environment.COLLECTIVE_TIMEOUT_SECONDS: "3600"}
+    assert environment.collective_timeout_seconds(300.0, environ) == 3600
+    assert environment.collective_timeout_seconds(300.0, {}) == 300

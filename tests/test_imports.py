@@ -19,16 +19,17 @@ LAYERS = [
     ("reduction",),
     (
         "secret_file",
+        "cores",
         "variable_values",
         "slurm_variables",
         "launcher_variables",
         "run_name",
-        "meeting_file",
         "completion",
         "machine",
     ),
     (
         "environment",
+        "meeting_file",
         "rendezvous",
         "bucketing.plan",
         "bucketing.flat_buffer",
@@ -64,8 +65,8 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(path: Path) -> set[str]:
-    """The modules of ours that a file imports anywhere, inside functions too."""
+def imported_names(path: Path) -> set[str]:
+    """What a file imports anywhere, inside functions too: modules, and names in them."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -74,6 +75,12 @@ def imports_of(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of ours that a file imports."""
+    names = imported_names(path)
     ours = {name.removeprefix("gradsync.") for name in names if name.startswith("gradsync.")}
     return {name for name in ours if name in modules()}
 
@@ -87,6 +94,37 @@ def test_imports_go_down_only(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_no_file_outgrows_300_lines(module: str) -> None:
     assert len(modules()[module].read_text().splitlines()) <= 300
+
+
+CORE = [
+    "protocol",
+    "generation",
+    "roster",
+    "waiting",
+    "places",
+    "agreement_places",
+    "keys",
+    "absence",
+    "absence_report",
+    "verdict_texts",
+    "silence",
+    "finding",
+    "events",
+]
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_of_the_rendezvous_does_no_io(module: str) -> None:
+    """Neither itself nor by what it imports of ours: events go in, actions come out."""
+    reached, left = set(), [f"rendezvous.{module}"]
+    while left:
+        name = left.pop()
+        reached.add(name)
+        left += imports_of(modules()[name]) - reached
+    assert not reached & {"rendezvous.probing", "rendezvous.sockets", "rendezvous.event_loop"}
+    for name in reached:
+        names = imported_names(modules()[name])
+        assert not names & {"socket", "select", "selectors", "threading", "subprocess"}, name
 
 
 def test_the_callback_knows_no_concrete_communicator() -> None:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from gradsync.machine import read_stat
 from gradsync.run_name import name_run
 
 SHOW = "import os; from gradsync.run_name import name_run; print(name_run(os.environ, {source!r}))"
@@ -64,8 +65,7 @@ def test_a_hidden_launcher_still_has_a_number(monkeypatch: pytest.MonkeyPatch) -
     """As where /proc shows a user only what is the user's own."""
     from gradsync import run_name
 
-    seen = run_name._parent_and_start
-    monkeypatch.setattr(run_name, "_parent_and_start", lambda pid: seen(pid) if pid == os.getpid() else (0, "0"))
+    monkeypatch.setattr(run_name, "read_stat", lambda pid: read_stat(pid) if pid == os.getpid() else None)
     monkeypatch.setattr(run_name, "_variables_of", lambda pid: set())
     assert name_run({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI") == f"PMI-{os.getppid()}-0"
 

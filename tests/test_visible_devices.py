@@ -1,7 +1,7 @@
 import pytest
 
 from gradsync import visible_devices
-from gradsync.environment import usable_cores
+from gradsync.cores import usable_cores
 from gradsync.errors import BackendUnavailable
 
 

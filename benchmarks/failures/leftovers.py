@@ -76,7 +76,11 @@ def open_ports(addresses: Iterable[str]) -> list[str]:
 
 
 def files_of_runs(*folders: Path) -> set[str]:
-    """Gives the files with our name in shared memory, and in these folders."""
+    """Gives the files with our name in these folders, and in /dev/shm, where named shared memory would be.
+
+    What gradsync shares has no name there: a memfd lasts as long as a process that holds it, so that with the
+    processes of a run its memory is gone.
+    """
     return {
         str(path) for folder in (Path("/dev/shm"), *folders) for path in folder.iterdir() if "gradsync" in path.name
     }

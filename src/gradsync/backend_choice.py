@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from gradsync.communicators.nccl_connection import choose_device, count_devices, device_identity
 from gradsync.communicators.nccl_library import NcclLibrary
 from gradsync.communicators.shared_memory import check_platform
-from gradsync.environment import BACKENDS, RankEnvironment
+from gradsync.environment import BACKEND, BACKENDS, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.visible_devices import count_gpus
@@ -37,7 +37,7 @@ def check_backend(wanted: str, place: RankEnvironment, device: str | None) -> st
         BackendUnavailable: it cannot run here; the text says why.
     """
     if wanted not in BACKENDS:
-        raise InvalidArgument(f"unknown backend {wanted!r} in GRADSYNC_BACKEND: use one of {', '.join(BACKENDS)}")
+        raise InvalidArgument(f"unknown backend {wanted!r} in {BACKEND}: use one of {', '.join(BACKENDS)}")
     if device is not None and not (isinstance(device, str) and _DEVICE.fullmatch(device)):
         raise InvalidArgument(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if wanted == "auto" and device is not None and device != "cpu":
@@ -121,7 +121,7 @@ def agree_on_backend(
     if common != wanted:
         raise InvalidArgument(
             f"rank {client.rank}/{client.world_size}: rank 0 asks for backend {common!r}, this rank for {wanted!r}: "
-            "name one for all, by init_process_group or GRADSYNC_BACKEND"
+            f"name one for all, by init_process_group or {BACKEND}"
         )
     return chosen, reason
 
@@ -131,7 +131,7 @@ def _check_all_open(offers: Sequence[str]) -> None:
         if offer.startswith(_WANTS):
             raise InvalidArgument(
                 f"rank {rank} asks for backend {offer.removeprefix(_WANTS)!r}, rank 0 for 'auto': name one for all, by "
-                "init_process_group or GRADSYNC_BACKEND"
+                f"init_process_group or {BACKEND}"
             )
 
 

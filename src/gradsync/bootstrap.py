@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from gradsync.environment import ADDRESS, HOSTED, SECRET_FILE, RankEnvironment, check_address, take_secret
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.sockets import parse_address
+from gradsync.rendezvous.sockets import join_address, parse_address, port_beside
 
 if TYPE_CHECKING:
     from gradsync.meeting_file import Meeting
@@ -129,9 +129,7 @@ def _where(place: RankEnvironment, address: str | None) -> str:
             f"MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`"
         )
     # MASTER_PORT is its owner's (torchrun, or the script itself); ours is the one beside it.
-    port = place.master_port + 1 if place.master_port < 65535 else place.master_port - 1
-    host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
-    return f"{host}:{port}"
+    return join_address(place.master_addr, port_beside(place.master_port))
 
 
 def _is_here(where: str) -> bool:
@@ -224,12 +222,20 @@ def _wait_for_rank_0(where: str, stale: Meeting | None, place: RankEnvironment, 
     from gradsync.meeting_file import meeting_path, wait_for
 
     path = meeting_path(_file_name(where))
-    found = wait_for(path, stale, deadline)
+    who = f"rank {place.rank}/{place.world_size}"
+
+    def notice() -> None:
+        import logging  # here: start-up counts
+
+        logging.getLogger("gradsync").warning("gradsync: %s waits for rank 0 to start hosting %s", who, where)
+
+    found = wait_for(path, stale, deadline, notice)
     if found is None:
         raise RendezvousTimeout(
-            f"rank {place.rank}/{place.world_size}: rank 0 did not start hosting {where} before the deadline "
-            f"(nothing new at {path}). If rank 0 runs elsewhere, set MASTER_ADDR and MASTER_PORT and name a secret in "
-            f"{SECRET_FILE}; if a server runs already, set {ADDRESS} and {HOSTED}=1",
+            f"{who}: rank 0 did not start hosting {where} on this machine before the deadline (nothing new at {path}). "
+            f"Is it started, with the same MASTER_ADDR and MASTER_PORT (we meet at the port beside it)? If it "
+            f"runs elsewhere, name a secret in {SECRET_FILE} too; if a server runs already, set {ADDRESS} and "
+            f"{HOSTED}=1",
             missing_ranks=(0,),
         )
     return found

@@ -8,9 +8,11 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from gradsync import __version__
-from gradsync.environment import BACKENDS
+from gradsync.environment import BACKEND, BACKENDS, STATE_DIR
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
-from gradsync.launching.in_rank.rank_main import EXIT_CODE_INTERRUPTED
+from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED
+from gradsync.launching.numbers import DEFAULT_GRACE_SECONDS
+from gradsync.variable_values import LARGEST_PORT
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
@@ -50,14 +52,14 @@ def main() -> None:
     epilog="""\b
 Examples:
   gradsync run -n 4 train.py --lr 0.1         four ranks of a script
-  gradsync run -n 2 --gpus 2,3 -m my.training two ranks of a module, each with a GPU of its own
+  gradsync run -n 2 --gpus 2,3 -m my.train    two ranks of a module, each with a GPU of its own
   gradsync run -n 4 --max-restarts 3 train.py start again after a failure
   gradsync run -n 4 --stdin 2 train.py        breakpoint() works in rank 2
 
 \b
 Exit codes:
   0      all ranks ended with 0
-  2      the command line is wrong; no rank was started
+  2      the command line is wrong (or the script ended with 2)
   130    Ctrl-C;  128 + n: another signal n to gradsync, or the signal that killed the failing rank
   else   the failing rank's own (1 for an exception)
 
@@ -80,7 +82,7 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
-    envvar="GRADSYNC_BACKEND",
+    envvar=BACKEND,
     show_default=True,
     show_envvar=True,
     help="How data moves: shm on one host, nccl with a GPU for each rank; mpi comes in a later version.",
@@ -95,14 +97,18 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
 @click.option(
     "--state-dir",
     metavar="DIR",
-    help="What ranks find as GRADSYNC_STATE_DIR, to resume from.  [default: a temporary one, with --max-restarts]",
+    help=f"What ranks find as {STATE_DIR}, to resume from.  [default: a temporary one, with --max-restarts]",
 )
-@click.option("--log-dir", metavar="DIR", help="Also writes each rank's output to a file of its own in DIR.")
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    help="Also writes each rank's output to a file of its own in DIR; those of an earlier run are removed.",
+)
 @click.option(
     "--grace",
     "grace_seconds",
     type=click.FloatRange(min=0),
-    default=5.0,
+    default=DEFAULT_GRACE_SECONDS,
     show_default=True,
     help="Seconds between asking ranks to end and killing them.",
 )
@@ -134,7 +140,7 @@ def run(**options: Any) -> None:
 @main.command(short_help="Runs a rendezvous server by itself.")
 @click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of ranks of the run.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0 takes a free one.  [default: 0]")
+@click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=0, help="Port; 0 takes a free one.  [default: 0]")
 @click.option("--secret-file", help="File with the secret of the run, yours alone (mode 0600).  [required]")
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
     """Runs a rendezvous server by itself, for ranks that gradsync did not start.

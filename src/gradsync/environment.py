@@ -1,12 +1,13 @@
 """Who am I: this process's rank and how it finds the others, read from environment variables.
 
 The launching layer writes these variables for the ranks it starts; `init_process_group` reads them. Every
-GRADSYNC_* name is a constant here, and nowhere else. The secret of a run never stays in the environment: it
+GRADSYNC_* name is a constant here, and code has it from here. The secret of a run never stays in the environment: it
 is held privately in this module.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ RESTART_COUNT = "GRADSYNC_RESTART_COUNT"
 MAX_RESTARTS = "GRADSYNC_MAX_RESTARTS"
 #: Directory that outlives a restart, where a script leaves what it needs to resume.
 STATE_DIR = "GRADSYNC_STATE_DIR"
+#: How many seconds a collective waits for a rank, whatever the script says; for a long stay in a debugger.
+COLLECTIVE_TIMEOUT_SECONDS = "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS"
 #: Level of the `gradsync` logger: debug, info, warning, error or critical.
 LOG = "GRADSYNC_LOG"
 #: How many collectives the flight recorder of each communicator remembers.
@@ -53,15 +56,6 @@ FLIGHT_RECORDER_ENTRIES = "GRADSYNC_FLIGHT_RECORDER_ENTRIES"
 BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
 
 _FLIGHT_RECORDER_ENTRIES, _MAX_FLIGHT_RECORDER_ENTRIES = 64, 1_000_000
-
-_BLAS_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "BLIS_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-)
 
 _secret: bytes | None = None
 
@@ -196,26 +190,22 @@ def flight_recorder_entries(environ: Mapping[str, str] = os.environ) -> int:
     return int(text)
 
 
-def usable_cores() -> int:
-    """Gives the number of cores that this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
+def collective_timeout_seconds(seconds: float, environ: Mapping[str, str] = os.environ) -> float:
+    """Gives how long a collective waits: what GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS says, else the caller's `seconds`.
 
-
-def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Gives the thread-count variables that keep `n_processes` ranks from fighting for the cores.
-
-    Args:
-        n_processes: number of ranks that share this machine.
-        environ: the variables; those that the user has set already are left alone.
-
-    Returns:
-        The variables to add, each with max(1, usable cores // n_processes).
+    Raises:
+        InvalidArgument: the variable is no number above 0.
     """
-    threads = str(max(1, usable_cores() // max(1, n_processes)))
-    return {name: threads for name in _BLAS_VARIABLES if name not in environ}
+    text = value_of(environ, COLLECTIVE_TIMEOUT_SECONDS)
+    if text is None:
+        return seconds
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise InvalidArgument(f"{COLLECTIVE_TIMEOUT_SECONDS} needs to be a number of seconds above 0, got {text!r}")
+    return found
 
 
 def configure_logging(environ: Mapping[str, str] = os.environ) -> None:

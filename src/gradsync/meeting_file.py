@@ -1,8 +1,9 @@
 """How ranks of one machine find the server and the secret that rank 0 made: a file in the user's runtime directory.
 
-Only for ranks that our launcher did not start; `bootstrap.py` decides who writes it and who waits for it. It is named
-after what all ranks know, an address or the run (`run_name.py`), lies where only this user can enter, and goes away
-when they have met.
+Ranks that our launcher did not start meet through it (`bootstrap.py`), and so do several launchers of one run
+(`launching/meeting_points.py`): those decide who writes it and who waits for it. It is named after what all of them
+know, an address or the run (`run_name.py`), lies where only this user can enter, and goes away when they have met, or
+with the run that the first launcher hosts.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
+from gradsync.environment import SECRET_FILE
 from gradsync.errors import AuthenticationError, InvalidArgument
 from gradsync.secret_file import parse_secret, read_private_file
 
 _LOOK_EVERY_SECONDS = 0.005
+_NOTICE_EVERY_SECONDS = 5.0
 
 
 class Meeting(NamedTuple):
@@ -35,7 +39,7 @@ def meeting_path(name: str) -> str:
         AuthenticationError: there is no such directory, and none can be made.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
-    if not os.path.isdir(base):
+    if not _is_private(base):  # missing, or another user's, as after su
         base = _private_folder()
     return os.path.join(base, f"gradsync-{name}.secret")
 
@@ -49,13 +53,16 @@ def publish(path: str, meeting: Meeting) -> None:
     os.replace(fresh, path)
 
 
-def wait_for(path: str, stale: Meeting | None, deadline: float) -> Meeting | None:
+def wait_for(
+    path: str, stale: Meeting | None, deadline: float, notice: Callable[[], None] = lambda: None
+) -> Meeting | None:
     """Waits until there is a file with something else than an earlier run has left.
 
     Args:
         path: the file.
         stale: what has been found there, and was no use.
         deadline: monotonic seconds.
+        notice: called every 5 s, to tell what is waited for.
 
     Returns:
         What it says, or None at the deadline.
@@ -63,10 +70,14 @@ def wait_for(path: str, stale: Meeting | None, deadline: float) -> Meeting | Non
     Raises:
         InvalidArgument: the file could have been read or planted by others, or holds something else.
     """
-    while time.monotonic() < deadline:
+    notice_at = time.monotonic() + _NOTICE_EVERY_SECONDS
+    while (now := time.monotonic()) < deadline:
         found = _read(path)
         if found is not None and found != stale:
             return found
+        if now >= notice_at:
+            notice_at = now + _NOTICE_EVERY_SECONDS
+            notice()
         time.sleep(_LOOK_EVERY_SECONDS)
     return None
 
@@ -88,10 +99,18 @@ def _private_folder() -> str:
 
     folder = os.path.join(tempfile.gettempdir(), f"gradsync-{os.geteuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    status = os.lstat(folder)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if not _is_private(folder):
         raise AuthenticationError(
             f"{folder} must be a directory of mode 0700 that belongs to this user; remove it, "
-            "or name a secret in GRADSYNC_SECRET_FILE"
+            f"or name a secret in {SECRET_FILE}"
         )
     return folder
+
+
+def _is_private(folder: str) -> bool:
+    """Whether a directory is there, this user's, and closed to others."""
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077

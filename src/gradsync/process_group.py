@@ -22,6 +22,7 @@ from gradsync.communicators.nccl_connection import connect_nccl
 from gradsync.communicators.shared_memory import connect_shared_memory
 from gradsync.communicators.world import get_world, group_or_world, set_world
 from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, configure_logging, read_environment
+from gradsync.environment import collective_timeout_seconds as environment_timeout
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.visible_devices import count_gpus
@@ -58,7 +59,8 @@ def init_process_group(
         device: where arrays live: None, or "cpu", or for "nccl" "cuda:N" in the numbering of this process; None takes
             the visible GPU of the rank's LOCAL_RANK, or the only visible one. The GPU becomes CuPy's current device.
         timeout_seconds: for meeting the others.
-        collective_timeout_seconds: how long a collective waits for a rank.
+        collective_timeout_seconds: how long a collective waits for a rank; GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS decides,
+            where it is set.
         allow_shared_gpu: whether several ranks may use one GPU through NCCL: for tests, and slow. The variable
             GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
 
@@ -77,6 +79,7 @@ def init_process_group(
     if backend not in BACKENDS:
         raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
+    collective_timeout_seconds = environment_timeout(collective_timeout_seconds)
     place = _place(backend, rank, world_size)
     allow_shared_gpu = allow_shared_gpu or allows_shared_gpu()
     wanted = check_backend(backend if backend != "auto" else place.backend, place, device)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 from gradsync.launcher_variables import MPI_LAUNCHERS, SLURM
+from gradsync.machine import read_stat
 
 
 def name_run(environ: Mapping[str, str], source: str) -> str | None:
@@ -40,23 +41,13 @@ def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
     Args:
         own: variables of this rank, which what a rank runs inherits.
     """
-    pid, _ = _parent_and_start(os.getpid())
-    while pid > 0:
-        parent, start = _parent_and_start(pid)
+    process = read_stat(os.getpid())
+    while process is not None and process.parent > 0:
+        pid = process.parent
+        process = read_stat(pid)
         if not own <= _variables_of(pid):
-            return pid, start
-        pid = parent
+            return pid, "0" if process is None else process.start_time
     return None
-
-
-def _parent_and_start(pid: int) -> tuple[int, str]:
-    """Reads the parent and the time of the start from /proc; (0, "0") where /proc hides the process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0, "0"
-    return int(fields[1]), fields[19].decode()
 
 
 def _variables_of(pid: int) -> set[bytes]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from gradsync.errors import InvalidArgument
 
+LARGEST_PORT = 65535
+
 
 def value_of(environ: Mapping[str, str], name: str) -> str | None:
     """Gives a variable's text; an empty one counts as not set."""
@@ -64,6 +66,6 @@ def read_port(environ: Mapping[str, str], name: str) -> int | None:
     text = value_of(environ, name)
     if text is None:
         return None
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
-        raise InvalidArgument(f"{name} needs to be a port of 1 to 65535, got {text!r}")
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= LARGEST_PORT:
+        raise InvalidArgument(f"{name} needs to be a port of 1 to {LARGEST_PORT}, got {text!r}")
     return int(text)

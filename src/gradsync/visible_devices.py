@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from gradsync.environment import usable_cores
+from gradsync.cores import usable_cores
 from gradsync.errors import BackendUnavailable
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import time
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -78,35 +82,62 @@ def test_a_rank_does_not_arrive_at_a_collective(place: Place, world_size: int, c
     name = {"bucket": "all_reduce(sum)", "all_reduce": "all_reduce(sum)"}.get(collective, collective)
     assert name in text.partition("\n")[0]
     assert re.search(r"in load_batch\n +(while not until_told\(\)|assert time|time\.sleep\(0\.02\)  # what)", text)
-    assert " running for 1." in text  # the recorder of a rank that waits
+    assert re.search(r" running for [1-9]", text)  # the recorder of a rank that waits
     assert " done in " in text
     if collective == "bucket":
         assert "[conv1.weight]" in text
 
 
-def warn_and_go_on(comm: Any, collective: str) -> None:
-    verdicts.WARN_AFTER_SECONDS = 0.2
+def warn_and_go_on(comm: Any, collective: str, fifo: str) -> None:
     for _ in range(10):
         step(comm, collective)
+    comm.barrier()  # from here on, only rank 1 is late
+    verdicts.WARN_AFTER_SECONDS = 0.2
     if comm.rank == 1:
-        time.sleep(1.0)  # longer than nobody says anything
+        with open(fifo, "rb", buffering=0) as told:
+            told.read(1)
     step(comm, collective)
+
+
+class Teller(logging.Handler):
+    """Writes a byte to a file for each message of a rank that is waited for."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if " for rank 1" in record.getMessage():
+            self._file.write(b"!")
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[str]:
+    """Gives a file that can be read from once it is told that rank 1 is waited for."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    # Opening to read and write waits for nobody.
+    with open(os.open(path, os.O_RDWR), "wb", buffering=0) as file:
+        teller = Teller(file)
+        logging.getLogger("gradsync").addHandler(teller)
+        yield str(path)
+        logging.getLogger("gradsync").removeHandler(teller)
 
 
 @pytest.mark.parametrize("collective", ["bucket", "barrier"])
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
 def test_who_is_waited_for_is_told_before_the_deadline(
-    place: Place, world_size: int, collective: str, caplog: pytest.LogCaptureFixture
+    place: Place, world_size: int, collective: str, fifo: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.run(world_size, warn_and_go_on, collective)
+    place.run(world_size, warn_and_go_on, collective, fifo)
     told = [record.getMessage() for record in caplog.records if " for rank 1" in record.getMessage()]
     assert len(told) == 1, caplog.text
 
 
 def compute_alone(comm: Any) -> None:
-    verdicts.WARN_AFTER_SECONDS = 0.1
     comm.barrier()
-    time.sleep(1.0)  # every rank computes, and nobody waits
+    verdicts.WARN_AFTER_SECONDS = 0.1
+    time.sleep(1.5)  # every rank computes past both limits, and nobody waits
     assert not verdict_is_there()
 
 
@@ -114,5 +145,5 @@ def compute_alone(comm: Any) -> None:
 def test_a_rank_that_nobody_waits_for_is_left_alone(
     place: Place, world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.run(world_size, compute_alone, collective_timeout_seconds=0.3)
+    place.run(world_size, compute_alone, collective_timeout_seconds=1.0)
     assert not caplog.records

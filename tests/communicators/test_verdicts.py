@@ -9,7 +9,7 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.communicators import verdicts
+from gradsync.communicators import shared_barrier, verdicts
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
 from gradsync.communicators.verdicts import Verdicts
@@ -99,12 +99,17 @@ def test_a_lost_server_is_no_verdict(failure: Exception | None) -> None:
 def test_news_that_come_late_are_waited_for() -> None:
     verdict = gs.CollectiveTimeout("late")
     told = made(Client(verdict, checks_before=3))
-    assert expect(gs.CollectiveTimeout, told.await_news) is verdict
+    assert expect(gs.CollectiveTimeout, lambda: told.await_news(30)) is verdict
 
 
-def test_news_that_never_come_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_NEWS_SECONDS", 0.05)
-    made(Client()).await_news()
+def test_news_that_never_come_are_not() -> None:
+    made(Client()).await_news(0.05)
+
+
+def test_news_may_come_from_elsewhere() -> None:
+    news = gs.RankFailed("another rank goes another way")
+    elsewhere = Client(news, checks_before=3)
+    assert expect(gs.RankFailed, lambda: made(Client()).await_news(30, elsewhere.check)) is news
 
 
 # At the barrier.
@@ -138,7 +143,7 @@ def test_who_hears_of_an_abort_first_waits_for_the_verdict_behind_it(verdict: Ex
 
 
 def test_without_the_verdict_the_abort_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_NEWS_SECONDS", 0.05)
+    monkeypatch.setattr(shared_barrier, "_NEWS_SECONDS", 0.05)
     first, second = barriers(Client(gs.CollectiveTimeout("late")), Client())
     expect(gs.CollectiveTimeout, lambda: first.meet(BARRIER))
     first.announce_abort("late", 1)
@@ -146,7 +151,7 @@ def test_without_the_verdict_the_abort_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_aborts_for_its_own_reason_is_believed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Verdicts, "await_news", lambda told: pytest.fail("it waited"))
+    monkeypatch.setattr(Verdicts, "await_news", lambda told, seconds: pytest.fail("it waited"))
     first, second = barriers(Client(), Client())
     first.announce_abort("the disk is full")
     assert expect(gs.RankFailed, lambda: second.meet(BARRIER), "rank 0 aborted: the disk is full").rank == 0

@@ -38,8 +38,17 @@ def run(*arguments, **options):
     return process.returncode, out, err
 
 
+def is_gone(pid):
+    """Whether not even a zombie is left of a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 def has_ended(pid, timeout_seconds):
-    """Waits for the end of a process that is not a child."""
+    """Waits for the end of a process that is not a child; None: however long it takes."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

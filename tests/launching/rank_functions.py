@@ -7,8 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+
+import command
 
 import gradsync as gs
+from gradsync import backend_choice
+from process_table import parent_of
+
+is_in_a_test = False  # a test sets it, and only copies of its process see that
 
 
 def place(*arguments):
@@ -34,11 +41,11 @@ def wait_for_signal():
 def raise_consequence_then_cause(error_name, fifo):
     """Rank 0 fails only because rank 1 does, but is the first to say so."""
     if os.environ["RANK"] == "0":
-        with open(fifo):  # waits until rank 1 is there
-            raise getattr(gs, error_name)("rank 1 is gone")
+        with open(fifo, "w") as file:  # waits until rank 1 is there
+            file.write(str(os.getpid()))
+        raise getattr(gs, error_name)("rank 1 is gone")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
-    with open(fifo, "w"):
-        threading.Event().wait(0.3)
+    command.has_ended(int(Path(fifo).read_text()), None)
     raise ZeroDivisionError("the cause")
 
 
@@ -85,9 +92,28 @@ def address_and_secrets():
     return os.environ["GRADSYNC_ADDRESS"], os.environ["MASTER_ADDR"], names
 
 
-def backend():
+def backend(gpus=0):
+    """Gives the backend of a process group, on a machine that seems to have so many GPUs."""
+    backend_choice.count_gpus = lambda: gpus
     with gs.init_process_group() as communicator:
+        communicator.barrier()  # the stand-in's ranks end together
         return communicator.backend
+
+
+def backend_of_group():
+    communicator = gs.get_communicator()
+    communicator.barrier()
+    return communicator.backend
+
+
+def fail_beside_a_rank_that_waits(path):
+    """Rank 0 waits for nothing but a signal when rank 1 fails."""
+    if gs.get_communicator().rank == 0:
+        Path(path).write_text(str(os.getpid()))
+    gs.get_communicator().barrier()
+    if gs.get_communicator().rank == 1:
+        raise ValueError("boom")
+    wait_for_signal()
 
 
 def exit_with(code):
@@ -133,11 +159,20 @@ def start_grandchild_and_fail(queue):
     wait_for_signal()
 
 
+def start_method():
+    """Tells how this rank came to life, by what differs between the three ways."""
+    if is_in_a_test:
+        return "fork"
+    starter = parent_of(os.getppid())  # of the guard
+    is_fork_server = b"multiprocessing.forkserver" in Path(f"/proc/{starter}/cmdline").read_bytes()
+    return "forkserver" if is_fork_server else "spawn"
+
+
 def start_method_and_rank(queue, lock):
-    """Tells how this rank came to life, through multiprocessing's own objects."""
+    """Tells the rank through multiprocessing's own objects, too."""
     with lock:
         queue.put(int(os.environ["RANK"]))
-    return "forkserver" if "multiprocessing.forkserver" in sys.modules else "other", int(os.environ["RANK"])
+    return start_method(), int(os.environ["RANK"])
 
 
 def put(queue):

@@ -8,7 +8,7 @@ import pytest
 
 from gradsync.errors import InvalidArgument
 from gradsync.launching import cuda_state
-from gradsync.launching.cuda_state import check_cuda_untouched, cuda_is_initialised, devices_in_use
+from gradsync.launching.cuda_state import check_cuda_untouched, devices_in_use
 
 NOT_INITIALIZED = 3
 INVALID_DEVICE = 101
@@ -44,22 +44,15 @@ def load_driver(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("active", "text"),
-    [
-        (None, None),
-        ([], "the driver"),
-        ([0, 0], "the driver"),
-        ([1, 0], "device 0"),
-        ([0, 1], "device 1"),
-        ([1, 0, 1], "devices 0, 2"),
-    ],
+    ("active", "devices"),
+    [(None, None), ([], []), ([0, 0], []), ([1, 0], [0]), ([0, 1], [1]), ([1, 0, 1], [0, 2])],
 )
-def test_what_cuda_has_begun(load_driver, active, text):
+def test_what_cuda_has_begun(load_driver, active, devices):
     load_driver(active)
-    assert cuda_is_initialised() == text
+    assert devices_in_use() == devices
 
 
-@pytest.mark.parametrize(("active", "where"), [([0], "the driver"), ([1], "device 0")])
+@pytest.mark.parametrize(("active", "where"), [([0], "the driver"), ([1], "device 0"), ([1, 0, 1], "devices 0, 2")])
 def test_no_fork_once_cuda_is_initialised(load_driver, active, where):
     load_driver(active)
     with pytest.raises(InvalidArgument) as caught:
@@ -102,13 +95,13 @@ def test_the_library_is_asked_only_if_it_is_loaded(tmp_path):
     (tmp_path / "libcuda.so.1").symlink_to(library)  # it could be found
     source = f"""
         import ctypes
-        from gradsync.launching.cuda_state import cuda_is_initialised
-        assert cuda_is_initialised() is None
+        from gradsync.launching.cuda_state import devices_in_use
+        assert devices_in_use() is None
         assert "elsewhere.so" not in open("/proc/self/maps").read()
         library = ctypes.CDLL({str(library)!r})
-        assert cuda_is_initialised() is None
+        assert devices_in_use() is None
         library.cuInit(0)
-        assert cuda_is_initialised() == "device 1", cuda_is_initialised()
+        assert devices_in_use() == [1], devices_in_use()
     """
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source)],
@@ -121,20 +114,20 @@ def test_the_library_is_asked_only_if_it_is_loaded(tmp_path):
 def test_a_real_driver_tells_the_same():
     source = """
         import ctypes, os
-        from gradsync.launching.cuda_state import cuda_is_initialised
+        from gradsync.launching.cuda_state import devices_in_use
         driver = ctypes.CDLL("libcuda.so.1")
-        assert cuda_is_initialised() is None
+        assert devices_in_use() is None
         assert driver.cuInit(0) == 0
-        assert cuda_is_initialised() == "the driver", cuda_is_initialised()
+        assert devices_in_use() == [], devices_in_use()
         child = os.fork()
         if child == 0:
             os._exit(driver.cuInit(0))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3  # what the refusal to fork is about
         context = ctypes.c_void_p()
         assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-        assert cuda_is_initialised() == "device 0", cuda_is_initialised()
+        assert devices_in_use() == [0], devices_in_use()
         assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
-        assert cuda_is_initialised() == "the driver", cuda_is_initialised()
+        assert devices_in_use() == [], devices_in_use()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(source)], check=True)
 

@@ -1,17 +1,14 @@
-import io
 import os
 import signal
 from dataclasses import replace
 
-from gradsync.launching.failure_report import print_failure
+from gradsync.launching.failure_report import failure_text
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import ErrorReport
 
 
 def told(*ranks):
-    stream = io.StringIO()
-    print_failure(Outcome(ranks), stream)
-    return stream.getvalue().splitlines()
+    return failure_text(Outcome(ranks)).splitlines()
 
 
 def failed(rank, summary, *, missed_rank=None, is_consequence=True):

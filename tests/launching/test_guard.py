@@ -1,5 +1,6 @@
 """What a rank started is gone with the rank, and with the launcher, however they end."""
 
+import contextlib
 import os
 import signal
 import time
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import command
 import pytest
+
+from process_table import parent_of, state_of
 
 # Leaves children of every kind behind: plain, in a session of its own, double-forked, one that ignores SIGTERM, and a
 # stopped one. Their process ids are printed on one line, after the rank's own.
@@ -53,31 +56,19 @@ def all_end(pids):
     return all(command.has_ended(pid, 10) for pid in pids)
 
 
-def guard_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.parametrize("end", ["", "\n    raise SystemExit(3)", "\n    os.kill(os.getpid(), 9)"])
 def test_nothing_that_a_rank_started_outlives_it(tmp_path, end):
     with start(tmp_path, BROOD + end) as process:
         pids = pids_of(process)
         process.communicate()
-    assert all(map(is_gone, pids))  # when the command returns, not some time after
-
-
-def is_gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+    assert all(map(command.is_gone, pids))  # when the command returns, not some time after
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_outlives_the_launcher(tmp_path, number):
     with start(tmp_path, BROOD + WAIT) as process:
         pids = pids_of(process)
-        guards = {guard_of(pid) for pid in pids[:1] + pids[6:7]}
+        guards = {parent_of(pid) for pid in pids[:1] + pids[6:7]}
         process.send_signal(number)
         process.communicate()
     assert len(guards) == 2
@@ -92,7 +83,7 @@ def test_grandchildren_of_a_killed_rank_are_gone(tmp_path):
         _, err = process.communicate()
     assert process.returncode == 137
     assert f"(pid {pids[0]} on {os.uname().nodename}) was killed by SIGKILL" in err
-    assert all(map(is_gone, pids))
+    assert all(map(command.is_gone, pids))
 
 
 def test_stopped_rank_is_ended_with_the_others(tmp_path):
@@ -102,13 +93,13 @@ def test_stopped_rank_is_ended_with_the_others(tmp_path):
         os.kill(pids[6], signal.SIGKILL)
         process.communicate()
     assert process.returncode == 137
-    assert all(map(is_gone, pids))
+    assert all(map(command.is_gone, pids))
 
 
 def test_killed_guard_takes_its_rank_with_it(tmp_path):
     with start(tmp_path, "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()") as process:
         pids = pids_of(process)
-        guard = guard_of(pids[0])
+        guard = parent_of(pids[0])
         os.kill(guard, signal.SIGKILL)
         process.communicate()
     assert process.returncode == 137
@@ -125,7 +116,7 @@ def test_guard_forwards_a_signal_and_is_named_in_the_process_list(tmp_path):
     with start(tmp_path, source) as process:
         pids = pids_of(process)
         for pid in pids:
-            guard = guard_of(pid)
+            guard = parent_of(pid)
             shown = Path(f"/proc/{guard}/cmdline").read_bytes().rstrip(b"\0").decode()
             assert shown.startswith("gradsync: guard of rank ")
             assert shown.endswith(f"(pid {pid})")
@@ -167,12 +158,10 @@ def zombies_of(parent):
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            try:
-                state, parent_of_it = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state == "Z" and int(parent_of_it) == parent:
-                found.append(int(folder.name))
+            pid = int(folder.name)
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                if state_of(pid) == "Z" and parent_of(pid) == parent:
+                    found.append(pid)
     return found
 
 
@@ -180,27 +169,28 @@ def test_ctrl_z_stops_all_and_fg_goes_on(tmp_path):
     source = """
         import os, sys
         print(os.getpid(), flush=True)
-        while not os.path.exists(sys.argv[1]):
-            pass
+        open(sys.argv[1]).close()  # waits until somebody opens it to write
         """
     script = command.write_script(tmp_path, source)
-    done = tmp_path / "done"
-    with command.start("run", "--no-prefix", "-n", 2, script, done) as process:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with command.start("run", "--no-prefix", "-n", 2, script, fifo) as process:
         pids = pids_of(process)
         process.send_signal(signal.SIGTSTP)
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         assert all(is_stopped(pid) for pid in pids)
-        done.touch()
         process.send_signal(signal.SIGCONT)
-        process.communicate()
+        # Opening to read and write waits for nobody, and a rank may come to it late.
+        with open(os.open(fifo, os.O_RDWR), "wb"):
+            process.communicate()
     assert process.returncode == 0
 
 
 def is_stopped(pid):
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+        if state_of(pid) == "T":
             return True
         os.sched_yield()
     return False

@@ -15,6 +15,7 @@ import rank_functions
 
 import gradsync as gs
 from gradsync.launching.launch import MainProcessError, WorkerError
+from process_table import parent_of
 
 
 def test_results_by_rank_and_variables():
@@ -196,10 +197,10 @@ def test_nothing_is_left_behind():
 def list_children():
     """Gives the ids of this process's children, and reaps none."""
     children = set()
-    for status in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # a process that has ended meanwhile
-            if int(status.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                children.add(int(status.parent.name))
+            if parent_of(int(folder.name)) == os.getpid():
+                children.add(int(folder.name))
     return children
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import command
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+
+from failures.confinement import Unavailable, small_memory
 from gradsync.launching.out_of_memory import OomWatch, kind_of_memory
 
 MIB = 1 << 20
@@ -178,38 +182,48 @@ print(watch.kills())
 
 
 @pytest.fixture
-def small_group():
-    """Makes a memory control group of 64 MiB; skips the test where that is not allowed."""
-    for hierarchy, limit in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):
-        group = Path("/sys/fs/cgroup") / hierarchy / f"gradsync-test-{os.getpid()}"
-        if is_made(group, limit):
-            yield group
-            group.rmdir()
-            return
-    pytest.skip("no memory control group can be made here: this needs root, and cgroups that are not read-only")
+def entering_small_memory():
+    """Gives Python code that enters a new memory control group; skips the test where that is not allowed."""
+    with contextlib.ExitStack() as stack:
+
+        def enter(limit_bytes):
+            try:
+                door = stack.enter_context(small_memory(limit_bytes))
+            except Unavailable as error:
+                pytest.skip(str(error))
+            return f"open({str(door)!r}, 'w').write('0')\n"
+
+        yield enter
 
 
-def is_made(group, limit):
-    try:
-        group.mkdir()
-    except OSError:
-        return False
-    try:
-        (group / limit).write_text(str(64 * MIB))
-    except OSError:
-        group.rmdir()
-        return False
-    with contextlib.suppress(OSError):  # where swap is counted: no way out into it
-        (group / "memory.swap.max").write_text("0")
-    return True
-
-
-def test_real_kill_is_told_from_another_sigkill(small_group):
-    join = f"open({str(small_group / 'cgroup.procs')!r}, 'w').write('0')\n"
-    command = [sys.executable, "-W", "ignore", "-c", join + IN_THE_GROUP]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_real_kill_is_told_from_another_sigkill(entering_small_memory):
+    program = [sys.executable, "-W", "ignore", "-c", entering_small_memory(64 * MIB) + IN_THE_GROUP]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [f"0|-9|1|{KILLED} (memory limit of the control group: 64.0 MiB)", "1"]
+
+
+def test_run_reports_a_rank_that_the_kernel_has_ended(entering_small_memory, tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os, signal
+        if os.environ["RANK"] == "1":
+            open("/proc/self/oom_score_adj", "w").write("1000")  # this rank, and no other process of the run
+            held = []
+            while True:
+                held.append(b"x" * (1 << 20))
+        signal.pause()
+        """,
+    )
+    enter_and_run = f"import os, sys; {entering_small_memory(256 * MIB)}os.execv(sys.executable, sys.argv[1:])"
+    launcher = [sys.executable, "-m", "gradsync", "run", "-n", "2", script]
+    program = [sys.executable, "-W", "ignore", "-c", enter_and_run, *launcher]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGKILL
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("gradsync: rank 1 (pid ")
+    assert f"was killed by SIGKILL: {KILLED} (memory limit of the control group: 256.0 MiB); it had used " in last
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,31 @@ def test_whole_lines_whatever_the_chunks(chunks):
     assert [line for piece in [*pieces, rest] for line in lines_of(piece)] == lines_of(b"".join(chunks))
 
 
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_return_goes_with_the_state_of_a_progress_bar_that_follows(cut):
+    cutter = LineCutter()
+    assert [cutter.feed(b"\r 10%\r"[:cut]), cutter.feed(b"\r 10%\r"[cut:])] == [b"", b""]
+    assert cutter.feed(b" 20%") == b"\r 10%\r"
+    assert cutter.take_rest() == b" 20%"
+
+
 @given(CHUNKS)
 def test_every_line_that_has_begun_has_a_prefix(chunks):
     data = b"".join(chunks)
-    expected = b"".join(b"[\\1] " + line for line in lines_of(data))
-    assert (b"[\\1] " if data else b"") + begin_lines_with(b"[\\1] ", data) == expected
+    begun = data[len(re.match(rb"(?:\r(?!\n))*", data)[0]) :]
+    assert begin_lines_with(b"[\\1] ", data) == b"".join(map(prefixed, lines_of(begun)))
     assert begin_lines_with(b"", data) == data
+
+
+@given(CHUNKS)
+def test_a_line_that_is_continued_has_its_prefix_already(chunks):
+    data = b"".join(chunks)
+    first, *others = lines_of(data) or [b""]
+    assert begin_lines_with(b"[\\1] ", data, is_inside_line=True) == first + b"".join(map(prefixed, others))
+
+
+def prefixed(line):
+    return line if line == b"\r" else b"[\\1] " + line
 
 
 @given(CHUNKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -184,6 +185,61 @@ def test_progress_bars_of_two_ranks_overwrite_each_other():
         assert read_until(reader, rb"40%\r") == b"[rank 1] 40%\r"
 
 
+def test_each_state_of_a_slow_progress_bar_is_shown_at_once_with_one_prefix():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        ranks.write(0, b"\r  0%")
+        assert read_until(reader, rb"0%") == b"[rank 0]   0%"
+        ranks.write(0, b"\r 50%")
+        assert read_until(reader, rb"50%") == b"\r[rank 0]  50%"
+        ranks.write(0, b"\r100%\n")
+        assert read_until(reader, rb"\n") == b"\r[rank 0] 100%\n"
+
+
+def test_slow_progress_bars_of_two_ranks_take_lines_of_a_file():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        for rank, state in [(0, b"\r 0%"), (1, b"\r 0%"), (0, b"\r50%"), (1, b"\r50%\n")]:
+            begin = b"" if state == b"\r 0%" and rank == 0 else b"\n"
+            ranks.write(rank, state)
+            assert read_until(reader, state[1:]) == begin + b"[rank %d] " % rank + state[1:]
+
+
+def test_on_a_terminal_whoever_comes_after_a_progress_bar_overwrites_it(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal() as (master, stdout), Ranks(2, stdout, colour=False) as ranks:
+        ranks.write(0, b"\r 0%")
+        assert read_until(master, rb"0%") == b"[rank 0]  0%"
+        ranks.write(1, b"\r 0%")
+        assert read_until(master, rb"0%") == b"\r\x1b[K[rank 1]  0%"
+        ranks.write(0, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 0] hello\n"
+        ranks.write(1, b"\n(Pdb) ")
+        assert read_until(master, rb"\(Pdb\) ") == b"[rank 1] \n[rank 1] (Pdb) "
+        ranks.write(0, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\n[rank 0] hello\n"  # a prompt is not overwritten
+
+
+def test_a_progress_bar_that_slows_down_is_still_one(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal() as (master, stdout), Ranks(2, stdout, colour=False) as ranks:
+        ranks.write(0, b"\r1%\r2%\r")
+        assert read_until(master, rb"2%\r") == b"[rank 0] 1%\r[rank 0] 2%\r"
+        ranks.write(1, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 1] hello\n"
+        ranks.write(0, b"3%")
+        assert read_until(master, rb"3%") == b"[rank 0] 3%"
+        ranks.write(1, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 1] hello\n"
+
+
+def test_a_terminal_that_cannot_erase_gets_new_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"\r 0%")
+        read_until(master, rb"0%")
+        ranks.write(1, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\n[rank 1] hello\n"
+
+
 def test_prompt_is_shown_and_continued():
     with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
         ranks.write(0, b"name? ")
@@ -360,7 +416,8 @@ def test_ranks_feel_that_the_reader_of_stdout_has_gone():
             while select.select([], [ranks.writers[1][0]], [], 20)[1]:
                 ranks.write(1, b"x\n")
         ranks.write(1, b"still heard\n", 2)
-        assert read_until(errors, rb"\n") == b"[rank 1] still heard\n"
+        told = b"gradsync: the reader of standard output has gone\n"
+        assert read_until(errors, rb"heard\n") == told + b"[rank 1] still heard\n"
         assert ranks.close()
         with contextlib.suppress(BrokenPipeError):
             stdout.close()
@@ -376,7 +433,46 @@ def test_stream_that_the_caller_has_closed_counts_as_gone():
                 ranks.write(0, b"x\n")
         ranks.write(0, b"still heard\n", 2)
         assert ranks.close()
-        assert ranks.stderr.getvalue() == "[rank 0] still heard\n"
+        told = "gradsync: standard output cannot be written: I/O operation on closed file\n"
+        assert ranks.stderr.getvalue() == told + "[rank 0] still heard\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")
+def test_it_is_told_once_why_standard_output_cannot_be_written():
+    with open("/dev/full", "w") as stdout, Ranks(2, stdout) as ranks:
+        for rank in range(2):
+            write_until_closed(ranks, rank)
+        assert ranks.close()
+        told = "gradsync: standard output cannot be written: No space left on device\n"
+        assert ranks.stderr.getvalue() == told
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")
+@pytest.mark.parametrize("is_both", [False, True])
+def test_of_a_lost_stderr_nothing_is_told(is_both):
+    with open("/dev/full", "w") as stderr, Ranks(1, stderr if is_both else None, stderr) as ranks:
+        ranks.write(0, b"x\n", 2)
+        with pytest.raises(BrokenPipeError):
+            while select.select([], [ranks.writers[0][1]], [], 20)[1]:
+                ranks.write(0, b"x\n", 2)
+        if not is_both:
+            ranks.write(0, b"still heard\n")
+        assert ranks.close()
+        if not is_both:
+            assert ranks.stdout.getvalue() == "[rank 0] still heard\n"
+
+
+def test_streams_that_were_closed_at_the_start_take_everything():
+    pump = OutputPump(None, None, prefix=True)
+    readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+    pump.add(0, *readers)
+    pump.start()
+    for writer in writers:
+        os.write(writer, b"x\n")
+        os.close(writer)
+    assert pump.finish(0, 20)
+    assert pump.tail(0) == ["x", "x"]
+    assert pump.close(20)
 
 
 def test_end_of_a_rank_that_left_a_process_behind_is_not_awaited_for_ever():
@@ -440,12 +536,43 @@ def test_log_files_hold_the_bytes_of_both_streams(tmp_path):
     assert (directory / "rank-0.log").read_bytes() == b""
 
 
-def test_log_file_of_an_earlier_run_is_kept(tmp_path):
-    for line in (b"first\n", b"second\n"):
-        with Ranks(1, log_dir=tmp_path) as ranks:
-            ranks.write(0, line)
-            assert ranks.close()
-    assert (tmp_path / "rank-0.log").read_bytes() == b"first\nsecond\n"
+@pytest.mark.parametrize("attempt", [None, 0])
+def test_logs_of_an_earlier_run_are_removed(tmp_path, attempt):
+    for count in (3, 1):
+        for earlier in (2, 1, attempt):
+            with Ranks(count, log_dir=tmp_path, attempt=earlier) as ranks:
+                ranks.write(0, b"from a run of %d\n" % count)
+                assert ranks.close()
+    directory = tmp_path if attempt is None else tmp_path / "attempt-0"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [directory / "rank-0.log"]
+    assert (directory / "rank-0.log").read_bytes() == b"from a run of 1\n"
+    assert list(tmp_path.glob("attempt-*")) == ([] if attempt is None else [directory])
+
+
+def test_what_is_no_log_stays_in_the_log_directory(tmp_path):
+    kept = ["notes.txt", "rank-0.log.gz", "attempt-1/notes.txt", "attempt-1/rank-0.log", "attempt-x/rank-0.log"]
+    kept += ["old/rank-0.log", "rank-5.log/x", "attempt-2/deep/rank-0.log"]
+    for name in kept:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "rank-3.log").symlink_to("notes.txt")
+    (tmp_path / "attempt-3").symlink_to("old")
+    with Ranks(0, log_dir=tmp_path) as ranks:
+        assert ranks.close()
+    assert all((tmp_path / name).read_text() == "mine" for name in kept)
+    assert (tmp_path / "rank-3.log").is_symlink()
+    assert (tmp_path / "attempt-3").is_symlink()
+
+
+def test_log_directory_that_cannot_be_cleared_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "rank-0.log").touch()
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(InvalidArgument, match="cannot be cleared of an earlier run's logs: Permission denied; choose"):
+        Ranks(0, log_dir=tmp_path)
 
 
 def test_each_attempt_has_log_files_of_its_own(tmp_path):

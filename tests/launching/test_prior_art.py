@@ -3,14 +3,20 @@
 The names say the behaviour; what goes deeper stands in the test files of the modules.
 """
 
+import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import queue
+import re
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import command
 import pytest
@@ -20,6 +26,12 @@ import gradsync as gs
 from gradsync.launching import cuda_state, start_method_choice
 
 METHODS = ["spawn", "fork", "forkserver"]
+STAND_IN = Path(__file__).parent.parent / "stand_in"
+
+
+@pytest.fixture(autouse=True)
+def _mark_this_process(monkeypatch):
+    monkeypatch.setattr(rank_functions, "is_in_a_test", True)
 
 
 @pytest.fixture
@@ -39,6 +51,22 @@ def see_gpus(monkeypatch, tmp_path, visible):
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path=".": listdir(tmp_path if path == "/dev" else path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+def stand_in_for_cupy(monkeypatch):
+    """Gives ranks the tests' CuPy with two GPUs, on which NCCL runs."""
+    monkeypatch.syspath_prepend(STAND_IN)
+    monkeypatch.setenv("GRADSYNC_STAND_IN_DEVICES", "2")
+
+
+@contextlib.contextmanager
+def ended_on_exit(program, **options):
+    """Starts a program, and leaves nothing of it, whatever the test finds."""
+    with subprocess.Popen(program, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def touch_cuda(monkeypatch):
@@ -61,10 +89,10 @@ def test_launcher_is_called_directly():
     assert gs.launcher(rank_functions.plain, n_gpus=2)("x") == [("x", True)] * 2
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [None, *METHODS])
 def test_launcher_starts_processes_by_each_method(method):
-    run = gs.launcher(rank_functions.rank_in_group.__wrapped__, n_gpus=2, start_method=method)
-    assert run(10, factor=2) == [20, 22]
+    run = gs.launcher(rank_functions.start_method, n_gpus=2, start_method=method)
+    assert run() == [method or "spawn"] * 2
 
 
 def test_launcher_n_gpus_is_the_devices_of_this_node_and_world_size_is_n_gpus(monkeypatch, tmp_path):
@@ -77,8 +105,11 @@ def test_launcher_starts_the_server_at_the_call_at_any_free_port():
     before = os.listdir("/proc/self/fd")
     run = gs.launcher(rank_functions.address, n_gpus=1)
     assert os.listdir("/proc/self/fd") == before
-    ports = {int(run()[0].rpartition(":")[2]) for _ in range(2)}
-    assert min(ports) > 0
+    (first,) = run()
+    host, _, port = first.rpartition(":")
+    with socket.create_server((host, int(port))):
+        (second,) = run()
+    assert first != second
 
 
 def test_launcher_starts_the_server_at_the_port_given():
@@ -86,49 +117,136 @@ def test_launcher_starts_the_server_at_the_port_given():
     assert gs.launcher(rank_functions.address, n_gpus=1, port=port)() == [f"127.0.0.1:{port}"]
 
 
+@pytest.mark.parametrize(
+    ("options", "host"),
+    [({}, "127.0.0.1"), ({"master_ip": "localhost"}, "127.0.0.1"), ({"master_ip": "127.0.0.2"}, "127.0.0.2")],
+)
+def test_launcher_master_ip_is_localhost_by_default(options, host):
+    port = gs.free_port()
+    run = gs.launcher(rank_functions.address_and_secrets, n_gpus=1, port=port, **options)
+    assert run() == [(f"127.0.0.1:{port}", host, [])]  # for this machine alone, the server is on loopback all the same
+
+
+# One rank without a GPU takes "local" where it is left to choose.
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({}, "local"),
+        ({"device_type": "cpu"}, "shm"),
+        ({"backend": "shm"}, "shm"),
+        ({"device_type": "gpu"}, "nccl"),
+        ({"backend": "nccl"}, "nccl"),
+        ({"device_type": "gpu", "backend": "shm"}, "shm"),
+    ],
+)
+def test_launcher_backend_is_the_one_given_or_that_of_the_device_type(monkeypatch, options, backend):
+    stand_in_for_cupy(monkeypatch)
+    assert gs.launcher(rank_functions.backend_of_group, n_gpus=1, **options)() == [backend]
+
+
 def test_launcher_of_another_node_must_be_given_the_port():
     with pytest.raises(gs.InvalidArgument, match="rank_start 2 needs the port of the node with rank_start 0"):
         gs.launcher(n_gpus=2, world_size=4, rank_start=2)
 
 
+# Once there is a group, the launcher tells of every wait. Rank 2 waits for the test: when it is about to leave
+# init_process_group, and at work.
+NOTICE = re.compile(r"gradsync: ranks? .* waits? in barrier #(\d+) for .*\b2 since ")
 NODE = """
     import os, sys
     import gradsync as gs
-    def work(fifo):
-        comm = gs.get_communicator()
-        os.write(1, b"%d\\n" % os.getpid())  # in one piece
-        if comm.rank == comm.world_size - 1:
-            open(fifo).close()
+    from gradsync import process_group
+    from gradsync.communicators import verdicts
+
+    init_process_group = process_group.init_process_group
+    rank = os.environ.get("RANK")
+
+    def tell(what):
+        os.write(1, f"rank {rank} {what}\\n".encode())  # in one piece
+
+    def init_slowly(*arguments):
+        group = init_process_group(*arguments)
+        verdicts.WARN_AFTER_SECONDS = 0.0
+        if rank == "2":
+            os.read(gate, 1)
+        tell("is initialised")
+        return group
+
+    class Result(tuple):
+        def __reduce__(self):  # on its way to the launcher
+            tell("has left")
+            return tuple, (list(self),)
+
+    def work():
+        tell("works")
+        if rank == "2":
+            os.read(gate, 1)
+        tell("is done")
         names = "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-        return comm.rank, [os.environ[name] for name in names]
+        return Result([rank, *(os.environ[name] for name in names)])
+
+    if rank:
+        process_group.init_process_group = init_slowly
+        gate = os.open(sys.argv[4], os.O_RDONLY)
     if __name__ == "__main__":
         n_gpus, rank_start, port = map(int, sys.argv[1:4])
         run = gs.launcher(work, n_gpus=n_gpus, world_size=3, rank_start=rank_start, port=port, backend="shm")
-        print(run(sys.argv[4]))
+        os.write(1, f"{run()}\\n".encode())
 """
 
 
-def start_node(tmp_path, *arguments):
-    script = command.write_script(tmp_path, NODE)
-    program = [sys.executable, script, *map(str, arguments), str(tmp_path / "fifo")]
-    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+@contextlib.contextmanager
+def nodes(folder, port):
+    """Starts two launchers of one run that stand for two machines; gives what all tell, and the gate of rank 2."""
+    gate = folder / "gate"
+    os.mkfifo(gate)
+    reader, writer = os.pipe()
+    with contextlib.ExitStack() as stack:
+        told = stack.enter_context(open(reader))
+        # Opening to read and write waits for nobody.
+        opened = stack.enter_context(open(os.open(gate, os.O_RDWR), "wb", buffering=0))
+        script = command.write_script(folder, NODE)
+        options = {"stdout": writer, "stderr": writer, "env": {**os.environ, "XDG_RUNTIME_DIR": str(folder)}}
+        for place in ((1, 2, port), (2, 0, port)):  # the one that must wait for the other comes first
+            program = [sys.executable, script, *map(str, place), str(gate)]
+            stack.enter_context(ended_on_exit(program, **options))
+        os.close(writer)
+        yield told, opened
 
 
-def test_launcher_several_machines_results_by_local_rank_and_barrier_before_exit(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    port = gs.free_port()
-    # Two launchers on this machine stand for two machines; the one that must wait for the other comes first.
-    with start_node(tmp_path, 1, 2, port) as second, start_node(tmp_path, 2, 0, port) as first:
-        pids = [int(first.stdout.readline()) for _ in range(2)]
-        int(second.stdout.readline())
-        assert not any(command.has_ended(pid, 0.2) for pid in pids)  # their work is done, that of rank 2 is not
-        with open(tmp_path / "fifo", "w"):
-            pass
-        ends = [process.communicate(timeout=60) for process in (first, second)]
-    variables = ["127.0.0.1", str(port + 1)]
-    local = [(rank, ["3", str(rank), "2", *variables]) for rank in (0, 1)]
-    assert ends == [(f"{local}\n", ""), (f"{[(2, ['3', '0', '1', *variables])]}\n", "")]
+def read_until(told, wanted, barriers, count):
+    """Reads until what is wanted, and nothing else, has come, and rank 2 has been waited for in so many barriers."""
+    missing = set(wanted)
+    while missing or len(barriers) < count:
+        line = told.readline()
+        notice = NOTICE.match(line)
+        if notice:
+            barriers.add(notice[1])
+        else:
+            assert line in missing
+            missing.remove(line)
+
+
+def tells(what, *ranks):
+    return {f"rank {rank} {what}\n" for rank in ranks}
+
+
+def test_launcher_several_machines_barrier_after_init_and_before_exit_and_results_by_local_rank(tmp_path):
+    port, barriers = gs.free_port(), set()
+    with nodes(tmp_path, port) as (told, gate):
+        read_until(told, tells("is initialised", 0, 1), barriers, 1)
+        gate.write(b"!")
+        read_until(told, tells("is initialised", 2), barriers, 1)
+        read_until(told, tells("works", 0, 1, 2) | tells("is done", 0, 1), barriers, 2)
+        gate.write(b"!")
+        read_until(told, tells("is done", 2), barriers, 2)
+        rest = {line for line in told if not NOTICE.match(line)}
+    where = f"'127.0.0.1', '{port + 1}')"
+    results = {
+        f"[('0', '3', '0', '2', {where}, ('1', '3', '1', '2', {where}]\n",
+        f"[('2', '3', '0', '1', {where}]\n",
+    }
+    assert rest == results | tells("has left", 0, 1, 2)
     assert not list(tmp_path.glob("*.secret*"))
 
 
@@ -138,10 +256,12 @@ def test_launcher_exit_0_without_a_result_is_a_warning_and_none():
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_launcher_failing_process_ends_the_others_and_raises_with_rank_and_exit_code():
+def test_launcher_failing_process_ends_the_others_and_raises_with_rank_and_exit_code(tmp_path):
+    run = gs.launcher(rank_functions.fail_beside_a_rank_that_waits, n_gpus=2)
     with pytest.raises(gs.RankFailed, match=r"rank 1 .* failed with exit code 1; all other ranks") as caught:
-        rank_functions.fail_in_group()
+        run(tmp_path / "pid")
     assert (caught.value.rank, caught.value.exit_code) == (1, 1)
+    assert command.is_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_launcher_large_results_do_not_deadlock():
@@ -168,11 +288,44 @@ def test_cuda_is_checked_before_processes_start(monkeypatch, start):
 # -- spawn ---------------------------------------------------------------------------------------------------
 
 
-def test_spawn_gives_a_context_with_processes_queues_and_sentinels():
-    context = gs.spawn(rank_functions.place, (1,), 2, join=False)
+def test_spawn_gives_a_context_with_processes_queues_and_sentinels(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    context = gs.spawn(rank_functions.read_on_rank_1, (str(tmp_path / "fifo"),), 2, join=False)
+    first, second = context.sentinels
+    assert multiprocessing.connection.wait([first, second], 60) == [first]
+    with open(tmp_path / "fifo", "w"):
+        pass
+    assert multiprocessing.connection.wait([second], 60) == [second]
     assert context.join() is True
     assert [process.exitcode for process in context.processes] == [0, 0]
-    assert len(context.return_queues) == len(context.error_queues) == len(context.sentinels) == 2
+    assert len(context.return_queues) == len(context.error_queues) == 2
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_spawn_daemons_end_with_the_program_and_others_are_waited_for(tmp_path, daemon):
+    script = command.write_script(
+        tmp_path,
+        f"""
+        import sys
+        import gradsync as gs
+        def work(path):
+            print(open(path).read())
+        if __name__ == "__main__":
+            context = gs.spawn(work, (sys.argv[1],), 1, join=False, daemon={daemon})
+            print(context.pids()[0], context.processes[0].daemon, flush=True)
+        """,
+    )
+    os.mkfifo(tmp_path / "fifo")
+    with ended_on_exit([sys.executable, script, str(tmp_path / "fifo")], stdout=subprocess.PIPE) as program:
+        pid, told = program.stdout.readline().split()
+        if daemon:
+            rest = program.communicate(timeout=60)[0]
+            assert command.has_ended(int(pid), 60)
+        else:
+            with open(tmp_path / "fifo", "w") as fifo:  # waits until the rank is there
+                fifo.write("worked on")
+            rest = program.communicate(timeout=60)[0]
+    assert (told, rest, program.returncode) == (str(daemon), "" if daemon else "worked on\n", 0)
 
 
 def test_spawn_join_gives_false_when_the_time_is_over(tmp_path):
@@ -205,9 +358,7 @@ def test_spawn_start_methods(method):
     numbers = given.Queue()
     options = {} if method is None else {"start_method": method}
     context = gs.spawn(rank_functions.start_method_and_rank, (numbers, given.Lock()), 2, **options)
-    expected = "forkserver" if method == "forkserver" else "other"
-    if method != "fork":  # which has all that this process has imported
-        assert [results.get() for results in context.return_queues] == [(expected, 0), (expected, 1)]
+    assert [results.get() for results in context.return_queues] == [(method or "spawn", rank) for rank in range(2)]
     assert sorted(numbers.get(timeout=30) for _ in range(2)) == [0, 1]
     numbers.close()
     numbers.join_thread()
@@ -240,6 +391,15 @@ def test_spawn_backend_and_print_config(capfd):
         ["gpus", "as", "this", "process"],
         ["port", "a", "free", "one"],
     ]
+
+
+@pytest.mark.parametrize(("nprocs", "gpus", "backend"), [(1, 0, "local"), (2, 0, "shm"), (2, 2, "nccl"), (2, 1, "shm")])
+@pytest.mark.parametrize("options", [{}, {"backend": "auto"}])
+def test_spawn_backend_auto_goes_by_the_devices(monkeypatch, nprocs, gpus, backend, options):
+    stand_in_for_cupy(monkeypatch)
+    monkeypatch.setenv("GRADSYNC_STAND_IN_DEVICES", str(gpus))
+    context = gs.spawn(rank_functions.backend, (gpus,), nprocs, **options)
+    assert [results.get() for results in context.return_queues] == [backend] * nprocs
 
 
 def test_spawn_unknown_option_is_named():
@@ -332,28 +492,30 @@ def test_launch_never_touches_the_environment_of_the_parent(tmp_path, method):
         with open(tmp_path / "fifo", "w"):  # waits until the rank is there
             during.append(dict(os.environ))
 
-    looker = threading.Thread(target=look_meanwhile)
+    looker = threading.Thread(target=look_meanwhile, daemon=True)  # no rank may come
     looker.start()
     gs.launch(rank_functions.read_and_return, (str(tmp_path / "fifo"),), 1)
-    looker.join()
+    looker.join(60)
     assert during == [before]
     assert dict(os.environ) == before
 
 
 def test_launch_free_port():
-    assert 0 < gs.free_port() < 65536
+    first, second = gs.free_port(), gs.free_port()
+    assert first != second
+    with socket.create_server(("", first)), socket.create_server(("", second)):
+        pass
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [None, *METHODS])
 @pytest.mark.usefixtures("_default_start_method")
 def test_launch_set_start_method(method):
-    gs.set_start_method(method)
-    given = multiprocessing.get_context(method)
+    if method is not None:
+        gs.set_start_method(method)
+    given = multiprocessing.get_context(method or "spawn")
     numbers = given.Queue()
     results = gs.launch(rank_functions.start_method_and_rank, (numbers, given.Lock()), 2)
-    assert [rank for _, rank in results] == [0, 1]
-    if method != "fork":
-        assert results[0][0] == ("forkserver" if method == "forkserver" else "other")
+    assert results == [(method or "spawn", rank) for rank in range(2)]
     assert sorted(numbers.get(timeout=30) for _ in range(2)) == [0, 1]
     numbers.close()
     numbers.join_thread()
@@ -384,7 +546,7 @@ def test_launch_signal_to_the_main_process_ends_all_and_is_told(tmp_path, number
     script = command.write_script(
         tmp_path,
         """
-        import os, signal
+        import os, signal, sys
         import gradsync as gs
         def work():
             os.write(1, b"%d\\n" % os.getpid())
@@ -395,13 +557,26 @@ def test_launch_signal_to_the_main_process_ends_all_and_is_told(tmp_path, number
             try:
                 gs.launch(work, (), 2)
             except gs.MainProcessError as error:
-                print(error.signal_no, error)
+                left = [pid for pid in sys.stdin.readline().split() if os.path.exists(f"/proc/{pid}")]
+                print(error.signal_no, left, error)
         """,
     )
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
+    with ended_on_exit([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         pids = [int(process.stdout.readline()) for _ in range(2)]
         process.send_signal(number)
-        out, _ = process.communicate(timeout=60)
-    assert out.startswith(f"{int(number)} ")
+        out, _ = process.communicate(" ".join(map(str, pids)), timeout=60)
+    assert out.startswith(f"{int(number)} [] ")
     assert number.name in out
-    assert all(command.has_ended(pid, 0) for pid in pids)
+
+
+def test_launch_is_woken_by_the_end_of_a_worker_and_never_polls(monkeypatch):
+    timeouts = []
+
+    class Selector(selectors.DefaultSelector):
+        def select(self, timeout=None):
+            timeouts.append(timeout)
+            return super().select(timeout)
+
+    monkeypatch.setattr("gradsync.launching.watch.selectors.DefaultSelector", Selector)
+    gs.launch(rank_functions.place, (), 2)
+    assert set(timeouts) == {None}

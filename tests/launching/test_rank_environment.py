@@ -81,8 +81,26 @@ def test_the_cores_are_shared_unless_the_user_has_said_how():
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", None, True])
 def test_number_of_processes_is_checked(count):
-    with pytest.raises(InvalidArgument, match="the number of processes needs to be an integer of at least 1"):
+    with pytest.raises(InvalidArgument, match="the number of processes to be an integer of at least 1"):
         Job(TARGET, count)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({"rank_start": -1}, "the launch needs rank_start to be an integer of at least 0, got -1"),
+        ({"rank_start": 2, "world_size": 3}, "world_size to be an integer of at least 4, got 3"),
+        ({"master_port": 65536}, "master_port to be an integer of 0 to 65535, got 65536"),
+        ({"rendezvous_port": "4000"}, "rendezvous_port to be an integer of 0 to 65535, got '4000'"),
+        ({"grace_seconds": -0.5}, "the grace period to be a number of seconds, 0 or more, got -0.5"),
+        ({"grace_seconds": float("nan")}, "the grace period to be .* got nan"),
+        ({"grace_seconds": float("inf")}, "the grace period to be .* got inf"),
+        ({"max_restarts": -1}, "max_restarts to be an integer of at least 0, got -1"),
+    ],
+)
+def test_other_numbers_are_checked(numbers, text):
+    with pytest.raises(InvalidArgument, match=text):
+        Job(TARGET, 2, **numbers)
 
 
 def test_start_method_is_checked():

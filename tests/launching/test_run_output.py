@@ -43,6 +43,16 @@ def test_log_dir_keeps_each_rank_apart(tmp_path):
         assert sorted(text.splitlines()) == ["err", f"out {rank}"]
 
 
+def test_log_dir_holds_the_last_run_only(tmp_path):
+    script = command.write_script(tmp_path, "import sys; print('out'); sys.exit(int(sys.argv[1]))")
+    logs = tmp_path / "logs"
+    assert command.run("run", "-n", 2, "--log-dir", logs, "--max-restarts", 1, script, 3)[0] == 3
+    assert {path.parent.name for path in logs.rglob("*.log")} == {"attempt-0", "attempt-1"}
+    assert command.run("run", "-n", 1, "--log-dir", logs, script, 0)[0] == 0
+    assert [path.name for path in logs.iterdir()] == ["rank-0.log"]
+    assert (logs / "rank-0.log").read_text() == "out\n"
+
+
 def test_last_output_of_the_failing_rank_is_repeated_before_the_cause(tmp_path):
     source = """
         import os, signal
@@ -100,5 +110,6 @@ def test_the_reader_of_the_output_may_leave(tmp_path):
         code = process.wait(60)
         err = process.stderr.read()
     assert code == 1
+    assert err.startswith("gradsync: the reader of standard output has gone\n")
     assert "BrokenPipeError" in err
     assert "Exception in thread" not in err

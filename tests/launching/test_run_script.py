@@ -118,14 +118,19 @@ def test_consequence_never_hides_the_cause(tmp_path):
     script = command.write_script(
         tmp_path,
         """
-        import os, signal, sys, time
+        import os, select, signal, sys
         from gradsync.errors import RankFailed
         if os.environ["RANK"] == "0":
-            open(sys.argv[1]).close()  # waits until rank 1 is there
+            with open(sys.argv[1], "w") as fifo:  # waits until rank 1 is there
+                fifo.write(str(os.getpid()))
             raise RankFailed("rank 1 is gone\\nmore", rank=1)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
-        open(sys.argv[1], "w").close()
-        time.sleep(0.3)  # the cause is told after its consequence
+        with open(sys.argv[1]) as fifo:
+            other = int(fifo.read())
+        try:
+            select.select([os.pidfd_open(other)], [], [])  # the cause is told after its consequence
+        except ProcessLookupError:
+            pass
         raise ZeroDivisionError("the cause")
         """,
     )

@@ -54,20 +54,12 @@ def launched(tmp_path):
         process.communicate()
 
 
-def is_gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_ctrl_c_ends_all_quietly(launched):
     process, pids = launched(PATIENT)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "", STOPPING)
-    assert all(map(is_gone, pids))
+    assert all(map(command.is_gone, pids))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -77,7 +69,7 @@ def test_signal_is_forwarded_once(launched, number):
     out, err = process.communicate()
     assert (process.returncode, err) == (128 + number, STOPPING if number == signal.SIGINT else "")
     assert out == f"got {int(number)}\n" * 2
-    assert all(map(is_gone, pids))
+    assert all(map(command.is_gone, pids))
 
 
 def test_second_ctrl_c_kills_at_once(launched):
@@ -89,7 +81,7 @@ def test_second_ctrl_c_kills_at_once(launched):
     process.communicate()
     assert time.monotonic() - start < 4  # well inside the grace of 5 s
     assert process.returncode == 130
-    assert all(map(is_gone, pids))
+    assert all(map(command.is_gone, pids))
 
 
 def test_sigterm_kills_stubborn_ranks_after_the_grace(launched):
@@ -99,7 +91,7 @@ def test_sigterm_kills_stubborn_ranks_after_the_grace(launched):
     process.communicate()
     assert time.monotonic() - start > 4
     assert process.returncode == 143
-    assert all(map(is_gone, pids))
+    assert all(map(command.is_gone, pids))
 
 
 def test_killed_launcher_leaves_no_rank(launched):

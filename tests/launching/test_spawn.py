@@ -275,7 +275,7 @@ def test_sigterm_while_spawn_waits(tmp_path):
         ((None,), {}, "spawn needs a function, got None"),
         ((rank_functions.place, 5), {}, "spawn needs args as a tuple, got 5"),
         ((rank_functions.place, "text"), {}, r"one argument is written \(value,\)"),
-        ((rank_functions.place, (), 0), {}, "nprocs of spawn needs to be an integer of at least 1, got 0"),
+        ((rank_functions.place, (), 0), {}, "spawn needs nprocs to be an integer of at least 1, got 0"),
         ((rank_functions.place, (), -2), {}, "got -2"),
         ((rank_functions.place, (), True), {}, "got True"),
         ((rank_functions.place,), {"start_metod": "fork"}, "no option 'start_metod'; did you mean start_method?"),
@@ -297,7 +297,7 @@ def test_bad_arguments_are_refused_before_any_process_starts(monkeypatch, argume
 def test_bad_port(port):
     with (
         pytest.warns(DeprecationWarning, match="started_port"),
-        pytest.raises(gs.InvalidArgument, match="started_port to be 0 to 65535"),
+        pytest.raises(gs.InvalidArgument, match="started_port to be an integer of 0 to 65535"),
     ):
         gs.spawn(rank_functions.place, started_port=port)
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import threading
 
 import pytest
 
@@ -26,6 +25,7 @@ class PlayedRank:
         self.abandoned = False
         self._dies_of = dies_of
         self._will_end_with = None
+        self.sentinel = -1
         self.status, self._status_writer = os.pipe()
         self.report, self._report_writer = os.pipe()
         self._will_report = None
@@ -75,8 +75,8 @@ class PlayedRank:
 
 
 @contextlib.contextmanager
-def watching(*ranks, grace_seconds=0.05):
-    with SignalInbox() as signals, Watch(signals, grace_seconds) as watch:
+def watching(*ranks, grace_seconds=0.05, on_news=None):
+    with SignalInbox() as signals, Watch(signals, grace_seconds, on_news=on_news) as watch:
         for rank in ranks:
             watch.add(rank)
         yield watch, signals
@@ -121,15 +121,31 @@ def test_rank_that_cannot_be_killed_is_reported_and_left(monkeypatch):
     assert not outcome.may_be_tried_again
 
 
+@pytest.fixture
+def _no_time_to_settle(monkeypatch):
+    """Has the other ranks stopped at once after a failure whose cause is not awaited, and never after another one."""
+    monkeypatch.setattr("gradsync.launching.watch._SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("gradsync.launching.watch._ROOT_CAUSE_SECONDS", 3600.0)
+
+
+def then_ends(first, first_code, second, second_code):
+    """Once `first` has told its failure, it ends; once it has ended, `second` does."""
+
+    def act(rank):
+        if rank is first and first.exit_code is None:
+            first.end(first_code)
+        elif rank is first:
+            second.end(second_code)
+
+    return act
+
+
+@pytest.mark.usefixtures("_no_time_to_settle")
 def test_result_that_cannot_be_sent_leaves_the_others_their_time():
     working, unsendable = PlayedRank(0), PlayedRank(1)
-    with watching(working, unsendable) as (watch, _):
+    with watching(working, unsendable, on_news=then_ends(unsendable, 1, working, 0)) as (watch, _):
         unsendable.fail(report(is_unsendable=True))
-        thread = threading.Timer(0.5, working.end, [0])  # longer than the others of a failed rank get
-        thread.start()
-        threading.Timer(0.1, unsendable.end, [1]).start()
         outcome = watch.run()
-        thread.join()
     assert working.received == []
     assert outcome.ranks[0].exit_code == 0
     assert outcome.root_cause.rank == 1
@@ -144,13 +160,13 @@ def test_failure_outranks_a_result_that_cannot_be_sent():
     assert outcome.root_cause.rank == 1
 
 
+@pytest.mark.usefixtures("_no_time_to_settle")
 def test_consequence_never_hides_the_original():
     told_first, original = PlayedRank(0), PlayedRank(1)
-    with watching(told_first, original) as (watch, _):
+    with watching(told_first, original, on_news=then_ends(told_first, 1, original, -signal.SIGSEGV)) as (watch, _):
         told_first.fail(report("RankFailed: rank 1 died", is_consequence=True))
-        told_first.end(1)
-        threading.Timer(0.3, original.end, [-signal.SIGSEGV]).start()
         outcome = watch.run()
+    assert original.received == []
     assert outcome.root_cause.rank == 1
     assert outcome.exit_code == 128 + signal.SIGSEGV
 
@@ -193,14 +209,16 @@ def test_ranks_are_ended_when_the_launcher_itself_fails():
 
 
 @pytest.mark.parametrize(("is_timeout", "is_stopped"), [(True, False), (False, True), (False, False)])
-def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(monkeypatch, is_timeout, is_stopped):
-    monkeypatch.setattr("gradsync.launching.watch._ROOT_CAUSE_SECONDS", 3600.0)
+@pytest.mark.usefixtures("_no_time_to_settle")
+def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_timeout, is_stopped):
     told, culprit = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
     culprit.stopped = is_stopped
-    with watching(told, culprit) as (watch, _):
+    has_nothing_to_tell = is_timeout or is_stopped
+    on_news = None if has_nothing_to_tell else then_ends(told, 1, culprit, -signal.SIGABRT)
+    with watching(told, culprit, on_news=on_news) as (watch, _):
         told.fail(report("verdict", is_consequence=True, missed_rank=1, is_timeout=is_timeout))
-        told.end(1)
-        if not is_timeout and not is_stopped:
-            threading.Timer(0.3, culprit.end, [-signal.SIGABRT]).start()  # what it has to say
+        if has_nothing_to_tell:
+            told.end(1)
         outcome = watch.run()
-    assert outcome.root_cause is outcome.ranks[0 if is_timeout or is_stopped else 1]
+    assert outcome.root_cause is outcome.ranks[0 if has_nothing_to_tell else 1]
+    assert culprit.received == ([signal.SIGTERM, signal.SIGKILL] if has_nothing_to_tell else [])

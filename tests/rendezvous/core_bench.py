@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradsync.rendezvous.events import Close, Lost, Notice, Probe, Probed, Received, Send, Tick
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message, check_fields
-from gradsync.rendezvous.probing import Finding
 from gradsync.rendezvous.protocol import RendezvousCore
 
 SERVER = ("this machine", 77)

@@ -7,8 +7,8 @@ from core_bench import SERVER, Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import ABSENCE, DEATH, MAX_REPORT_BYTES, MAX_VERDICT_BYTES, FrameType
-from gradsync.rendezvous.probing import Finding
 
 WHAT = "all_reduce #57"
 

@@ -21,9 +21,9 @@ from rendezvous_ranks import SECRET, connect, connect_all, run_threads
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.liveness import Liveness
 from gradsync.rendezvous.messages import FrameType
-from gradsync.rendezvous.probing import Finding
 from gradsync.rendezvous.self_report import SelfReport
 from gradsync.rendezvous.server import RendezvousServer
 

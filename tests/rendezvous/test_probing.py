@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from gradsync.rendezvous.probing import Finding, look_at, look_at_process
+from gradsync.rendezvous.finding import Finding
+from gradsync.rendezvous.probing import look_at, look_at_process
 
 SLEEPER = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
 

@@ -7,8 +7,8 @@ from core_bench import SERVER, Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import DEATH, FrameType
-from gradsync.rendezvous.probing import Finding
 from gradsync.rendezvous.silence import HEARTBEAT_SECONDS, Judgement, Silence
 
 FATAL = [finding for finding in Finding if finding.is_fatal]

@@ -26,7 +26,6 @@ _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
 _SUSPICIOUS_AFTER_SECONDS = 1.0  # when a running collective makes the thread ask whether a rank has closed
 _NEWS_SECONDS = 1.0  # how much later than NCCL the server may hear that a rank has died
-_LOOK_FOR_NEWS_EVERY_SECONDS = 0.02
 
 
 class Watcher:
@@ -104,11 +103,8 @@ class Watcher:
     def raise_cause(self, error: NcclError) -> NoReturn:
         """Raises what another rank has done where that is what NCCL has noticed, else the error itself."""
         if self._client.world_size > 1:
-            deadline = time.monotonic() + _NEWS_SECONDS
             try:
-                while time.monotonic() < deadline:
-                    self._look_at_others()
-                    time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
+                self._verdicts.await_news(_NEWS_SECONDS, self._look_at_others)
                 self._agreement.look_for_closed_ranks(self._agreement.position - 1)
             except GradsyncError as cause:
                 raise cause from error

@@ -35,6 +35,7 @@ _SPINS = 60
 _YIELD_FOR_SECONDS = 100e-6
 _SLEEP_SECONDS = 50e-6
 _LOOK_FOR_FAILURES_EVERY_SECONDS = 5e-3
+_NEWS_SECONDS = 2.0  # how long after another rank has heard it the verdict may come
 
 _NO_DIGEST = 0
 
@@ -177,7 +178,7 @@ class SharedBarrier:
             state = self._words[line + _STATE]
             if state in (_ABORTED, _CONDEMNED) and self._words[line + _GAVE_UP_AT] <= self.round:
                 if state == _CONDEMNED:
-                    self._verdicts.await_news()
+                    self._verdicts.await_news(_NEWS_SECONDS)
                 self._verdicts.check()  # what the server says is the same on every rank
                 reason = self._reasons.read(peer).decode(errors="replace")
                 self._raise_failed(self._words[line + _CULPRIT], f"rank {peer} aborted: {reason}")

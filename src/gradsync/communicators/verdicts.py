@@ -7,7 +7,7 @@ same on every rank. So whoever finds, in whatever way, that a collective cannot 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
@@ -15,7 +15,6 @@ from gradsync.flight_recorder import Entry, FlightRecorder
 from gradsync.rendezvous.client import RendezvousClient
 
 WARN_AFTER_SECONDS = 5.0
-_NEWS_SECONDS = 2.0  # how long after a rank has asked for it, or heard it, the verdict may come
 _LOOK_FOR_NEWS_EVERY_SECONDS = 0.02
 
 
@@ -51,11 +50,17 @@ class Verdicts:
             self.was_heard = True
             raise
 
-    def await_news(self) -> None:
-        """Raises what `check` does, should it come within a moment: another rank has heard it already."""
-        deadline = time.monotonic() + _NEWS_SECONDS
+    def await_news(self, seconds: float, look: Callable[[], None] | None = None) -> None:
+        """Raises the verdict, should it come within a moment: another rank has heard it, or what it is about.
+
+        Args:
+            seconds: the moment.
+            look: raises what is news; None is `check`.
+        """
+        look = look or self.check
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            self.check()
+            look()
             time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
 
     def known(self) -> RankFailed | CollectiveTimeout | None:

@@ -16,12 +16,6 @@ from gradsync.errors import InvalidArgument
 _CUDA_SUCCESS = 0
 
 
-def cuda_is_initialised() -> str | None:
-    """Tells what CUDA has begun in this process: "device 0", "devices 0, 1" or "the driver"; None: nothing."""
-    devices = devices_in_use()
-    return None if devices is None else _describe(devices)
-
-
 def check_cuda_untouched(who: str, start_method: str) -> None:
     """Looks at this process before it starts ranks; a warning comes once.
 

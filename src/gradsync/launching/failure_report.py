@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable
-from typing import TextIO
 
 from gradsync.launching.outcome import Outcome, RankOutcome
 
@@ -14,16 +13,19 @@ _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 _FAULTHANDLER_SAYS = "Fatal Python error"
 
 
-def print_failure(outcome: Outcome, stream: TextIO) -> None:
-    """Tells why a run failed: what else failed, a line for equal errors, and last the cause with its traceback."""
+def failure_text(outcome: Outcome) -> str:
+    """Tells why a run failed: what else failed, a line for equal errors, and last the cause with its traceback.
+
+    Returns:
+        Whole lines; none where nothing failed, or ranks only ended as they were asked to.
+    """
     root = outcome.root_cause
     if root is None:
-        return
+        return ""
     others = [rank for rank in outcome.ranks if rank is not root]
     hanging = [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
     if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
-        stream.write("".join(hanging))
-        return  # ranks that end because they were asked to are no news
+        return "".join(hanging)  # ranks that end because they were asked to are no news
     lines = [f"gradsync: {line}\n" for line in _also_failed(others)] + hanging
     lines += [
         f"gradsync: rank {rank.rank} (pid {rank.pid}) had ended with exit code 0\n"
@@ -35,8 +37,7 @@ def print_failure(outcome: Outcome, stream: TextIO) -> None:
         lines += _last_output(root)
     how = _how_to_see_where(root) + _on_whose_account(root)
     lines.append(f"gradsync: {root.describe()}{how}{':' if text else ''}\n{text}")
-    stream.write("".join(lines))
-    stream.flush()
+    return "".join(lines)
 
 
 def _last_output(rank: RankOutcome) -> list[str]:

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from gradsync.variable_values import LARGEST_PORT
+
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_KERNEL_RANGE = (32768, 60999)
 _LOWEST_PORT = 1024  # below it only root binds
-_LARGEST_PORT = 65535
 _ENOUGH_PORTS = 1000
 _MOST_PORTS = 4096
 _MOST_KEPT = 64
@@ -73,7 +74,7 @@ def _ports_to_try() -> range:
         low, high = map(int, _KERNEL_RANGE.read_text().split())
     except (OSError, ValueError):
         low, high = _DEFAULT_KERNEL_RANGE
-    above = range(high + 1, _LARGEST_PORT + 1)
+    above = range(high + 1, LARGEST_PORT + 1)
     below = range(max(_LOWEST_PORT, low - _MOST_PORTS), low)
     for ports in (above, below):
         if len(ports) >= _ENOUGH_PORTS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from gradsync.environment import ALLOW_SHARED_GPU
 from gradsync.errors import InvalidArgument
 from gradsync.visible_devices import count_gpus, visible_gpus
 
@@ -31,7 +32,10 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
     for entry in gpus.split(",") if isinstance(gpus, str) else gpus:
         name = _name_of(entry, gpus)
         if name in names:
-            raise InvalidArgument(f"gpus names GPU {name} twice: {gpus!r}; ranks share a GPU only where it is allowed")
+            raise InvalidArgument(
+                f"gpus names GPU {name} twice: {gpus!r}; ranks share a GPU only "
+                f"where {ALLOW_SHARED_GPU}=1 allows it, and then in turn: name each once"
+            )
         names.append(name)
     if not names:
         raise InvalidArgument("gpus needs at least one GPU, got none")

@@ -6,10 +6,11 @@ import socket
 from dataclasses import dataclass, field
 
 from gradsync.errors import InvalidArgument
+from gradsync.launching.numbers import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds
 from gradsync.launching.start_methods import START_METHODS
 from gradsync.launching.targets import Target
 
-DEFAULT_GRACE_SECONDS = 5.0
+_WHO = "the launch"
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Job:
     Attributes:
         target: what each rank runs.
         n_ranks: number of processes on this machine.
-        world_size: number of ranks of the run; by default those on this machine.
+        world_size: number of ranks of the run; 0 takes those up to the last on this machine.
         rank_start: rank of the first process on this machine.
         backend: what `init_process_group("auto")` takes in the ranks.
         master_addr: MASTER_ADDR in the ranks, for the user's own use.
-        master_port: MASTER_PORT in the ranks, for the user's own use; a free port by default.
+        master_port: MASTER_PORT in the ranks, for the user's own use; None, like 0, takes a free one.
         rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.
         meeting_point: where the ranks meet, when several launchers start them; by default this one hosts.
         start_method: "spawn", "fork" or "forkserver".
@@ -71,18 +72,19 @@ class Job:
     removed_variables: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        check_count("the number of processes", self.n_ranks)
+        self._check_numbers()
         if self.world_size == 0:
             object.__setattr__(self, "world_size", self.rank_start + self.n_ranks)
         if self.start_method not in START_METHODS:
             raise InvalidArgument(f"the start method needs to be one of {START_METHODS}, got {self.start_method!r}")
 
-
-def check_count(what: str, value: object) -> None:
-    """Checks that a value is an integer of at least 1.
-
-    Raises:
-        InvalidArgument: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgument(f"{what} needs to be an integer of at least 1, got {value!r}")
+    def _check_numbers(self) -> None:
+        check_integer(_WHO, "the number of processes", self.n_ranks, 1)
+        check_integer(_WHO, "rank_start", self.rank_start, 0)
+        if self.world_size != 0:
+            check_integer(_WHO, "world_size", self.world_size, self.rank_start + self.n_ranks)
+        if self.master_port is not None:
+            check_port(_WHO, "master_port", self.master_port)
+        check_port(_WHO, "rendezvous_port", self.rendezvous_port)
+        check_seconds(_WHO, "the grace period", self.grace_seconds)
+        check_integer(_WHO, "max_restarts", self.max_restarts, 0)

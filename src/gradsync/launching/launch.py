@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import ProcessError
 from typing import Any
 
-from gradsync.errors import GradsyncError, InvalidArgument
+from gradsync.errors import GradsyncError
 from gradsync.launching.cuda_state import check_cuda_untouched
 from gradsync.launching.function_outcome import returned_values, take_results, traceback_of
 from gradsync.launching.job import Job
@@ -82,12 +82,8 @@ def launch(
         WorkerError: a worker failed.
         MainProcessError: SIGINT, SIGTERM or SIGHUP came to this process (in its main thread).
     """
-    if not callable(func):
-        raise InvalidArgument(f"launch needs a function, got {func!r}")
-    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-        raise InvalidArgument(f"launch needs args as a tuple, got {args!r}; one argument is written (value,)")
     method = chosen_start_method("launch", None)
-    target = function_target(func, args, {}, getattr(func, "__qualname__", repr(func)), start_method=method)
+    target = function_target(func, args, {}, who="launch", start_method=method)
     count = default_process_count() if nprocs is None else nprocs
     job = Job(target, count, master_addr=master_addr, master_port=master_port, start_method=method)
     check_cuda_untouched("launch", method)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
+from gradsync.launching.numbers import check_integer, check_port
 from gradsync.visible_devices import default_process_count
 
 _DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}
@@ -75,12 +76,10 @@ class LauncherOptions:
 
     def _check_numbers(self) -> None:
         for name, value in (("n_gpus", self.n_gpus), ("world_size", self.world_size)):
-            if value is not None and (not _is_integer(value) or value < 1):
-                raise InvalidArgument(f"launcher needs {name} to be an integer of at least 1, got {value!r}")
-        if not _is_integer(self.rank_start) or self.rank_start < 0:
-            raise InvalidArgument(f"launcher needs rank_start to be an integer of at least 0, got {self.rank_start!r}")
-        if not _is_integer(self.port) or not 0 <= self.port <= 65535:
-            raise InvalidArgument(f"launcher needs port to be 0 to 65535, got {self.port!r}")
+            if value is not None:
+                check_integer("launcher", name, value, 1)
+        check_integer("launcher", "rank_start", self.rank_start, 0)
+        check_port("launcher", "port", self.port)
         if not isinstance(self.master_ip, str) or not self.master_ip:
             raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {self.master_ip!r}")
 
@@ -101,7 +100,3 @@ class LauncherOptions:
             raise InvalidArgument(
                 f"launcher with rank_start {self.rank_start} needs the port of the node with rank_start 0, got port 0"
             )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

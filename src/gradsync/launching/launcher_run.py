@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradsync.launching.cuda_state import check_cuda_untouched
@@ -16,9 +15,8 @@ from gradsync.launching.launcher_options import LauncherOptions
 from gradsync.launching.meeting_points import meeting_point
 from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.launching.supervisor import supervise
-from gradsync.launching.targets import function_target, ranks_can_import_main
-
-_LARGEST_PORT = 65535
+from gradsync.launching.targets import function_name, function_target, ranks_can_import_main
+from gradsync.rendezvous.sockets import parse_address, port_beside
 
 
 def run_on_ranks(
@@ -30,10 +28,10 @@ def run_on_ranks(
     has_other_nodes = count < world_size
     reference = function if method == "fork" else _reference(function)
     call = functools.partial(call_in_group, reference, options.group_backend, has_other_nodes)
-    name = getattr(function, "__qualname__", repr(function))
+    name = function_name(function)
     target = function_target(call, args, kwargs, name, start_method=method)
     check_cuda_untouched(name, method)
-    with _meeting_point(options, has_other_nodes=has_other_nodes) as point:
+    with meeting_point(options, has_other_nodes=has_other_nodes) as point:
         job = Job(
             target,
             count,
@@ -41,7 +39,7 @@ def run_on_ranks(
             rank_start=options.rank_start,
             backend=options.group_backend,
             master_addr=options.master_host,
-            master_port=_port_beside(point) if point is not None and has_other_nodes else None,
+            master_port=_master_port(point) if point is not None and has_other_nodes else None,
             rendezvous_port=options.port,
             meeting_point=point,
             start_method=method,
@@ -62,17 +60,6 @@ def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., An
     return named if named.is_found_as(function) else function
 
 
-@contextlib.contextmanager
-def _meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterator[MeetingPoint | None]:
-    """Gives where the ranks meet; None leaves it to the supervisor, where nobody else needs to find it."""
-    if not has_other_nodes and options.is_on_loopback:
-        yield None
-        return
-    with meeting_point(options, has_other_nodes=has_other_nodes) as point:
-        yield point
-
-
-def _port_beside(point: MeetingPoint) -> int:
+def _master_port(point: MeetingPoint) -> int:
     """Gives a MASTER_PORT that is the same on all nodes, and leaves the rendezvous its own."""
-    port = int(point.address.rpartition(":")[2])
-    return port + 1 if port < _LARGEST_PORT else port - 1
+    return port_beside(parse_address(point.address)[1])

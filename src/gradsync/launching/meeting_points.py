@@ -19,9 +19,9 @@ from gradsync.environment import SECRET, SECRET_FILE, take_secret
 from gradsync.errors import AuthenticationError, RendezvousTimeout
 from gradsync.launching.job import MeetingPoint
 from gradsync.launching.launcher_options import LauncherOptions
-from gradsync.launching.signal_inbox import own_descriptors
+from gradsync.launching.listening import own_listener
 from gradsync.meeting_file import Meeting, meeting_path, publish, wait_for
-from gradsync.rendezvous.sockets import bind_listener, format_address, parse_address
+from gradsync.rendezvous.sockets import format_address, join_address, parse_address
 
 _MEETING_SECONDS = 120.0  # as long as init_process_group() waits
 _PROBE_SECONDS = 1.0
@@ -30,8 +30,10 @@ _log = logging.getLogger("gradsync")
 
 
 @contextlib.contextmanager
-def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterator[MeetingPoint]:
-    """Gives where the ranks of one call meet, and holds it for them.
+def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterator[MeetingPoint | None]:
+    """Gives where the ranks of one call meet, and holds it for them; None leaves that to the supervisor.
+
+    None comes where nobody else needs to find it: all ranks are this call's, on loopback.
 
     Args:
         options: of the launcher.
@@ -42,6 +44,9 @@ def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterato
         RendezvousError: the address cannot be bound.
         RendezvousTimeout: the node with rank_start 0 did not come.
     """
+    if not has_other_nodes and options.is_on_loopback:
+        yield None
+        return
     secret = take_secret()
     if secret is None and not options.is_on_loopback:
         raise AuthenticationError(
@@ -52,27 +57,15 @@ def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterato
     if options.rank_start > 0:
         yield _find(options, secret)
         return
-    with _bind(options) as listener:
+    with own_listener(options.master_host, options.port) as listener:
         address = format_address(listener)
         if has_other_nodes and options.port == 0:
             port = listener.getsockname()[1]
             _log.warning(
                 "the ranks of this run meet at %s: give port=%d to the launchers of the other nodes", address, port
             )
-        shared = contextlib.nullcontext(secret) if secret or not has_other_nodes else _published_secret(address)
-        with shared as known:
-            yield MeetingPoint(address, known or secrets.token_bytes(32), listener)
-
-
-@contextlib.contextmanager
-def _bind(options: LauncherOptions) -> Iterator[socket.socket]:
-    with bind_listener(options.master_host, options.port) as listener:
-        descriptor = listener.fileno()
-        own_descriptors.add(descriptor)
-        try:
-            yield listener
-        finally:
-            own_descriptors.discard(descriptor)
+        with contextlib.nullcontext(secret) if secret else _published_secret(address) as known:
+            yield MeetingPoint(address, known, listener)
 
 
 @contextlib.contextmanager
@@ -90,8 +83,7 @@ def _published_secret(address: str) -> Iterator[bytes]:
 
 def _find(options: LauncherOptions, secret: bytes | None) -> MeetingPoint:
     """Gives where the first node hosts, once it does where its secret must be found."""
-    host = f"[{options.master_host}]" if ":" in options.master_host else options.master_host
-    address = f"{host}:{options.port}"
+    address = join_address(options.master_host, options.port)
     if secret is not None:
         return MeetingPoint(address, secret)
     path, stale, deadline = meeting_path(address), None, time.monotonic() + _MEETING_SECONDS

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 
-from gradsync.launching.failure_report import print_failure
+from gradsync.launching.failure_report import failure_text
 from gradsync.launching.function_outcome import failure, raise_for_signal
 from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome, RankOutcome, signal_name
@@ -40,6 +40,18 @@ class MultiprocessContext:
         self._takes_signals = True
         self._pid = os.getpid()
         self.processes: list[SpawnedProcess] = []
+        # A Ctrl-C meanwhile waits: between two steps it would leave ranks behind that nobody watches.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            try:
+                self._start(job, joins=joins, daemon=daemon)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+
+    def _start(self, job: Job, *, joins: bool, daemon: bool) -> None:
         with contextlib.ExitStack() as stack:
             self._signals = stack.enter_context(SignalInbox(installs_handlers=joins))
             self._supervisor = stack.enter_context(Supervisor(job, self._signals, on_news=self._take_news))
@@ -51,8 +63,7 @@ class MultiprocessContext:
             # Not a daemon by default: as with multiprocessing, a program that comes to its end waits for its processes.
             thread = threading.Thread(target=self._watch, name="gradsync-supervisor", daemon=daemon)
             thread.start()
-            # Ranks do not see a terminal's Ctrl-C: a program that it ends would wait for them all the same.
-            threading._register_atexit(_end_if_interrupted, weakref.ref(self))  # type: ignore[attr-defined]
+            _end_with_program(self)
 
     @property
     def return_queues(self) -> list[RankQueue]:
@@ -158,15 +169,28 @@ class MultiprocessContext:
     def _tell_failure(self) -> None:
         """Tells at the end of the program of a failure for which nobody has asked."""
         if self._outcome is not None:
-            print_failure(self._outcome, sys.stderr)
+            sys.stderr.write(failure_text(self._outcome))
 
 
-def _end_if_interrupted(reference: weakref.ref[MultiprocessContext]) -> None:
-    """Ends the ranks of a program that a Ctrl-C has ended; called before the interpreter waits for its threads."""
-    context = reference()
-    interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt
-    if interrupted and context is not None and context._pid == os.getpid():  # not in a process that was forked since
-        context._put_interrupt()
+_watched: weakref.WeakSet[MultiprocessContext] = weakref.WeakSet()
+_is_registered = False
+
+
+def _end_with_program(context: MultiprocessContext) -> None:
+    """Has the context's ranks end with a program that a Ctrl-C has ended: they do not see a terminal's themselves."""
+    global _is_registered
+    _watched.add(context)
+    if not _is_registered:
+        _is_registered = True
+        threading._register_atexit(_end_if_interrupted)  # type: ignore[attr-defined]
+
+
+def _end_if_interrupted() -> None:
+    """Called before the interpreter waits for its threads."""
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        for context in list(_watched):
+            if context._pid == os.getpid():  # not in a process that was forked since
+                context._put_interrupt()
 
 
 def _headline(root: RankOutcome) -> str:

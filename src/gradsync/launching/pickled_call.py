@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, ClassVar
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching.in_rank.rank_main import Call
+from gradsync.launching.in_rank.conventions import Call
 
 _Dumps = Callable[[Any], bytes]
 
@@ -109,7 +109,8 @@ def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: t
         try:
             dumps(thing)
         except Exception as part_error:
-            *first, last = remedy, *remedies, "use start method 'fork'"
+            helps = remedies if callable(thing) else ()
+            *first, last = remedy, *helps, 'start ranks by fork (gs.set_start_method("fork"))'
             advice = f"{', '.join(first)}, or {last}"
             return f"{part} needs to pickle to reach the ranks: {part_error}; {advice}"
     return f"the call of {name} needs to pickle to reach the ranks: {error}"

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from gradsync import environment
+from gradsync.cores import blas_thread_variables
 from gradsync.launcher_variables import variables_of_mpi
 from gradsync.launching.job import Job, MeetingPoint
 
@@ -55,9 +56,7 @@ def rank_environment(
     removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE, environment.STATE_DIR}
     removed |= variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
-    return (
-        kept | environment.blas_thread_variables(job.n_ranks, environ) | _torchrun_variables(job, rank, restart) | own
-    )
+    return kept | blas_thread_variables(job.n_ranks, environ) | _torchrun_variables(job, rank, restart) | own
 
 
 def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:

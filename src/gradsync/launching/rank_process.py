@@ -14,6 +14,7 @@ from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KI
 from gradsync.launching.signal_inbox import own_descriptors
 from gradsync.launching.start_methods import RankStart, StartedProcess, start_process
 from gradsync.launching.targets import Target
+from gradsync.machine import read_stat
 
 _READS_PER_TURN = 64  # of a result that is larger than the pipe
 
@@ -67,6 +68,8 @@ class RankProcess:
         local_rank: its number among the ranks that this launcher started.
         pid: its process id, which is also its session and process group; 0 until the guard has told it.
         status: descriptor of the guard's pipe; its end is the end of all that the rank started.
+        sentinel: descriptor that is readable when the guard has ended, whoever else holds its pipe; -1 where the kernel
+            has none.
         report: descriptor of the report pipe.
         result: the pickled return value, once it came.
         error: the exception that ended the rank, once it came.
@@ -86,7 +89,7 @@ class RankProcess:
         self.peak_bytes = 0
         self.sent_kill = False
         self.memory_kill: str | None = None
-        self.status = self.report = self._command = -1
+        self.status = self.report = self.sentinel = self._command = -1
         self._guard: StartedProcess | None = None
         self._command_lock = threading.Lock()  # another thread may signal a rank while this one closes its pipes
 
@@ -105,11 +108,11 @@ class RankProcess:
         self.status, status_writer = os.pipe()
         self.report, report_writer = os.pipe()
         command_reader, self._command = os.pipe()
-        own_descriptors.update((self.status, self.report, self._command))
+        theirs = GuardDescriptors(status_writer, command_reader, report_writer)
+        own_descriptors.update((self.status, self.report, self._command, *theirs))
         os.set_blocking(self.status, False)
         os.set_blocking(self.report, False)
         os.set_blocking(self._command, False)
-        theirs = GuardDescriptors(status_writer, command_reader, report_writer)
         try:
             self._guard = start_process(method, RankStart(self.rank, target, record, environ, theirs, streams))
         except BaseException:
@@ -117,8 +120,17 @@ class RankProcess:
             raise
         finally:
             for descriptor in theirs:
+                own_descriptors.discard(descriptor)
                 os.close(descriptor)
         self._reader = report_pipe.FrameReader(self.report)
+        self.sentinel = self._guard.sentinel
+        if self.sentinel >= 0:
+            own_descriptors.add(self.sentinel)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the process has been started."""
+        return self._guard is not None
 
     def read_report(self, limit_reads: int | None = _READS_PER_TURN) -> bool:
         """Takes what the report pipe holds now; returns whether more can come."""
@@ -143,6 +155,7 @@ class RankProcess:
                 (_, self.exit_code, self.peak_bytes), told = ENDED.unpack_from(told), told[ENDED.size :]
         return is_there
 
+    @property
     def is_reaped(self) -> bool:
         """Whether nothing of it is left, or it has been given up."""
         return self.status < 0
@@ -157,19 +170,15 @@ class RankProcess:
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the rank, so that it says nothing until it is continued."""
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                return file.read().rpartition(b")")[2].split()[0] == b"T"
-        except OSError:
-            return False
+        found = read_stat(self.pid)
+        return found is not None and found.state == "T"
 
     def reap(self) -> None:
         """Takes the end of a rank whose status pipe has ended; nothing of it is left then."""
         self.read_report(None)
         code = 0 if self._guard is None else self._guard.reap()
-        if (
-            self.exit_code is None and code != GAVE_UP
-        ):  # its guard never came to life, or was killed, and the rank with it
+        if self.exit_code is None and code != GAVE_UP:
+            # Its guard never came to life, or was killed, and the rank with it.
             self.exit_code = code or -signal.SIGKILL
             if self.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -185,8 +194,8 @@ class RankProcess:
 
     def _close(self) -> None:
         with self._command_lock:
-            for descriptor in (self.report, self.status, self._command):
+            for descriptor in (self.report, self.status, self.sentinel, self._command):
                 if descriptor >= 0:
                     own_descriptors.discard(descriptor)
                     os.close(descriptor)
-            self.report = self.status = self._command = -1
+            self.report = self.status = self.sentinel = self._command = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import sys
@@ -13,14 +14,18 @@ from pathlib import Path
 
 from gradsync.environment import allows_shared_gpu
 from gradsync.errors import InvalidArgument
-from gradsync.launching.failure_report import print_failure
+from gradsync.launching.failure_report import failure_text
 from gradsync.launching.gpus import choose_gpus, parse_gpus
 from gradsync.launching.job import Job
+from gradsync.launching.notices import Notices
 from gradsync.launching.outcome import Outcome
 from gradsync.launching.output.pump import OutputPump
+from gradsync.launching.signal_inbox import occupy_standard_descriptors
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import module_target, script_target
-from gradsync.visible_devices import default_process_count
+from gradsync.visible_devices import count_gpus, default_process_count
+
+_REPORT_SECONDS = 1.0  # for a terminal that stands still to take the report of a failure before a restart
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,15 @@ def run_command(options: RunOptions) -> int:
     Raises:
         InvalidArgument: the options do not fit this machine, each other, or the script.
     """
+    occupy_standard_descriptors()
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed by who started us
+    notices = Notices(sys.stderr)
     target = (module_target if options.as_module else script_target)(options.script, options.arguments)
     gpus = None if options.gpus is None else parse_gpus(options.gpus)
     n_ranks = options.nprocs or (default_process_count() if gpus is None else len(gpus))
     if gpus is not None:
+        if count_gpus() == 0:
+            notices.tell(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {options.gpus} has no effect")
         gpus = tuple(choose_gpus(gpus, n_ranks, os.environ, allow_shared=allows_shared_gpu()))
     prefix = n_ranks > 1 if options.prefix is None else options.prefix
     stdin_rank = _stdin_rank(options.stdin_rank, n_ranks)
@@ -62,6 +72,11 @@ def run_command(options: RunOptions) -> int:
     def make_output(restart: int) -> OutputPump:
         attempt = restart if options.max_restarts else None
         return OutputPump(sys.stdout, sys.stderr, prefix=prefix, log_dir=log_dir, attempt=attempt)
+
+    def tell_restart(outcome: Outcome, restarts: int) -> None:
+        notices.tell(failure_text(outcome).rstrip("\n"), wait_seconds=_REPORT_SECONDS)
+        how_often = f"restart {restarts} of at most {options.max_restarts}"
+        notices.tell(f"gradsync: starting all ranks again ({how_often})")
 
     with _state_dir(options) as state_dir:
         job = Job(
@@ -74,23 +89,21 @@ def run_command(options: RunOptions) -> int:
             max_restarts=options.max_restarts,
             state_dir=state_dir,
         )
-        outcome = supervise(job, make_output=make_output, notices=sys.stderr, on_restart=_Restarts(options).tell)
-    with contextlib.suppress(OSError):  # nobody reads it
-        sys.stdout.flush()
-    print_failure(outcome, sys.stderr)
+        outcome = supervise(job, make_output=make_output, notices=notices, on_restart=tell_restart)
+    _tell_failure(outcome, notices)
     return outcome.exit_code
 
 
-@dataclass(frozen=True)
-class _Restarts:
-    """Tells of a failure after which the ranks are started again."""
-
-    options: RunOptions
-
-    def tell(self, outcome: Outcome, restarts: int) -> None:
-        print_failure(outcome, sys.stderr)
-        how_often = f"restart {restarts} of at most {self.options.max_restarts}"
-        print(f"gradsync: starting all ranks again ({how_often})", file=sys.stderr, flush=True)
+def _tell_failure(outcome: Outcome, notices: Notices) -> None:
+    """Tells why the job failed, last of all that is printed."""
+    text = failure_text(outcome)
+    if outcome.signal_number is not None:  # somebody wants to go: a terminal that stands still must not keep us
+        notices.tell(text.rstrip("\n"), wait_seconds=_REPORT_SECONDS)
+        return
+    with contextlib.suppress(OSError):  # nobody reads it
+        sys.stdout.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _stdin_rank(text: str, n_ranks: int) -> int | None:

@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+
+_LAST_STANDARD_DESCRIPTOR = 2
 
 #: Descriptors of this process that end with it: a forked rank must not keep them open.
 own_descriptors: set[int] = set()
@@ -33,6 +35,7 @@ class SignalInbox:
         self._previous: dict[signal.Signals, Callable[..., Any] | int] = {}
 
     def __enter__(self) -> SignalInbox:
+        occupy_standard_descriptors()
         _entered.append(self)
         self.descriptor, self._writer = os.pipe()
         own_descriptors.update((self.descriptor, self._writer))
@@ -80,6 +83,39 @@ class SignalInbox:
     def _restore(self) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def kept_in_fork(descriptors: Iterable[int]) -> Iterator[None]:
+    """Surrounds a fork by this thread whose child is to have these of our descriptors."""
+    global _kept
+    with _fork_lock:
+        _kept = threading.get_ident(), frozenset(descriptors)
+        try:
+            yield
+        finally:
+            _kept = 0, frozenset()
+
+
+def _close_own_descriptors() -> None:
+    """In a child of any fork, also of the user: its copies would hide the end of a run from those who wait for it."""
+    thread, kept = _kept
+    for descriptor in own_descriptors.difference(kept if thread == threading.get_ident() else ()):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    own_descriptors.clear()
+
+
+_fork_lock = threading.Lock()
+_kept: tuple[int, frozenset[int]] = (0, frozenset())
+os.register_at_fork(after_in_child=_close_own_descriptors)
+
+
+def occupy_standard_descriptors() -> None:
+    """Opens /dev/null where standard input, output or error is closed: nothing of ours must get its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_DESCRIPTOR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 _entered: list[SignalInbox] = []

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradsync.errors import InvalidArgument
 from gradsync.launching.cuda_state import check_cuda_untouched
 from gradsync.launching.job import Job
 from gradsync.launching.multiprocess_context import MultiprocessContext
@@ -56,13 +55,8 @@ def spawn(
         KeyboardInterrupt: with `join`, after Ctrl-C, when all processes have ended.
         SystemExit: with `join`, after SIGTERM or SIGHUP; with 128 and the signal's number.
     """
-    if not callable(func):
-        raise InvalidArgument(f"spawn needs a function, got {func!r}")
-    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-        raise InvalidArgument(f"spawn needs args as a tuple, got {args!r}; one argument is written (value,)")
     settings = read_options(nprocs, options, stacklevel=2)
-    name = getattr(func, "__qualname__", repr(func))
-    target = function_target(func, args, {}, name, start_method=settings.start_method)
+    target = function_target(func, args, {}, who="spawn", start_method=settings.start_method)
     check_cuda_untouched("spawn", settings.start_method)
     if settings.print_config:
         print(settings.table(), flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.launching.gpus import choose_gpus, parse_gpus
-from gradsync.launching.job import check_count
+from gradsync.launching.numbers import check_integer, check_port
 from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.visible_devices import default_process_count
 
@@ -120,7 +120,7 @@ def _unknown(name: str) -> str:
 
 def _count_processes(nprocs: int, gpus: str | Sequence[int | str] | None, backend: str) -> int:
     if isinstance(nprocs, bool) or nprocs != -1:
-        check_count("nprocs of spawn", nprocs)
+        check_integer("spawn", "nprocs", nprocs, 1)
         return nprocs
     if gpus is not None:
         return len(parse_gpus(gpus))
@@ -155,6 +155,5 @@ def _checked_port(port: Any) -> int:
         return 0
     if isinstance(port, str) and port.isascii() and port.isdigit():
         port = int(port)
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-        raise InvalidArgument(f"spawn needs started_port to be 0 to 65535, got {port!r}")
-    return port
+    check_port("spawn", "started_port", port)
+    return int(port)

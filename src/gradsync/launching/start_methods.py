@@ -1,7 +1,8 @@
 """How a rank process comes to life: spawned as a fresh interpreter, or forked from this process or a fork server.
 
-All three end in the same place, `rank_main.enter`: the process forks once more, and the parent guards the child. The
-fresh interpreter has the rank's environment from its first instruction on; the other two change theirs.
+All three end in the same place, `rank_main`, the fresh interpreter by its `main`, the forks by `enter`: the process
+forks once more, and the parent guards the child. The fresh interpreter has the rank's environment from its first
+instruction on; the other two change theirs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gradsync.launching.in_rank.guard import GuardDescriptors
-from gradsync.launching.signal_inbox import own_descriptors, restore_handlers
+from gradsync.launching.signal_inbox import kept_in_fork, restore_handlers
 from gradsync.launching.targets import Target
 
 # The rank must import the launcher's own gradsync, whatever the current directory holds.
@@ -62,15 +63,21 @@ class StartedProcess:
     Attributes:
         pid: its process id.
         reap: waits for its end and gives its exit code.
+        sentinel: descriptor that becomes readable when it has ended; -1 before Linux 5.3.
     """
 
     pid: int
     reap: Callable[[], int]
+    sentinel: int = -1
 
 
 def start_process(method: str, start: RankStart) -> StartedProcess:
     """Starts a rank process by one of START_METHODS."""
-    return _STARTERS[method](start)
+    started = _STARTERS[method](start)
+    try:
+        return replace(started, sentinel=os.pidfd_open(started.pid))
+    except (AttributeError, OSError):  # an old kernel, or no descriptor is left: the end of its pipe tells
+        return started
 
 
 def _spawn(start: RankStart) -> StartedProcess:
@@ -101,17 +108,23 @@ def _fork(start: RankStart) -> StartedProcess:
         with contextlib.suppress(Exception):
             stream.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    pid = os.fork()
+    with kept_in_fork(start.descriptors):
+        pid = os.fork()
     if pid == 0:
         try:
             restore_handlers()
-            for descriptor in own_descriptors:
-                os.close(descriptor)
             _enter(start, launcher_pid)
         finally:
             os._exit(70)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return StartedProcess(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return StartedProcess(pid, lambda: _reap_child(pid))
+
+
+def _reap_child(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # the program reaps its children itself, or ignores SIGCHLD
+        return 0
 
 
 def _fork_from_server(start: RankStart) -> StartedProcess:
@@ -185,9 +198,12 @@ def _enter_from_server(
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # Out of the way first: a copy may have a number that another one is to get.
-    moved = [fcntl.fcntl(d, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for d in passed]
+    moved = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for d in passed]
+    for descriptor in passed:
+        os.close(descriptor)
     for number, descriptor in zip(numbers, moved, strict=False):
-        os.dup2(descriptor, number)
+        os.dup2(descriptor, number, inheritable=False)
+        os.close(descriptor)
     record, *pipes = moved[len(numbers) : len(numbers) + 4]
     streams = tuple(moved[len(numbers) + 4 :])
     _enter(RankStart(rank, Target({}, ()), record, environ, GuardDescriptors(*pipes), streams), launcher_pid)
@@ -200,6 +216,9 @@ def _enter(start: RankStart, launcher_pid: int) -> NoReturn:
     os.setsid()
     for number, descriptor in enumerate(start.streams):
         os.dup2(descriptor, number)
+    for descriptor in start.streams:
+        if descriptor >= len(start.streams):
+            os.close(descriptor)
     os.environ.clear()
     os.environ.update(start.environ)
     rank_main.enter(start.rank, launcher_pid, start.descriptors, start.record, start.target.call)

@@ -10,16 +10,18 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from gradsync.launching.free_port import reserved_port
 from gradsync.launching.job import Job, MeetingPoint
+from gradsync.launching.listening import own_listener
+from gradsync.launching.notices import Notices
 from gradsync.launching.outcome import Outcome
 from gradsync.launching.rank_environment import rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
-from gradsync.launching.signal_inbox import SignalInbox, own_descriptors
+from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.watch import Watch
-from gradsync.rendezvous.sockets import bind_listener, format_address
+from gradsync.rendezvous.sockets import format_address
 
 if TYPE_CHECKING:
     from gradsync.launching.output.pump import OutputPump
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
 _LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, once somebody wants to go
 _LOOK_FOR_SIGNALS_SECONDS = 0.2
+_RANKS_BEFORE_SERVER = 8  # whose start hides that of the server
 
 #: Makes what shows the output of one start of the ranks; given how often they have been started again.
 MakeOutput = Callable[[int], "OutputPump"]
@@ -36,7 +39,7 @@ def supervise(
     job: Job,
     *,
     make_output: MakeOutput | None = None,
-    notices: TextIO | None = None,
+    notices: Notices | None = None,
     on_restart: Callable[[Outcome, int], None] | None = None,
 ) -> Outcome:
     """Runs a job to the end of all its ranks.
@@ -81,13 +84,13 @@ class Supervisor:
         signals: SignalInbox,
         *,
         make_output: MakeOutput | None = None,
-        notices: TextIO | None = None,
+        notices: Notices | None = None,
         on_news: Callable[[RankProcess], None] | None = None,
     ) -> None:
         self._job = job
         self._signals = signals
         self._make_output = make_output
-        self._notices = notices
+        self._notices = notices or Notices(None)
         self._on_news = on_news
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
@@ -118,15 +121,21 @@ class Supervisor:
         environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
         self._watch = self._stack.enter_context(Watch(self._signals, job.grace_seconds, self._notices, self._on_news))
         self._output = None if self._make_output is None else self._make_output(restart)
+        # Threads first would be copied into forked ranks.
+        serve_after = job.n_ranks - 1 if job.start_method == "fork" else min(job.n_ranks - 1, _RANKS_BEFORE_SERVER)
         self.ranks = [RankProcess(job.rank_start + i, i) for i in range(job.n_ranks)]
         with _start_record(job, point, shows_lines=self._output is not None) as record:
             for rank, environ in zip(self.ranks, environs, strict=True):
                 self._start_rank(rank, record, environ)
                 self._watch.add(rank)
+                # The first ranks boot meanwhile; who connects early waits in the listener's backlog, but not for ever.
+                if rank.local_rank == serve_after:
+                    self._stack.enter_context(self._serving(point))
+                if self._watch.is_told_to_end():
+                    break
+        self.ranks = [rank for rank in self.ranks if rank.has_begun]
         if self._output is not None:
             self._output.start()
-        # The ranks boot meanwhile; who connects early waits in the listener's backlog.
-        self._stack.enter_context(self._serving(point))
 
     def finish(self, on_restart: Callable[[Outcome, int], None] | None = None) -> Outcome:
         """Watches the ranks to their end, starting all of them again as often as the job says."""
@@ -181,8 +190,8 @@ class Supervisor:
             return outcome
         # Whoever reads it may be slow, as long as nobody wants to go.
         while outcome.signal_number is None and not output.drain(_LOOK_FOR_SIGNALS_SECONDS):
-            if self._signals.read():
-                break
+            if self._watch.is_told_to_end():
+                outcome = replace(outcome, signal_number=self._watch.signal_number)
         output.close(_LAST_OUTPUT_SECONDS)
         return replace(
             outcome, ranks=tuple(replace(rank, last_lines=tuple(output.tail(rank.rank))) for rank in outcome.ranks)
@@ -192,13 +201,8 @@ class Supervisor:
 @contextlib.contextmanager
 def _own_meeting_point(port: int) -> Iterator[MeetingPoint]:
     """Binds a port of this machine for one start of the ranks; those of an earlier one do not know its secret."""
-    with bind_listener("127.0.0.1", port) as listener:
-        descriptor = listener.fileno()
-        own_descriptors.add(descriptor)
-        try:
-            yield MeetingPoint(format_address(listener), os.urandom(32), listener)
-        finally:
-            own_descriptors.discard(descriptor)
+    with own_listener("127.0.0.1", port) as listener:
+        yield MeetingPoint(format_address(listener), os.urandom(32), listener)
 
 
 @contextlib.contextmanager

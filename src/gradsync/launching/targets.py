@@ -13,7 +13,7 @@ from typing import Any
 from gradsync import environment
 from gradsync.errors import InvalidArgument
 from gradsync.launching.in_rank import rank_main
-from gradsync.launching.in_rank.rank_main import Call
+from gradsync.launching.in_rank.conventions import Call
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ def function_target(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
-    name: str,
+    name: str | None = None,
     *,
+    who: str = "the launch",
     start_method: str = "spawn",
 ) -> Target:
     """Prepares a call, for this process's own children.
@@ -81,18 +82,30 @@ def function_target(
         function: what each rank calls.
         arguments: positional arguments.
         keywords: keyword arguments.
-        name: what errors and `ps` call the function.
+        name: what errors and `ps` call the function; by default its own name.
+        who: what launches it, for errors.
         start_method: with "fork" ranks have the call as it is, and nothing needs to pickle; with "spawn" and
             "forkserver" it is pickled.
 
     Raises:
-        InvalidArgument: the function or an argument does not pickle, or this process is itself a rank.
+        InvalidArgument: there is no function, the arguments are no sequence, one of them does not pickle, or this
+            process is itself a rank.
     """
+    if not callable(function):
+        raise InvalidArgument(f"{who} needs a function, got {function!r}")
+    if isinstance(arguments, str | bytes) or not isinstance(arguments, Sequence):
+        raise InvalidArgument(f"{who} needs args as a tuple, got {arguments!r}; one argument is written (value,)")
+    name = name or function_name(function)
     _refuse_inside_rank(name)
     call = (function, tuple(arguments), dict(keywords))
     if start_method == "fork":
         return Target({"kind": "function"}, (name,), call=call)
     return _pickled_target(call, name)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Gives what errors and `ps` call a function."""
+    return getattr(function, "__qualname__", repr(function))
 
 
 def _pickled_target(call: Call, name: str) -> Target:

@@ -12,8 +12,8 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
-from typing import TextIO
 
+from gradsync.launching.notices import Notices
 from gradsync.launching.out_of_memory import OomWatch
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import RankProcess
@@ -26,6 +26,7 @@ _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_TIMEOUT_SECONDS = 0.05  # all who have waited in vain know it at the same moment
 _UNKILLABLE_SECONDS = 1.8  # a little more than the guard tries
 
+_SILENT = Notices(None)
 _GIVE_UP = 0  # stands among the signals of the steps
 
 # Seconds to wait after the previous step, then the signal to send.
@@ -47,7 +48,7 @@ class Watch:
         self,
         signals: SignalInbox,
         grace_seconds: float,
-        notices: TextIO | None = None,
+        notices: Notices = _SILENT,
         on_news: Callable[[RankProcess], None] | None = None,
     ) -> None:
         self._signals = signals
@@ -66,7 +67,7 @@ class Watch:
         self._step_time = 0.0
         self._told_to_stop = False
         self._gave_up = False
-        self._signal_number: int | None = None
+        self.signal_number: int | None = None
 
     def __enter__(self) -> Watch:
         return self
@@ -86,6 +87,14 @@ class Watch:
         self._running[rank.rank] = rank
         self._selector.register(rank.status, selectors.EVENT_READ, rank)
         self._selector.register(rank.report, selectors.EVENT_READ, rank)
+        if rank.sentinel >= 0:
+            self._selector.register(rank.sentinel, selectors.EVENT_READ, rank)
+
+    def is_told_to_end(self) -> bool:
+        """Takes the signals that have come meanwhile; for a caller who is still starting ranks."""
+        for number in self._signals.read():
+            self._take_signal(number)
+        return self.signal_number is not None
 
     def run(self) -> Outcome:
         """Waits until all ranks have ended, stopping them when one fails or a signal comes."""
@@ -102,11 +111,11 @@ class Watch:
             self._take_due_step()
         for rank in self._running.values():
             self._note_failure(rank)
-        return Outcome(tuple(self._outcome_of(rank) for rank in self._ranks), self._signal_number)
+        return Outcome(tuple(self._outcome_of(rank) for rank in self._ranks), self.signal_number)
 
     def _take_event(self, rank: RankProcess, descriptor: int) -> None:
-        if descriptor == rank.status:
-            is_there = rank.read_status()
+        if descriptor in (rank.status, rank.sentinel):
+            is_there = rank.read_status() and descriptor == rank.status
             if rank.exit_code is not None or not is_there:
                 self._take_end(rank)
             if not is_there:
@@ -126,8 +135,8 @@ class Watch:
             self._note_failure(rank)
 
     def _reap(self, rank: RankProcess) -> None:
-        for descriptor in (rank.status, rank.report):
-            with contextlib.suppress(KeyError):
+        for descriptor in (rank.status, rank.report, rank.sentinel):
+            with contextlib.suppress(KeyError, ValueError):  # ended before, or never there
                 self._selector.unregister(descriptor)
         del self._running[rank.rank]
         rank.reap()
@@ -160,13 +169,16 @@ class Watch:
         """Forwards the first signal; a Ctrl-C after it kills at once, and anything else is old news."""
         if number == signal.SIGTSTP:
             self._suspend()
-        elif self._signal_number is None:
-            self._signal_number = number
+        elif self.signal_number is None:
+            self.signal_number = number
             if self._told_to_stop:  # the ranks are on their way out already
                 self._plan(_KILL)
             elif number == signal.SIGINT:
-                self._answer_interrupt()
-                self._plan(((0.0, number), (self._grace_seconds, signal.SIGTERM), *self._end))
+                half = self._grace_seconds / 2  # a script that takes no notice of Ctrl-C may take one of SIGTERM
+                self._plan(((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL), _KILL[1]))
+                if self._running:
+                    them = "it" if len(self._running) == 1 else "them"
+                    self._notices.tell(f"gradsync: stopping {_count(len(self._running))} (Ctrl-C again kills {them})")
             else:
                 self._plan(((0.0, number), *self._end))
         elif number == signal.SIGINT:
@@ -182,12 +194,6 @@ class Watch:
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
-    def _answer_interrupt(self) -> None:
-        if self._notices is not None and self._running:
-            ranks, them = ("1 rank", "it") if len(self._running) == 1 else (f"{len(self._running)} ranks", "them")
-            with contextlib.suppress(OSError):  # nobody reads it
-                print(f"gradsync: stopping {ranks} (Ctrl-C again kills {them})", file=self._notices, flush=True)
-
     def _plan(self, steps: tuple[_Step, ...]) -> None:
         self._steps = list(steps)
         self._step_time = time.monotonic() + steps[0][0]
@@ -201,6 +207,8 @@ class Watch:
             self._gave_up = True
             return
         self._told_to_stop = True
+        if number == signal.SIGKILL:
+            self._notices.tell(f"gradsync: killing {_count(len(self._running))}, not ended when asked to")
         self._send(number)
         if self._steps:
             self._step_time = time.monotonic() + self._steps[0][0]
@@ -223,3 +231,7 @@ class Watch:
             memory_kill=rank.memory_kill,
             peak_bytes=rank.peak_bytes,
         )
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"

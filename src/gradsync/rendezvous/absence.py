@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gradsync.rendezvous import absence_report, verdicts
+from gradsync.rendezvous import absence_report, verdict_texts
 from gradsync.rendezvous.absence_report import Absence
 from gradsync.rendezvous.agreement_places import Agreements
 from gradsync.rendezvous.events import Action, Notice, Probe, Send
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import FrameType
-from gradsync.rendezvous.probing import Finding
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.waiting import Failure
 
@@ -159,7 +159,8 @@ class Absences:
     def _conclude(self, inquiry: Inquiry) -> Failure:
         for rank, finding in sorted(inquiry.findings.items()):
             if finding.is_fatal:
-                return verdicts.silence(self._roster, rank, finding, f"it did not answer for {ANSWER_SECONDS:g} s")
+                evidence = f"it did not answer for {ANSWER_SECONDS:g} s"
+                return verdict_texts.silence(self._roster, rank, finding, evidence)
         absence = self._absence(inquiry.claim, inquiry.claimants)
         culprit = absence.missing[0] if absence.missing else inquiry.claim.rank
         text = absence_report.report(self._roster, absence, inquiry.reports, inquiry.findings)

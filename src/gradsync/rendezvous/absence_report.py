@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import clip_text
-from gradsync.rendezvous.probing import Finding
 from gradsync.rendezvous.rank_names import name_ranks
 from gradsync.rendezvous.roster import MemberState, Roster
 from gradsync.rendezvous.waiting import verdict_room_bytes
@@ -17,7 +17,7 @@ from gradsync.rendezvous.waiting import verdict_room_bytes
 _MAX_REPORTS = 32
 _NO_ANSWER = "(it did not answer within the time of the inquiry)"
 _NO_ANSWERS = {
-    Finding.RUNNING: "(it did not answer, though it runs: a long call that holds Python's lock?)",
+    Finding.RUNNING: f"(it did not answer, though it {Finding.RUNNING.value}: {Finding.RUNNING.detail})",
     Finding.UNKNOWN: "(it did not answer; its process cannot be seen from the server)",
 }
 

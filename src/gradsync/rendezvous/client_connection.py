@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from gradsync.errors import RendezvousError, RendezvousTimeout
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.messages import FrameType, Message
-from gradsync.rendezvous.probing import Finding, look_at
+from gradsync.rendezvous.probing import look_at
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
 
 

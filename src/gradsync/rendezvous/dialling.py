@@ -15,6 +15,7 @@ from gradsync.rendezvous.sockets import parse_address, tune_stream
 from gradsync.rendezvous.wire import FrameError
 
 _HANDSHAKE_SECONDS = 5.0
+_NO_ANSWER = "no answer to the handshake: a busy server, or another service"
 # A server that is flooded drops its oldest strangers, and looks from here like a service that ends each connection:
 # several attempts over several seconds tell them apart.
 _HANDSHAKE_ATTEMPTS = 5
@@ -49,10 +50,10 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
         except OSError as error:
             cause = error.strerror or str(error) or type(error).__name__
         else:
-            handshakes += 1
             connection, cause = _try_handshake(stream, address, secret, deadline, who)
             if connection is not None:
                 return connection
+            handshakes += cause != _NO_ANSWER
             if handshakes == 1:
                 give_up_at = time.monotonic() + _FLOOD_SECONDS
             if handshakes >= _HANDSHAKE_ATTEMPTS and time.monotonic() >= give_up_at:
@@ -97,9 +98,11 @@ def _try_handshake(
         connection.close()
         if isinstance(error, StreamEnded):
             return None, str(error)
+        if isinstance(error, RendezvousTimeout):  # a server that has much to do answers later
+            return None, _NO_ANSWER
         if isinstance(error, AuthenticationError):
             raise AuthenticationError(f"{who}: {address}: {error}") from None
-        if isinstance(error, (FrameError, RendezvousTimeout)):
+        if isinstance(error, FrameError):
             raise RendezvousError(
                 f"{who}: {address} does not speak the rendezvous protocol ({error}): "
                 "another service or run holds this port"

@@ -20,6 +20,7 @@ from gradsync.errors import RendezvousError
 from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send, Tick
 from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake
 from gradsync.rendezvous.messages import REFUSED, FrameType
+from gradsync.rendezvous.notices import NoticeWriter
 from gradsync.rendezvous.probing import look_at
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnection
@@ -53,6 +54,7 @@ class EventLoop:
         self._run_id = run_id
         self._max_members = max_members
         self._stopping = False
+        self._notices = NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
         self._empty = threading.Event()  # set while there is no connection
         self._empty.set()
@@ -92,15 +94,24 @@ class EventLoop:
         finally:
             self.close()
 
-    def close(self) -> None:
-        """Closes every descriptor, without a word to the peers: the end of the stream tells them."""
+    def close(self, *, is_copy: bool = False) -> None:
+        """Closes every descriptor, without a word to the peers: the end of the stream tells them.
+
+        Args:
+            is_copy: whether these are a forked child's copies, whose streams are to go on.
+        """
         self._selector.close()
         for connection in self._connections.values():
-            connection.stream.close()
+            if is_copy:
+                connection.stream.close()
+            else:
+                connection.hang_up()
         self._connections.clear()
         self._listener.close()
         self._wake_receiver.close()
         self._wake_sender.close()
+        if not is_copy:
+            self._notices.end()
 
     def _wait_seconds(self) -> float | None:
         due = [self._core.next_deadline(), self._accept_resumes_at]
@@ -148,7 +159,7 @@ class EventLoop:
         """The listener stays readable while descriptors are short: pause instead of spinning."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             return  # the one connection was aborted before it was accepted
-        _log.warning("gradsync: the rendezvous server cannot accept connections: %s", error.strerror)
+        self._notices.tell(f"the rendezvous server cannot accept connections: {error.strerror}")
         if self._strangers:
             self._drop(next(iter(self._strangers.values())), "descriptors are short")
         self._selector.unregister(self._listener)
@@ -209,7 +220,7 @@ class EventLoop:
     def _perform(self, action: Action) -> ServerConnection | None:
         """Carries out one action; returns the connection that has something to flush."""
         if isinstance(action, Notice):
-            _log.warning("gradsync: %s", action.text)
+            self._notices.tell(action.text)
             return None
         connection = self._connections.get(action.connection)
         if connection is None:
@@ -251,7 +262,7 @@ class EventLoop:
         self._strangers.pop(connection.number, None)
         self._closing.pop(connection.number, None)
         self._selector.unregister(connection.stream)
-        connection.stream.close()
+        connection.hang_up()
         if not self._connections:
             self._empty.set()
         _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import FrameType, Message
-from gradsync.rendezvous.probing import Finding
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,13 +100,10 @@ class Liveness:
         judgement = self._silence.judge(now, finding)
         silent_seconds = now - self._silence.heard_at
         if judgement is Judgement.SLOW:
-            found = f"{finding.value} ({finding.detail})"
-            text = "%s: %s has not been heard of for %.0f s, but %s"
-            _log.warning(text, self._who, self._server_name(), silent_seconds, found)
+            _log.warning("%s: %s", self._who, finding.of_slow(self._server_name(), silent_seconds))
         elif judgement is Judgement.LOST:
-            found = f"{finding.value}: {finding.detail}"
-            text = f"{self._who}: {self._server_name()} {found}; not heard of for {silent_seconds:.1f} s"
-            self._inbox.give_up(RendezvousError(text))
+            text = finding.of_lost(self._server_name(), f"not heard of for {silent_seconds:.1f} s")
+            self._inbox.give_up(RendezvousError(f"{self._who}: {text}"))
             self._connection.shut_down()  # wakes a thread that reads or writes
 
     def _server_name(self) -> str:

@@ -6,45 +6,18 @@ nothing (a long call that holds Python's lock is silent too); what is found here
 
 from __future__ import annotations
 
-import enum
 import os
 import socket
 import struct
+
+from gradsync.machine import read_stat
+from gradsync.rendezvous.finding import Finding
 
 _UNREACHABLE_AFTER_MS = 2400  # seen at the third look, so that the fourth, 3 s after the last word, is the verdict
 # struct tcp_info: tcpi_unacked, and tcpi_last_ack_recv in milliseconds; Source: include/uapi/linux/tcp.h.
 _TCP_INFO_BYTES = 64
 _UNACKED = struct.Struct("=24xI")
 _LAST_ACK = struct.Struct("=56xI")
-
-
-class Finding(enum.Enum):
-    """What a look at a silent peer has found; the value says it of the peer, in words."""
-
-    STOPPED = "was stopped (SIGSTOP?)"
-    GONE = "is gone"
-    UNREACHABLE = "cannot be reached"
-    RUNNING = "runs"
-    UNKNOWN = "may run"
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether a peer of which this is found cannot take part any more."""
-        return self in (Finding.STOPPED, Finding.GONE, Finding.UNREACHABLE)
-
-    @property
-    def detail(self) -> str:
-        """What stands behind it."""
-        return _DETAILS[self]
-
-
-_DETAILS = {
-    Finding.STOPPED: "its process does not go on without SIGCONT",
-    Finding.GONE: "its process has ended, though another one holds its connection open",
-    Finding.UNREACHABLE: "its machine acknowledges nothing: it, or the network between, failed",
-    Finding.RUNNING: "a long call that holds Python's lock?",
-    Finding.UNKNOWN: "its machine is up, and its processes cannot be seen from here",
-}
 
 
 def look_at(pid: int | None, stream: socket.socket) -> Finding:
@@ -62,14 +35,12 @@ def look_at(pid: int | None, stream: socket.socket) -> Finding:
 
 def look_at_process(pid: int) -> Finding:
     """Returns whether a process of this machine is stopped, gone or running; one that a debugger holds is running."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]  # the name before it may hold anything
-    except (OSError, IndexError):
+    stat = read_stat(pid)
+    if stat is None:
         return Finding.RUNNING if _exists(pid) else Finding.GONE
-    if state == b"T":
+    if stat.state == "T":
         return Finding.STOPPED
-    return Finding.GONE if state in (b"Z", b"X") else Finding.RUNNING
+    return Finding.GONE if stat.state in ("Z", "X") else Finding.RUNNING
 
 
 def _exists(pid: int) -> bool:

@@ -10,7 +10,7 @@ does not come to a collective in time.
 
 from __future__ import annotations
 
-from gradsync.rendezvous import verdicts
+from gradsync.rendezvous import verdict_texts
 from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send
 from gradsync.rendezvous.generation import Generation
 from gradsync.rendezvous.messages import PROTOCOL_VERSION, REFUSED, TO_GENERATION, FrameType, Message
@@ -80,7 +80,7 @@ class RendezvousCore:
         request = Request(connection, rank, message.sequence, now)
         notices: list[Action] = []
         if self._silences.hear(connection, now):
-            notices.append(Notice(verdicts.revival(generation.roster, rank)))
+            notices.append(Notice(verdict_texts.revival(generation.roster, rank)))
         return notices + self._handle_message(request, generation, message)
 
     def _handle_message(self, request: Request, generation: Generation, message: Message) -> list[Action]:
@@ -174,10 +174,10 @@ class RendezvousCore:
         generation, rank = self._seats[connection]
         self._unseat(connection)
         generation.roster.mark_dead(rank, connection)
-        return self._poison(generation, verdicts.death(generation.roster, rank, cause), spare=None)
+        return self._poison(generation, verdict_texts.death(generation.roster, rank, cause), spare=None)
 
     def _report(self, request: Request, generation: Generation, reason: str) -> list[Action]:
-        failure = verdicts.reported(generation.roster, request.rank, reason)
+        failure = verdict_texts.reported(generation.roster, request.rank, reason)
         return [request.reply(), *self._poison(generation, failure, spare=request.rank)]
 
     def _introduce(self, request: Request, generation: Generation, message: Message) -> list[Action]:
@@ -210,9 +210,11 @@ class RendezvousCore:
             return []
         silent_seconds = self._silences.silent_seconds(event.connection, now)
         if judgement is Judgement.SLOW:
-            return [Notice(verdicts.slowness(generation.roster, rank, event.finding, silent_seconds))]
+            return [Notice(verdict_texts.slowness(generation.roster, rank, event.finding, silent_seconds))]
         evidence = f"not heard of for {silent_seconds:.1f} s"
-        return self._poison(generation, verdicts.silence(generation.roster, rank, event.finding, evidence), spare=None)
+        return self._poison(
+            generation, verdict_texts.silence(generation.roster, rank, event.finding, evidence), spare=None
+        )
 
     def _poison(self, generation: Generation, failure: Failure, *, spare: int | None) -> list[Action]:
         """Ends a generation for all its members; the first cause stays. `spare` is not told: it told us."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import threading
+import weakref
 from types import TracebackType
 
 from gradsync.errors import InvalidArgument, RendezvousError
@@ -77,6 +78,7 @@ class RendezvousServer:
         self._thread: threading.Thread | None = None
         self._claimed = False
         self._ended = threading.Event()
+        _servers.add(self)
 
     def __repr__(self) -> str:
         return f"RendezvousServer(address={self.address!r}, world_size={self.world_size})"
@@ -145,7 +147,7 @@ class RendezvousServer:
         """Closes this process's copies of the descriptors without any I/O: for the child after a fork."""
         self._claimed = True
         with contextlib.suppress(OSError):
-            self._loop.close()
+            self._loop.close(is_copy=True)
 
     def _claim(self) -> None:
         if self._claimed:
@@ -168,3 +170,16 @@ def _check_run_id(run_id: str | None) -> str:
     if not run_id or len(run_id.encode()) > MAX_RUN_ID_BYTES:
         raise InvalidArgument(f"a run_id needs 1 to {MAX_RUN_ID_BYTES} bytes, got {len(run_id.encode())}")
     return run_id
+
+
+# A child of a fork must not keep the port, nor the streams by whose end the ranks know that the server is gone.
+_servers: weakref.WeakSet[RendezvousServer] = weakref.WeakSet()
+
+
+def _abandon_copies() -> None:
+    for server in list(_servers):
+        server.abandon()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_copies)

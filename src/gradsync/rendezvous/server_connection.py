@@ -6,6 +6,7 @@ bytes.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import Any
 
@@ -97,6 +98,12 @@ class ServerConnection:
         self._output += self._session.seal(frame_type, *fields)
         if len(self._output) > MAX_OUTPUT_BYTES:
             raise ConnectionLost(f"it has left more than {MAX_OUTPUT_BYTES} bytes unread")
+
+    def hang_up(self) -> None:
+        """Ends the stream and closes it: a copy of the descriptor in a forked process must not keep it open."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self.stream.shutdown(socket.SHUT_RDWR)
+        self.stream.close()
 
     def flush(self) -> None:
         """Writes as much output as the peer takes now.

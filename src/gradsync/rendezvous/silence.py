@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 
-from gradsync.rendezvous.probing import Finding
+from gradsync.rendezvous.finding import Finding
 
 HEARTBEAT_SECONDS = 0.5
 SILENT_AFTER_SECONDS = 1.5

@@ -12,6 +12,7 @@ import os
 import socket
 
 from gradsync.errors import InvalidArgument, RendezvousError
+from gradsync.variable_values import LARGEST_PORT
 
 _BACKLOG = 1024
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
@@ -31,18 +32,27 @@ def parse_address(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    valid_port = port_text.isascii() and port_text.isdigit() and 0 < int(port_text[:6]) < 65536
+    valid_port = port_text.isascii() and port_text.isdigit() and 0 < int(port_text[:6]) <= LARGEST_PORT
     if not colon or not host or not valid_port or (":" in host and not bracketed):
         raise InvalidArgument(
-            f"an address needs the form host:port or [IPv6]:port with a port from 1 to 65535, got {address!r}"
+            f"an address needs the form host:port or [IPv6]:port with a port from 1 to {LARGEST_PORT}, got {address!r}"
         )
     return host, int(port_text)
 
 
+def join_address(host: str, port: int) -> str:
+    """Returns the text that `parse_address` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def port_beside(port: int) -> int:
+    """Returns the port that goes with one: MASTER_PORT and the rendezvous server's are beside each other."""
+    return port + 1 if port < LARGEST_PORT else port - 1
+
+
 def format_address(listener: socket.socket) -> str:
     """Returns the text form of the address a socket is bound to."""
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if listener.family == socket.AF_INET6 else f"{host}:{port}"
+    return join_address(*listener.getsockname()[:2])
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -52,8 +62,10 @@ def bind_listener(host: str, port: int) -> socket.socket:
         InvalidArgument: the host is empty or the port out of range.
         RendezvousError: the address cannot be bound; names the port's holder where that can be read.
     """
-    if not host or not 0 <= port < 65536:
-        raise InvalidArgument(f"the rendezvous needs a host and a port from 0 to 65535, got {host!r}, {port!r}")
+    if not host or not 0 <= port <= LARGEST_PORT:
+        raise InvalidArgument(
+            f"the rendezvous needs a host and a port from 0 to {LARGEST_PORT}, got {host!r}, {port!r}"
+        )
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -43,7 +43,7 @@ class NamedFunction(NamedTuple):
         try:
             return self._look_up()
         except AttributeError:
-            from gradsync.launching.in_rank.rank_main import HOW_TO_DEFINE
+            from gradsync.launching.in_rank.conventions import HOW_TO_DEFINE
 
             raise InvalidArgument(f"{self.name} is not found in {self.module} of this rank; {HOW_TO_DEFINE}") from None
 

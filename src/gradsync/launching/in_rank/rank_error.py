@@ -18,7 +18,6 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__
 # Modules between the interpreter and the user's code: in a traceback they only hide the user's own lines.
 _SHIM_MODULES = frozenset(
     {
-        "__main__",
         "gradsync.launching.in_rank.rank_main",
         "gradsync.launching.in_rank.group_call",
         "importlib._bootstrap",
@@ -48,8 +47,6 @@ def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool =
 
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in _SHIM_MODULES:
-        if trace.tb_frame.f_globals is sys.modules["__main__"].__dict__:
-            break  # the user's own __main__
         trace = trace.tb_next
     error.__traceback__ = trace
     shown = traceback.TracebackException(type(error), error, trace)

@@ -13,15 +13,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gradsync.launching.in_rank import report_pipe
+from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED, HOW_TO_DEFINE, Call
 from gradsync.launching.in_rank.guard import GuardDescriptors, stand_guard
 from gradsync.launching.in_rank.rank_error import report_error
 from gradsync.launching.in_rank.rank_result import UnsendableResult, pickle_result
-
-EXIT_CODE_INTERRUPTED = 130
-#: What a function needs for a rank to find it, which imports the script under another name.
-HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
-#: A function and its positional and keyword arguments.
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _importing_main = False
 _keep: list[Any] = []

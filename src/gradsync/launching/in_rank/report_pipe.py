@@ -1,7 +1,8 @@
 """The pipe on which a rank reports its end to the supervisor: one frame with a result or an error.
 
-A frame is one kind byte, eight bytes of length (little endian) and the body. `rank_main` writes in the rank,
-`rank_process` reads in the launcher. Imported by every rank at start-up, so it imports next to nothing.
+A frame is one kind byte, eight bytes of length (little endian) and the body. In the rank `rank_main` writes results and
+`rank_error` errors; `rank_process` reads in the launcher. Imported by every rank at start-up, so it imports next to
+nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ _MAX_TAIL_LINE_BYTES = 4096
 # No red: it looks like a failure.
 RANK_COLOURS = (31, 130, 133, 64, 63, 162, 29, 97)
 
-_LINE_END = re.compile(rb"\r\n|\n|\r")
+# Not one that a lone \r follows: between them there is no line.
+_LINE_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?!\r(?!\n))")
+_LONE_RETURNS = re.compile(rb"\r+(?!\n)")
 
 
 class LineCutter:
@@ -34,13 +36,16 @@ class LineCutter:
     def feed(self, data: bytes) -> bytes:
         r"""Takes a chunk; returns what is complete with it: whole lines, or a piece of one that is too long.
 
-        A \r at the very end waits for what follows: it may be half of \r\n.
+        A \r at the very end waits for what follows: it may be half of \r\n. So does one at the beginning: it is not the
+        end of a line but goes with the state of a progress bar that follows.
         """
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
         if end == 0 and not (data and self._rest.endswith(b"\r")):
             self._rest += data
             return self.take_characters() if len(self._rest) > MAX_LINE_BYTES else b""
         lines, self._rest = self._rest + data[:end], data[end:]
+        if lines == b"\r":
+            lines, self._rest = b"", lines + self._rest
         return lines
 
     def take_characters(self) -> bytes:
@@ -106,15 +111,27 @@ class PrefixColumn:
         return b"\x1b[38;5;%dm%s\x1b[0m%s" % (number, label, padding)
 
 
-def begin_lines_with(prefix: bytes, data: bytes) -> bytes:
-    """Puts the prefix after every line end in the data but the last byte: not before a line that has not begun."""
+def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False) -> bytes:
+    r"""Puts the prefix before every line of the data.
+
+    A \r with nothing before it is no line, and at the very beginning it is left out: it moves the cursor nowhere.
+
+    Args:
+        prefix: the prefix; where it is empty, the data passes as it is.
+        data: whole lines, or a part of one.
+        is_inside_line: whether the data goes on with a line that has its prefix.
+    """
     if not prefix:
         return data
+    if not is_inside_line and (returns := _LONE_RETURNS.match(data)):
+        data = data[returns.end() :]
     if b"\r" in data:
         prefixed = _LINE_END.sub(lambda end: end[0] + prefix, data)
     else:
         prefixed = data.replace(b"\n", b"\n" + prefix)
-    return prefixed[: -len(prefix)] if data.endswith((b"\n", b"\r")) else prefixed
+    if data.endswith((b"\n", b"\r")):
+        prefixed = prefixed[: -len(prefix)]
+    return prefix + prefixed if data and not is_inside_line else prefixed
 
 
 def _last_state(line: bytes) -> bytes:

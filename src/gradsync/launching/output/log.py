@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import BinaryIO
 
 from gradsync.errors import InvalidArgument
 
+_LOG_NAME = re.compile(r"rank-\d+\.log", re.ASCII)
+_ATTEMPT_NAME = re.compile(r"attempt-\d+", re.ASCII)
+
 
 class RankLog:
     """The log file of one rank: both streams in order of arrival, the bytes as they came.
-
-    What the file holds already stays: a run is never the end of another run's log.
 
     Args:
         path: the file.
@@ -47,18 +49,24 @@ class RankLog:
 
 
 def prepare_log_directory(log_dir: Path, attempt: int | None) -> Path:
-    """Makes the directory for the logs of a run.
+    """Makes the directory for the logs of a run, without those of an earlier one.
+
+    What goes are files `rank-N.log`, and directories `attempt-N` that hold nothing but such files. All else is somebody
+    else's and stays.
 
     Args:
         log_dir: as the user named it.
-        attempt: for runs that may be restarted: which one this is; each has a directory of its own.
+        attempt: for runs that may be restarted: which one this is; each has a directory of its own, and the
+            first one removes those of an earlier run.
 
     Returns:
         The directory.
 
     Raises:
-        InvalidArgument: it cannot be made, or written to.
+        InvalidArgument: it cannot be made, cleared, or written to.
     """
+    if not attempt and log_dir.is_dir():
+        _clear(log_dir)
     directory = log_dir if attempt is None else log_dir / f"attempt-{attempt}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -67,3 +75,32 @@ def prepare_log_directory(log_dir: Path, attempt: int | None) -> Path:
     if not os.access(directory, os.W_OK | os.X_OK):
         raise InvalidArgument(f"log directory {str(directory)!r} cannot be written to: choose one that is yours")
     return directory
+
+
+def _clear(log_dir: Path) -> None:
+    """Removes what an earlier run has written."""
+    try:
+        for path in list(log_dir.iterdir()):
+            if _is_log(path):
+                path.unlink(missing_ok=True)
+            elif _ATTEMPT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                _remove_attempt(path)
+    except OSError as error:
+        raise InvalidArgument(
+            f"log directory {str(log_dir)!r} cannot be cleared of an earlier run's logs: {error.strerror}; "
+            "choose another one"
+        ) from None
+
+
+def _remove_attempt(directory: Path) -> None:
+    logs = list(directory.iterdir())
+    if not all(map(_is_log, logs)):
+        return
+    for log in logs:
+        log.unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def _is_log(path: Path) -> bool:
+    """Whether a file is a rank's log; a link leads to where somebody wants the log, and stays."""
+    return bool(_LOG_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink()

@@ -18,11 +18,10 @@ from typing import TextIO
 from gradsync.errors import InvalidArgument
 from gradsync.launching.output.lines import PrefixColumn, Tail
 from gradsync.launching.output.log import RankLog, prepare_log_directory
-from gradsync.launching.output.screen import Screen, screens_for
+from gradsync.launching.output.screen import Screen, describe_loss, screens_for
 from gradsync.launching.output.streams import RankOutput, RankStream, seconds_to_wait
 from gradsync.launching.signal_inbox import own_descriptors
 
-_READ_BYTES = 64 * 1024
 # A line that has not ended is shown when nothing more of it comes for this long: it may be a question.
 _PARTIAL_LINE_SECONDS = 0.1
 # For the thread to notice that its time is up.
@@ -33,13 +32,14 @@ class OutputPump:
     """Passes the output of ranks on, in a thread.
 
     Args:
-        stdout: where what ranks print on stdout goes.
+        stdout: where what ranks print on stdout goes; None, as Python has it for a closed one: nowhere.
         stderr: the same for stderr.
         prefix: whether each line begins with its rank; without, bytes pass as they are, in whole lines.
         colour: whether the prefix is coloured; None: on terminals, unless NO_COLOR or FORCE_COLOR decides.
-        log_dir: where to keep a log file `rank-N.log` for each rank; made when it is missing.
+        log_dir: where to keep a log file `rank-N.log` for each rank; made when it is missing, and cleared of what an
+            earlier run has written there.
         tail_lines: how many last lines of each rank to keep for `tail`.
-        attempt: when given, logs go to a directory `attempt-N` of their own in log_dir.
+        attempt: when given, logs go to a directory `attempt-N` of their own in log_dir; it is cleared before 0 only.
 
     Raises:
         InvalidArgument: log_dir cannot be made or written to.
@@ -47,8 +47,8 @@ class OutputPump:
 
     def __init__(
         self,
-        stdout: TextIO,
-        stderr: TextIO,
+        stdout: TextIO | None,
+        stderr: TextIO | None,
         *,
         prefix: bool,
         colour: bool | None = None,
@@ -63,7 +63,7 @@ class OutputPump:
         self._column = PrefixColumn()
         self._streams: list[RankStream] = []  # those that have not ended
         self._blocked: set[Screen] = set()
-        self._warned = False
+        self._told: set[str] = set()  # kinds of trouble
         # poll() takes any descriptor; epoll refuses files, and /dev/null.
         self._selector = selectors.PollSelector()
         self._thread = threading.Thread(target=self._run, name="gradsync output", daemon=True)
@@ -193,12 +193,9 @@ class OutputPump:
         # In this round another rank may have blocked the screen, or found that its reader has gone.
         if stream.screen in self._blocked or stream.screen.gone:
             return
-        try:
-            data = os.read(stream.descriptor, _READ_BYTES)
-        except BlockingIOError:
+        data = stream.read()
+        if data is None:
             return
-        except OSError:  # a pseudo-terminal says the end so
-            data = b""
         if not data:
             self._end(stream)
             return
@@ -230,9 +227,13 @@ class OutputPump:
 
     def _warn(self, problem: str | None) -> None:
         """Tells the first problem with a log: the others will be the same."""
-        if problem is not None and not self._warned:
-            self._warned = True
-            self._stderr.write(self, b"", f"gradsync: warning: {problem}\n".encode("utf-8", "replace"))
+        if problem is not None:
+            self._tell_once("log", f"warning: {problem}")
+
+    def _tell_once(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._stderr.write(self, b"", f"gradsync: {text}\n".encode("utf-8", "replace"))
             self._drain(self._stderr)
 
     def _drain(self, screen: Screen) -> None:
@@ -249,7 +250,9 @@ class OutputPump:
             self._selector.unregister(screen.descriptor)
             for stream in mine:
                 self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-        if screen.gone:
+        if screen.loss is not None:
+            if screen is self._stdout:  # its ranks only see a pipe that nobody reads
+                self._tell_once("loss", describe_loss(screen.loss))
             for stream in mine:
                 self._end(stream)
 

@@ -6,6 +6,7 @@ Nothing here waits: what a stream cannot take now is kept, and its ranks are not
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import stat
@@ -14,23 +15,35 @@ from typing import BinaryIO, Protocol, TextIO
 
 from gradsync.launching.output.lines import begin_lines_with
 
+_ERASE_LINE = b"\r\x1b[K"
+
 
 class Screen:
     """One output of the launcher: a terminal, pipe or file, or a text stream without descriptor (a notebook).
 
     Args:
-        stream: where to write.
+        stream: where to write; None, as Python has it for a closed one: nowhere.
         colour: whether prefixes are coloured; None: the environment and the stream decide.
+
+    Attributes:
+        loss: why nothing can be written any more.
     """
 
-    def __init__(self, stream: TextIO, colour: bool | None = None) -> None:
+    def __init__(self, stream: TextIO | None, colour: bool | None = None) -> None:
         self._sink = _sink_of(stream)
         self._pending = b""
         self._owner: object = None  # who wrote last ...
         self._last_byte = b"\n"  # ... and how it ended
+        self._bars: set[object] = set()  # who has a progress bar for its open line
         self.is_terminal = _is_terminal(stream)
         self.colour = wants_colour(self.is_terminal) if colour is None else colour
-        self.gone = False
+        self.loss: Exception | None = None
+        self._can_erase = self.is_terminal and os.environ.get("TERM") != "dumb"
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self.loss is not None
 
     @property
     def blocked(self) -> bool:
@@ -50,13 +63,15 @@ class Screen:
             prefix: what each line begins with.
             data: at least one byte.
         """
-        if self.gone:
+        continues = owner is self._owner and self._last_byte not in b"\r\n"
+        lines = begin_lines_with(prefix, data, is_inside_line=continues)
+        if self.gone or not lines:
             return
         if owner is not self._owner:
             self._pending += self._break_before(data)
-        continues = owner is self._owner and self._last_byte not in b"\r\n"
-        self._pending += (b"" if continues else prefix) + begin_lines_with(prefix, data)
+        self._pending += lines
         self._owner, self._last_byte = owner, data[-1:]
+        self._note_bar(owner, data)
         self.drain()
 
     def end_line(self, owner: object) -> None:
@@ -65,6 +80,7 @@ class Screen:
             self._pending += b"\n"
             self._last_byte = b"\n"
             self.drain()
+        self._bars.discard(owner)
 
     def drain(self) -> None:
         """Writes what waits, as much as goes without waiting."""
@@ -73,8 +89,8 @@ class Screen:
         try:
             while taken < len(view) and (count := self._sink.write(view[taken:])):
                 taken += count
-        except Exception:  # the reader has gone, the disk is full; of the caller's own stream it may be anything
-            self.gone = True
+        except Exception as error:  # the reader has gone, the disk is full; the caller's own stream may raise anything
+            self.loss = error
             taken = len(view)
         self._pending = self._pending[taken:]
 
@@ -82,9 +98,19 @@ class Screen:
         """Gives the newline that keeps an open line of another from being continued or overwritten."""
         if self._last_byte == b"\n":
             return b""
+        if self._can_erase and self._owner in self._bars:
+            return _ERASE_LINE  # its next state comes soon: a line for each would fill the terminal
         # Progress bars may overwrite each other, as they do without us: else each step would take a line.
         is_bar_after_bar = self._last_byte == b"\r" and data.endswith(b"\r") and b"\n" not in data
         return b"" if is_bar_after_bar else b"\n"
+
+    def _note_bar(self, owner: object, data: bytes) -> None:
+        r"""Remembers whose open line has been overwritten with \r, for when one of its states comes without."""
+        _, newline, open_line = data.rpartition(b"\n")
+        if b"\r" in open_line:
+            self._bars.add(owner)
+        elif newline:
+            self._bars.discard(owner)
 
 
 class _Sink(Protocol):
@@ -113,6 +139,15 @@ class _DescriptorSink:
             return os.write(self.descriptor, data[: self._most])
         except BlockingIOError:  # somebody has made it non-blocking
             return 0
+
+
+class _NullSink:
+    """Takes everything, as /dev/null does."""
+
+    descriptor = -1  # never blocked
+
+    def write(self, data: memoryview) -> int:
+        return len(data)
 
 
 class _BytesSink:
@@ -145,15 +180,24 @@ class _TextSink:
         return len(data)
 
 
-def screens_for(stdout: TextIO, stderr: TextIO, colour: bool | None) -> tuple[Screen, Screen]:
+def screens_for(stdout: TextIO | None, stderr: TextIO | None, colour: bool | None) -> tuple[Screen, Screen]:
     """Gives the screens of two streams: one and the same when both go to the same place."""
     for stream in (stdout, stderr):
         # What the launcher itself has printed comes first.
         with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+            if stream is not None:
+                stream.flush()
     screen = Screen(stdout, colour)
     same = stdout is stderr or (_place(stdout) is not None and _place(stdout) == _place(stderr))
     return screen, screen if same else Screen(stderr, colour)
+
+
+def describe_loss(error: Exception) -> str:
+    """Tells why standard output is no longer written to."""
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        return "the reader of standard output has gone"
+    reason = error.strerror if isinstance(error, OSError) else None
+    return f"standard output cannot be written: {reason or error}"
 
 
 def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
@@ -165,7 +209,9 @@ def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ)
     return is_terminal and environment.get("TERM") != "dumb"
 
 
-def _sink_of(stream: TextIO) -> _Sink:
+def _sink_of(stream: TextIO | None) -> _Sink:
+    if stream is None:
+        return _NullSink()
     buffer = getattr(stream, "buffer", None)
     if buffer is None:
         # A notebook's stream may have a descriptor, but that leads to the terminal of its server.
@@ -174,14 +220,16 @@ def _sink_of(stream: TextIO) -> _Sink:
     return _BytesSink(stream, buffer) if descriptor is None else _DescriptorSink(descriptor)
 
 
-def _descriptor_of(stream: TextIO) -> int | None:
+def _descriptor_of(stream: TextIO | None) -> int | None:
+    if stream is None:
+        return None
     try:
         return stream.buffer.fileno()
     except (AttributeError, OSError, ValueError):
         return None
 
 
-def _place(stream: TextIO) -> tuple[int, int] | None:
+def _place(stream: TextIO | None) -> tuple[int, int] | None:
     descriptor = _descriptor_of(stream)
     if descriptor is None:
         return None
@@ -189,8 +237,8 @@ def _place(stream: TextIO) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def _is_terminal(stream: TextIO | None) -> bool:
     try:
-        return stream.isatty()
+        return stream is not None and stream.isatty()
     except (AttributeError, ValueError):
         return False

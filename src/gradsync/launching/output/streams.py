@@ -13,6 +13,8 @@ from gradsync.launching.output.log import RankLog
 from gradsync.launching.output.screen import Screen
 from gradsync.launching.signal_inbox import own_descriptors
 
+_READ_BYTES = 64 * 1024
+
 
 class RankOutput:
     """What is known of one rank's output.
@@ -57,6 +59,15 @@ class RankStream:
         self.screen = screen
         self.lines = LineCutter()
         self.due: float | None = None
+
+    def read(self) -> bytes | None:
+        """Returns what has come; nothing at the stream's end, None when it was a false alarm."""
+        try:
+            return os.read(self.descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:  # a pseudo-terminal says the end so
+            return b""
 
     def close(self) -> None:
         """Closes the read end: the rank's next write fails, as it would if it wrote to the screen itself."""

@@ -5,7 +5,7 @@ Part of the server's core, without I/O; `absence_report` has the words for a ran
 
 from __future__ import annotations
 
-from gradsync.rendezvous.probing import Finding
+from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.waiting import Failure
 
@@ -26,15 +26,12 @@ def reported(roster: Roster, rank: int, reason: str) -> Failure:
 def silence(roster: Roster, rank: int, finding: Finding, evidence: str) -> Failure:
     """Returns the failure of a generation with a rank that is silent and was found stopped, gone or unreachable."""
     phase = roster.members[rank].phase
-    what = f"{roster.name(rank)} {finding.value} in phase {phase!r}"
-    return Failure(rank, phase, f"{what}: {finding.detail}; {evidence}")
+    return Failure(rank, phase, finding.of_lost(roster.name(rank), evidence, where=f" in phase {phase!r}"))
 
 
 def slowness(roster: Roster, rank: int, finding: Finding, silent_seconds: float) -> str:
     """Returns the notice about a rank that is silent although nothing was found."""
-    phase = roster.members[rank].phase
-    who = f"{roster.name(rank)}, in phase {phase!r},"
-    return f"{who} has not been heard of for {silent_seconds:.0f} s, but {finding.value} ({finding.detail})"
+    return finding.of_slow(f"{roster.name(rank)}, in phase {roster.members[rank].phase!r},", silent_seconds)
 
 
 def revival(roster: Roster, rank: int) -> str:

@@ -1,0 +1,210 @@
+"""Other processes that the launching program forks, or that its surroundings have closed or ignored, do no harm."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import command
+import pytest
+
+import gradsync as gs
+from gradsync.launching.signal_inbox import own_descriptors
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.server import RendezvousServer
+
+SECRET = b"s" * 32
+
+
+def run_script(tmp_path, source, **options):
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(source))
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, **options)
+
+
+def fork_idle_child():
+    """Forks a child that does nothing until it is killed; gives its process id."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, b"!")
+        signal.pause()
+        os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1) == b"!"  # what is done after a fork has been done
+    os.close(reader)
+    return pid
+
+
+def end(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_forked_child_has_none_of_our_descriptors():
+    reader, writer = os.pipe()
+    own_descriptors.add(writer)
+    pid = fork_idle_child()
+    try:
+        own_descriptors.discard(writer)
+        os.close(writer)
+        assert os.read(reader, 1) == b""  # the end, although the child lives
+    finally:
+        os.close(reader)
+        end(pid)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_forked_child_keeps_no_rank_waiting_for_the_servers_goodbye():
+    with RendezvousServer(1, secret=SECRET) as server:
+        client = RendezvousClient.connect(server.address, secret=SECRET, rank=0, world_size=1)
+        pid = fork_idle_child()
+        try:
+            client.close()
+            server.stop()
+            # The port is free at once: the child holds no copy of the listener.
+            port = int(server.address.rpartition(":")[2])
+            RendezvousServer(1, secret=SECRET, port=port).stop()
+        finally:
+            end(pid)
+
+
+PATIENT_CHILD = """
+    import multiprocessing, signal, sys, threading
+    import gradsync as gs
+
+    def idle():
+        signal.pause()
+
+    def fail():
+        raise SystemExit(3)
+
+    if __name__ == "__main__":
+        children = []
+        stop = threading.Event()
+
+        def fork_often():
+            while not stop.is_set() and len(children) < 40:
+                child = multiprocessing.get_context("fork").Process(target=idle, daemon=True)
+                child.start()
+                children.append(child)
+
+        thread = threading.Thread(target=fork_often)
+        thread.start()
+        gs.set_start_method(sys.argv[1] if len(sys.argv) > 1 else "spawn")
+        try:
+            gs.launch(fail, (), 2)
+        except gs.WorkerError as error:
+            print(error.exitcode, all(child.is_alive() for child in children))
+        stop.set()
+        thread.join()
+        for child in children:
+            child.kill()
+"""
+
+
+def test_run_ends_although_children_forked_meanwhile_live_on(tmp_path):
+    done = run_script(tmp_path, PATIENT_CHILD, env=os.environ | {"PYTHONWARNINGS": "ignore"})
+    assert done.stdout == "3 True\n", done.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_program_that_ignores_or_reaps_its_children_itself(tmp_path, method):
+    source = f"""
+        import os, signal
+        import gradsync as gs
+        def reap(*_):
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                pass
+        def rank():
+            return int(os.environ["RANK"])
+        if __name__ == "__main__":
+            gs.set_start_method({method!r})
+            signal.signal(signal.SIGCHLD, reap)
+            print(gs.launch(rank, (), 2))
+        """
+    done = run_script(tmp_path, source)
+    assert done.stdout == "[0, 1]\n", done.stderr
+
+
+def descriptors_of_a_program():
+    """Runs in each rank: what a program that it starts inherits beside the standard streams."""
+    listed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os; print(*(os.readlink(f'/proc/self/fd/{d}') for d in sorted(map(int, "
+            "os.listdir('/proc/self/fd')))[3:-1]))",
+        ],
+        close_fds=False,
+        capture_output=True,
+        text=True,
+    )
+    return listed.stdout.split()
+
+
+def own_secret_descriptors():
+    return [link for d in os.listdir("/proc/self/fd") if "gradsync-start" in (link := _link(d))]
+
+
+def _link(descriptor):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_rank_keeps_no_secret_open_and_its_programs_inherit_no_pipe_of_ours(method):
+    gs.set_start_method(method)
+    try:
+        assert gs.launch(own_secret_descriptors, (), 1) == [[]]
+        inherited = gs.launch(descriptors_of_a_program, (), 1)[0]
+        assert not [link for link in inherited if "gradsync" in link]
+        if method == "forkserver":
+            assert not [link for link in inherited if link.startswith("pipe:")]
+    finally:
+        gs.set_start_method("spawn")
+
+
+def test_closed_standard_streams_are_not_taken_by_ours(tmp_path):
+    script = command.write_script(tmp_path, "import os, sys; open(sys.argv[1], 'wb').write(os.read(0, 100) + b'end')")
+    out = tmp_path / "out"
+    for closed in ("<&-", "<&- >&-", "<&- >&- 2>&-"):
+        out.unlink(missing_ok=True)
+        line = f'"{sys.executable}" -m gradsync run -n 1 "{script}" "{out}" {closed}'
+        code = subprocess.run(["sh", "-c", line], timeout=60).returncode
+        assert (code, out.read_bytes()) == (0, b"end"), closed
+
+
+def test_interrupt_while_spawn_starts_its_ranks_leaves_none(tmp_path):
+    source = """
+        import os, signal, sys
+        import gradsync as gs
+        from gradsync.launching import supervisor
+        begin = supervisor.Supervisor._start_rank
+        def begin_and_interrupt(self, *arguments):
+            begin(self, *arguments)
+            os.kill(os.getpid(), signal.SIGINT)
+        supervisor.Supervisor._start_rank = begin_and_interrupt
+        def idle(folder):
+            open(f"{folder}/{os.getpid()}", "w").close()
+            signal.pause()
+        if __name__ == "__main__":
+            try:
+                gs.spawn(idle, (sys.argv[1],), 2, join=False)
+            except KeyboardInterrupt:
+                print("interrupted")
+        """
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(source))
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    done = subprocess.run([sys.executable, str(path), str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\n", done.stderr
+    assert all(command.has_ended(int(name), 10) for name in os.listdir(folder))
