@@ -43,3 +43,9 @@ def test_a_fault_in_machine_code_comes_with_a_way_to_see_where():
     shown = replace(fault, last_lines=("Fatal Python error: Segmentation fault", '  File "train.py", line 7'))
     assert told(shown)[-1] == f"{who} SIGSEGV"
     assert told(replace(fault, exit_code=-signal.SIGKILL)) == [f"{who} SIGKILL"]
+
+
+def test_rank_that_a_signal_held_is_named():
+    held = RankOutcome(1, 101, -15, order=1, was_stopped=True, was_found_stopped=True)
+    line = "gradsync: rank 1 (pid 101) stood still, stopped by a signal (SIGSTOP?)"
+    assert line in told(failed(0, "RendezvousTimeout: missing: rank 1"), held)

@@ -194,3 +194,17 @@ def is_stopped(pid):
             return True
         os.sched_yield()
     return False
+
+
+def test_rank_stopped_before_it_joins_is_named(tmp_path):
+    source = """
+        import os, signal
+        import gradsync as gs
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        gs.init_process_group(timeout_seconds=1)
+        """
+    with start(tmp_path, source) as process:
+        _, err = process.communicate()
+    assert process.returncode == 1
+    assert "stood still, stopped by a signal" in err

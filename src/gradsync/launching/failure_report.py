@@ -32,6 +32,11 @@ def failure_text(outcome: Outcome) -> str:
         for rank in others
         if rank.exit_code == 0 and rank.rank in _missed_ranks(outcome)
     ]
+    lines += [
+        f"gradsync: rank {rank.rank} (pid {rank.pid}) stood still, stopped by a signal (SIGSTOP?)\n"
+        for rank in others
+        if rank.was_found_stopped
+    ]
     text = root.error.text if root.error else ""
     if others:  # the output of a single rank stands right above
         lines += _last_output(root)

@@ -23,6 +23,7 @@ class RankOutcome:
         order: position among the failures, in the order of their detection; None when it did not fail.
         was_stopped: whether it failed only after the supervisor had told it to stop.
         memory_kill: how the kernel's out-of-memory killer ended it, where that is what happened.
+        was_found_stopped: whether a signal such as SIGSTOP held it when the first rank failed.
         peak_bytes: the most memory that it had in use.
         last_lines: the end of its output, where the launcher shows it.
     """
@@ -35,6 +36,7 @@ class RankOutcome:
     order: int | None = None
     was_stopped: bool = False
     memory_kill: str | None = None
+    was_found_stopped: bool = False
     peak_bytes: int = 0
     last_lines: tuple[str, ...] = ()
 

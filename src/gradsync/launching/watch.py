@@ -61,6 +61,7 @@ class Watch:
         self._selector.register(signals.descriptor, selectors.EVENT_READ)
         self._ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
+        self._found_stopped: set[int] = set()  # by a signal, when a rank failed
         # rank -> (position among the failures, whether the ranks had been told to stop)
         self._failures: dict[int, tuple[int, bool]] = {}
         self._steps: list[_Step] = []
@@ -148,6 +149,8 @@ class Watch:
         if rank.rank in self._failures:
             return
         self._failures[rank.rank] = (len(self._failures), self._told_to_stop)
+        if not self._told_to_stop:
+            self._found_stopped.update(other.rank for other in self._running.values() if other.is_stopped())
         if rank.error is not None and rank.error.is_unsendable:
             return  # the others may end their work
         settle = _ROOT_CAUSE_SECONDS if self._awaits_cause(rank) else _SETTLE_SECONDS
@@ -229,6 +232,7 @@ class Watch:
             order=order,
             was_stopped=was_stopped,
             memory_kill=rank.memory_kill,
+            was_found_stopped=rank.rank in self._found_stopped,
             peak_bytes=rank.peak_bytes,
         )
 
