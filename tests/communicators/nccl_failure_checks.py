@@ -173,7 +173,7 @@ def abort_a_stuck_collective(comm: Any) -> str:
     assert not future.done()
     began = time.monotonic()
     comm.abort("enough")
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < SOON_SECONDS
     assert future.done()
     assert isinstance(future.exception(), gs.CommunicatorClosed)
     expect(gs.CommunicatorClosed, future.result, "enough")

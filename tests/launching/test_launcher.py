@@ -46,7 +46,7 @@ def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatc
         pass
 
     advice = (
-        "define it at the top level of a module or script, pip install 'gradsync.cloudpickle.', or use start method"
+        "define it at the top level of a module or script, pip install 'gradsync.cloudpickle.', or start ranks by fork"
     )
     with pytest.raises(gs.InvalidArgument, match=rf"inner needs to pickle.*{advice}"):
         inner()

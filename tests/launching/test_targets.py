@@ -14,6 +14,7 @@ from gradsync.errors import InvalidArgument
 from gradsync.launching.in_rank import rank_main
 from gradsync.launching.targets import function_target
 
+FORK = 'gs.set_start_method("fork")'
 CLOUDPICKLE = "pip install 'gradsync[cloudpickle]'"
 FRESH = ["spawn", "forkserver"]
 
@@ -119,7 +120,7 @@ def test_function_that_does_not_pickle(without_cloudpickle, name):
         function_target(lambda: 0, (), {}, name)
     assert str(caught.value).startswith(f"{name} needs to pickle to reach the ranks: ")
     assert str(caught.value).endswith(
-        f"; define it at the top level of a module or script, {CLOUDPICKLE}, or use start method 'fork'"
+        f"; define it at the top level of a module or script, {CLOUDPICKLE}, or start ranks by fork ({FORK})"
     )
 
 
@@ -129,7 +130,7 @@ def test_closure_over_what_never_pickles():
         function_target(lambda: lock, (), {}, "f")
     assert str(caught.value) == (
         "f needs to pickle to reach the ranks: cannot pickle '_thread.lock' object; "
-        "define it at the top level of a module or script, or use start method 'fork'"
+        f"define it at the top level of a module or script, or start ranks by fork ({FORK})"
     )
 
 
@@ -145,12 +146,11 @@ def test_closure_over_what_never_pickles():
 def test_argument_that_does_not_pickle_is_named(monkeypatch, arguments, keywords, part, installed):
     if not installed:
         monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    remedies = "make it inside the function, " + ("" if installed else f"{CLOUDPICKLE}, ")
     with pytest.raises(InvalidArgument) as caught:
         function_target(place, arguments, keywords, "place")
     text = str(caught.value)
     assert text.startswith(part.replace("\\", "") + " needs to pickle to reach the ranks: cannot pickle '_thread.lock'")
-    assert text.endswith(f"; {remedies}or use start method 'fork'")
+    assert text.endswith(f"; make it inside the function, or start ranks by fork ({FORK})")  # cloudpickle is no help
 
 
 class Refusing:
@@ -270,7 +270,7 @@ def test_a_script_needs_no_cloudpickle(tmp_path, way):
 def test_an_interactive_session_without_cloudpickle(tmp_path, way, function, arguments, part, culprit, remedy):
     assert run_session(way, tmp_path, function, arguments, absent="cloudpickle=None") == (
         f"{part} needs to pickle to reach the ranks: {culprit} is defined in an interactive session, "
-        f"which ranks cannot import; {remedy}, {CLOUDPICKLE}, or use start method 'fork'"
+        f"which ranks cannot import; {remedy}, {CLOUDPICKLE}, or start ranks by fork ({FORK})"
     )
 
 

@@ -109,7 +109,7 @@ def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: t
         try:
             dumps(thing)
         except Exception as part_error:
-            helps = remedies if callable(thing) else ()
+            helps = () if isinstance(part_error, TypeError) else remedies  # what no pickler can do
             *first, last = remedy, *helps, 'start ranks by fork (gs.set_start_method("fork"))'
             advice = f"{', '.join(first)}, or {last}"
             return f"{part} needs to pickle to reach the ranks: {part_error}; {advice}"

@@ -97,6 +97,8 @@ def run_command(options: RunOptions) -> int:
 def _tell_failure(outcome: Outcome, notices: Notices) -> None:
     """Tells why the job failed, last of all that is printed."""
     text = failure_text(outcome)
+    if not text:
+        return
     if outcome.signal_number is not None:  # somebody wants to go: a terminal that stands still must not keep us
         notices.tell(text.rstrip("\n"), wait_seconds=_REPORT_SECONDS)
         return
