@@ -13,3 +13,18 @@ def test_blas_threads_share_the_cores(monkeypatch):
 
 def test_usable_cores():
     assert cores.usable_cores() == len(os.sched_getaffinity(0))
+
+
+def test_a_thread_begins_on_its_core_and_may_go_anywhere():
+    usable = os.sched_getaffinity(0)
+    for number in range(len(usable) + 1):
+        cores.begin_on_core(number)
+        assert os.sched_getaffinity(0) == usable
+
+
+def test_a_thread_moves_to_its_core(monkeypatch):
+    moves = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 9})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mask: moves.append(mask))
+    cores.begin_on_core(4)
+    assert moves == [{5}, {3, 5, 9}]

@@ -24,6 +24,7 @@ from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_reduction import Exchange, Scratch, SlotArrays, WriteBack
 from gradsync.communicators.shared_segment import SegmentOffer, create_segment, map_segment, take_segment
 from gradsync.communicators.verdicts import Verdicts
+from gradsync.cores import begin_on_core
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
@@ -58,6 +59,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> None:
         super().__init__(client.rank, client.world_size, group)
         rank, world_size = self.rank, self.world_size
+        begin_on_core(rank)  # now: meeting the others may have brought them together
         self._mapping = map_segment(descriptor)
         self._memory = memoryview(self._mapping)
         header = header_bytes(world_size)
