@@ -127,11 +127,6 @@ class RankProcess:
         if self.sentinel >= 0:
             own_descriptors.add(self.sentinel)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the process has been started."""
-        return self._guard is not None
-
     def read_report(self, limit_reads: int | None = _READS_PER_TURN) -> bool:
         """Takes what the report pipe holds now; returns whether more can come."""
         for kind, body in self._reader.read(limit_reads):

@@ -20,7 +20,6 @@ from gradsync.launching.job import Job
 from gradsync.launching.notices import Notices
 from gradsync.launching.outcome import Outcome
 from gradsync.launching.output.pump import OutputPump
-from gradsync.launching.signal_inbox import occupy_standard_descriptors
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import module_target, script_target
 from gradsync.visible_devices import count_gpus, default_process_count
@@ -55,7 +54,6 @@ def run_command(options: RunOptions) -> int:
     Raises:
         InvalidArgument: the options do not fit this machine, each other, or the script.
     """
-    occupy_standard_descriptors()
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed by who started us
     notices = Notices(sys.stderr)
     target = (module_target if options.as_module else script_target)(options.script, options.arguments)

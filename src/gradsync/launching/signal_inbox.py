@@ -35,7 +35,7 @@ class SignalInbox:
         self._previous: dict[signal.Signals, Callable[..., Any] | int] = {}
 
     def __enter__(self) -> SignalInbox:
-        occupy_standard_descriptors()
+        _occupy_standard_descriptors()
         _entered.append(self)
         self.descriptor, self._writer = os.pipe()
         own_descriptors.update((self.descriptor, self._writer))
@@ -111,7 +111,7 @@ _kept: tuple[int, frozenset[int]] = (0, frozenset())
 os.register_at_fork(after_in_child=_close_own_descriptors)
 
 
-def occupy_standard_descriptors() -> None:
+def _occupy_standard_descriptors() -> None:
     """Opens /dev/null where standard input, output or error is closed: nothing of ours must get its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_DESCRIPTOR:
         os.set_inheritable(descriptor, True)

@@ -122,18 +122,19 @@ class Supervisor:
         self._watch = self._stack.enter_context(Watch(self._signals, job.grace_seconds, self._notices, self._on_news))
         self._output = None if self._make_output is None else self._make_output(restart)
         # Threads first would be copied into forked ranks.
-        serve_after = job.n_ranks - 1 if job.start_method == "fork" else min(job.n_ranks - 1, _RANKS_BEFORE_SERVER)
-        self.ranks = [RankProcess(job.rank_start + i, i) for i in range(job.n_ranks)]
+        ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
+        self.ranks = []
         with _start_record(job, point, shows_lines=self._output is not None) as record:
-            for rank, environ in zip(self.ranks, environs, strict=True):
+            for local_rank, environ in enumerate(environs):
+                rank = RankProcess(job.rank_start + local_rank, local_rank)
                 self._start_rank(rank, record, environ)
                 self._watch.add(rank)
+                self.ranks.append(rank)
                 # The first ranks boot meanwhile; who connects early waits in the listener's backlog, but not for ever.
-                if rank.local_rank == serve_after:
+                if len(self.ranks) == ranks_before_server:
                     self._stack.enter_context(self._serving(point))
                 if self._watch.is_told_to_end():
                     break
-        self.ranks = [rank for rank in self.ranks if rank.has_begun]
         if self._output is not None:
             self._output.start()
 
@@ -217,9 +218,7 @@ def _start_record(job: Job, point: MeetingPoint, *, shows_lines: bool) -> Iterat
 def _standard_input(is_chosen: bool, theirs: contextlib.ExitStack) -> int:
     """Gives a rank's standard input: this process's own for the chosen one, nothing to read for the others."""
     if is_chosen:
-        with contextlib.suppress(OSError):  # closed
-            os.fstat(0)
-            return 0
+        return 0
     null = os.open(os.devnull, os.O_RDONLY)
     theirs.callback(os.close, null)
     return null

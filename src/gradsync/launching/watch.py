@@ -42,6 +42,9 @@ class Watch:
         grace_seconds: between SIGTERM and SIGKILL.
         notices: where a Ctrl-C is answered with a line.
         on_news: called with a rank when it, or its guard, has told something.
+
+    Attributes:
+        signal_number: the signal that ends the job, once one has come.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Watch:
             self._selector.register(rank.sentinel, selectors.EVENT_READ, rank)
 
     def is_told_to_end(self) -> bool:
-        """Takes the signals that have come meanwhile; for a caller who is still starting ranks."""
+        """Takes the signals that have come, and tells whether one ends the job; for while `run` does not run."""
         for number in self._signals.read():
             self._take_signal(number)
         return self.signal_number is not None
@@ -153,20 +156,21 @@ class Watch:
             self._found_stopped.update(other.rank for other in self._running.values() if other.is_stopped())
         if rank.error is not None and rank.error.is_unsendable:
             return  # the others may end their work
-        settle = _ROOT_CAUSE_SECONDS if self._awaits_cause(rank) else _SETTLE_SECONDS
-        if rank.error is not None and rank.error.is_timeout:
-            settle = _AFTER_TIMEOUT_SECONDS
+        settle = self._settle_seconds(rank)
         if not self._steps:
             self._plan(((settle, signal.SIGTERM), *self._end))
         elif not self._told_to_stop:
             self._step_time = min(self._step_time, time.monotonic() + settle)
 
-    def _awaits_cause(self, rank: RankProcess) -> bool:
-        """Whether this failure only tells of another rank's, which that rank may soon tell itself."""
-        if rank.error is None or not rank.error.is_consequence or rank.error.is_timeout:
-            return False
-        culprit = self._running.get(-1 if rank.error.missed_rank is None else rank.error.missed_rank)
-        return culprit is None or not culprit.is_stopped()
+    def _settle_seconds(self, rank: RankProcess) -> float:
+        """Gives how long the other ranks may end by themselves, or tell what this failure is only a consequence of."""
+        error = rank.error
+        if error is None or not error.is_consequence:
+            return _SETTLE_SECONDS
+        if error.is_timeout:
+            return _AFTER_TIMEOUT_SECONDS
+        culprit = None if error.missed_rank is None else self._running.get(error.missed_rank)
+        return _SETTLE_SECONDS if culprit is not None and culprit.is_stopped() else _ROOT_CAUSE_SECONDS
 
     def _take_signal(self, number: int) -> None:
         """Forwards the first signal; a Ctrl-C after it kills at once, and anything else is old news."""
