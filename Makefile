@@ -15,9 +15,9 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test soak test-gpu lint bench bench-gpu bench-peers bench-failures clean
+.PHONY: help demo test soak test-gpu lint bench bench-gpu bench-peers bench-collectives bench-failures clean
 help:            ## list the targets
-	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -39,8 +39,9 @@ demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 test: $(VENV)/.dev  ## run the tests (about two minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-soak: $(VENV)/.dev  ## 10,000 random collectives on 2 and on 4 ranks, each bit checked; then 200 random kills (10 minutes)
+soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills (15 minutes)
 	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/leaks.py
 	$(BIN)/python tests/chaos.py --rounds 200
 
 test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none)
@@ -66,6 +67,10 @@ clean:           ## remove .venv and caches
 bench-peers: $(VENV)/.dev  ## time the library against PyTorch and MPI (installs them, once)
 	$(BIN)/python benchmarks/full_speed.py --install
 	$(BIN)/python benchmarks/full_speed.py
+
+bench-collectives: $(VENV)/.dev  ## time the other collectives likewise
+	$(BIN)/python benchmarks/collectives.py --install
+	$(BIN)/python benchmarks/collectives.py
 
 bench-failures: $(VENV)/.dev  ## time how fast each failure is told, and what is left behind; results as JSON
 	$(BIN)/python benchmarks/detection.py

@@ -16,8 +16,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from itertools import compress
 from pathlib import Path
 from typing import Any
+
+from contract_coverage import coverage
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -111,11 +114,11 @@ def table(name: str) -> str:
     return "\n".join(lines) + f"\n\n{how[0]} on {where}; {how[1]}.\n"
 
 
-# A column for each system, and what it is called in the rows, for lists of gradients and for single arrays.
+# A column for each system, and what it is called in the rows: of lists of arrays, and of single arrays.
 SYSTEMS = {
     "gradsync": ("gradsync",),
     "local copy": ("local copy",),
-    "DDP on gloo": ("DDP on gloo",),
+    "DDP on gloo": ("DDP on gloo", "DDP's start-up broadcast on gloo"),
     "gloo": ("gloo", "gloo, 25 MB buckets"),
     "Open MPI": ("Open MPI", "Open MPI per tensor"),
     "MPICH": ("MPICH", "MPICH per tensor"),
@@ -123,18 +126,26 @@ SYSTEMS = {
 
 
 def comparison(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each workload and a column for each system."""
-    medians: dict[str, dict[str, float]] = {}
+    """Returns the lines of a table with a line for each workload and a column for each system that did any of them."""
+    by_workload: dict[str, dict[str, str]] = {}
     for found in results["rows"]:
         beside_busy = found["workload"].endswith("busy cores")
-        if found["seconds"] and beside_busy == (found["state"] == "busy"):  # the idle half of that one is shown already
-            medians.setdefault(found["workload"], {})[found["contender"]] = found["seconds"]["median"]
-    lines = [f"| milliseconds | {' | '.join(SYSTEMS)} |", "| --- |" + " --- |" * len(SYSTEMS)]
-    for name, of_workload in medians.items():
-        cells = [next((of_workload[c] for c in names if c in of_workload), None) for names in SYSTEMS.values()]
-        shown = ["" if cell is None else f"{1e3 * cell:.3g}" for cell in cells]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return lines
+        if beside_busy == (found["state"] == "busy"):  # the idle half of that one is shown already
+            by_workload.setdefault(found["workload"], {})[found["contender"]] = _milliseconds(found)
+    cells = {
+        workload: [next((of_workload[c] for c in names if c in of_workload), "") for names in SYSTEMS.values()]
+        for workload, of_workload in by_workload.items()
+    }
+    shown = [any(column) for column in zip(*cells.values(), strict=True)]
+    lines = [f"| milliseconds | {' | '.join(compress(SYSTEMS, shown))} |", "| --- |" + " --- |" * sum(shown)]
+    return lines + [f"| {workload} | {' | '.join(compress(of, shown))} |" for workload, of in cells.items()]
+
+
+def _milliseconds(found: dict[str, Any]) -> str:
+    """Returns a cell: the median, or that the system has no such collective; nothing where it was not installed."""
+    if found["seconds"]:
+        return f"{1e3 * found['seconds']['median']:.3g}"
+    return "not offered" if found["status"] == "not offered" else ""
 
 
 def timings(results: dict[str, Any]) -> list[str]:
@@ -197,11 +208,24 @@ def _worst(measurement: dict[str, Any] | None) -> str:
 
 
 #: How the results of each benchmark become a table.
-LAYOUTS = {"first_light": timings, "full_speed": comparison, "start_up": start_up, "detection": detection}
+LAYOUTS = {
+    "first_light": timings,
+    "full_speed": comparison,
+    "collectives": comparison,
+    "start_up": start_up,
+    "detection": detection,
+    "contract": coverage,
+}
 METHOD = "Two ranks", "medians, contenders alternating in one run"
 METHODS = {
+    "collectives": (
+        METHOD[0],
+        f"{METHOD[1]}. A size is that of what a rank gives (all_gather, all_to_all), of what it gets "
+        "(reduce_scatter), or of the array (broadcast)",
+    ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
+    "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 
 

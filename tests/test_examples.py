@@ -57,6 +57,14 @@ def test_without_a_place_for_checkpoints_it_says_how_to_get_one() -> None:
     assert "start with gradsync run --max-restarts 2, or --state-dir DIR" in told
 
 
+@pytest.mark.parametrize(("ranks", "batches"), [(1, [31]), (2, [16, 15]), (3, [11, 10, 10])])
+def test_uneven_batches_end_with_one_model(ranks: int, batches: list[int]) -> None:
+    code, shown, told = run("-n", ranks, EXAMPLES / "uneven_batches.py")
+    assert (code, told) == (0, "")
+    found = f"batches by rank {batches}, {10 * batches[0]} steps: weights [1. 2. 3.], bias [4.]"
+    assert shown.removeprefix("[rank 0] ") == found + "\n"
+
+
 def test_every_failure_has_its_place_in_the_readme() -> None:
     text = (EXAMPLES.parent / "README.md").read_text()
     shown = [path.name for path in (EXAMPLES / "failures").glob("*.py") if f"examples/failures/{path.name}\n" in text]

@@ -20,14 +20,16 @@ from memory_mode import FAST, SLOW, mode_of
 from peers import pair as pair_module
 from peers import systems
 from peers.blocks import Block
-from peers.contenders import DDP, DIFFERENCES, GRADSYNC, LOCAL_COPY, OF_A_LIST, whole_backward
+from peers.collectives import RANKS
+from peers.comparison import run
+from peers.contenders import DDP, DIFFERENCES, GRADSYNC, LOCAL_COPY, OF_A_LIST, SYSTEMS, whole_backward
 from peers.operation import Operation
 from peers.pair import Pair, PairFailed
 from peers.rank import Requests, WrongResult
 from peers.rows import MEASURED, NOT_INSTALLED, Row, rows_of
 from peers.systems import Start
 from peers.targets import Target, Verdict, all_targets, judge
-from peers.workloads import BUSY, IDLE, RANKS, Workload
+from peers.workloads import BUSY, IDLE, Workload
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's ranks share memory on Linux")
 
@@ -40,7 +42,7 @@ ARRAY = Workload("an array", ((1000,),), False, rounds=3, warm_up=1, calls=4, st
 
 def test_contenders_take_turns_and_absent_ones_are_told(monkeypatch):
     monkeypatch.setattr(systems, "ENVIRONMENTS", Path("/nonexistent"))
-    rows, versions = full_speed.run([LIST, ARRAY], full_speed.SYSTEMS, 2, Console(quiet=True))
+    rows, versions = run([LIST, ARRAY], SYSTEMS, 2, Console(quiet=True))
     assert list(versions) == [GRADSYNC]
     measured = {(row.workload, row.contender, row.state): row for row in rows if row.status == MEASURED}
     assert list(measured) == [
@@ -114,9 +116,9 @@ def test_known_result_is_the_reduction_of_the_inputs(workload):
     reduced = [
         np.sum(pair, axis=0) / np.float32(RANKS if workload.is_list else 1) for pair in zip(*by_rank, strict=True)
     ]
-    assert workload.wrong(reduced) is None
+    assert workload.wrong(reduced, 0) is None
     reduced[-1][-1] += 1
-    assert workload.wrong(reduced) == len(reduced) - 1
+    assert workload.wrong(reduced, 0) == len(reduced) - 1
 
 
 # -- What comes out ------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ def test_modes_are_told_apart():
 
 
 def test_targets_are_of_things_that_are_measured():
-    workloads = {w.name: w for make in full_speed.PARTS.values() for w in make()}
+    workloads = {w.name: w for make in full_speed.COMPARISON.parts.values() for w in make()}
     for target in all_targets():
         workload = workloads[target.workload]
         assert set(target.against) <= {*workload.contenders, *DIFFERENCES}

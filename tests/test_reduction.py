@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.reduction import ReduceOp, accumulation_dtype, check_operation, reduce_into
+from gradsync.reduction import ReduceOp, accumulation_dtype, check_operation, divide_into, reduce_into
 
 
 @pytest.mark.parametrize("text", ["sum", "SUM", "Mean", "prod", "min", "max"])
@@ -57,6 +57,19 @@ def test_mean_of_three_is_a_division() -> None:
     out = np.empty(1)
     reduce_into(ReduceOp.MEAN, [np.array([1.0])] * 3, out)
     assert out[0] == 1.0
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_a_mean_of_infinite_complex_numbers_is_no_nan(dtype: type, count: int) -> None:
+    values = np.array([complex(np.inf, -0.0), complex(count, -np.inf)], dtype)
+    out = np.empty(2, dtype)
+    divide_into(values, count, out)
+    assert out.tolist() == [complex(np.inf, 0.0), complex(1.0, -np.inf)]
+    assert np.signbit(out.imag).all()
+    alone = values[0].reshape(())
+    divide_into(alone, count, alone)
+    assert alone.real == np.inf
 
 
 def test_foreign_byte_order_is_refused() -> None:

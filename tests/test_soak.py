@@ -18,8 +18,13 @@ def test_soak_over_shared_memory(world_size: int, seed: int) -> None:
     assert run_ranks(world_size, soak, 700, seed, backend="shm") == [700] * world_size
 
 
+def test_eight_ranks() -> None:
+    """On few cores: nothing that waits may starve what it waits for."""
+    assert run_ranks(8, soak, 80, 4, backend="shm") == [80] * 8
+
+
 def test_soak_on_the_stand_in_for_nccl() -> None:
-    assert run_ranks(2, soak, 300, 3, backend="nccl", stand_in=True) == [300] * 2
+    assert run_ranks(2, soak, 200, 3, backend="nccl", stand_in=True) == [200] * 2
 
 
 def test_the_command() -> None:
@@ -27,4 +32,4 @@ def test_the_command() -> None:
     command = [sys.executable, str(script), "--calls", "50", "--ranks", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks: 50 collectives, every bit right" in done.stdout
+    assert "2 ranks: 50 calls, every bit right" in done.stdout

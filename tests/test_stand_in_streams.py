@@ -147,6 +147,7 @@ def _devices(r: Rank) -> None:
     with pytest.raises(runtime.CUDARuntimeError, match="invalid device ordinal"):
         r.cupy.cuda.Device(2).use()
     array = r.full(1)
+    r.cupy.cuda.get_current_stream().synchronize()  # the copy below runs on a stream of the other device
     with r.cupy.cuda.Device(1):
         assert r.cupy.zeros(2).device.id == 1
         with pytest.raises(ValueError, match="different from the current device"):

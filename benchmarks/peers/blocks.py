@@ -63,7 +63,7 @@ def started_pairs(systems: list[str], folder: str) -> Iterator[dict[str, Pair]]:
 
 
 def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, order: random.Random) -> list[Block]:
-    """Times a workload with all contenders of the pairs that are there.
+    """Times a workload with all contenders that the pairs offer.
 
     Args:
         workload: what to time.
@@ -74,9 +74,9 @@ def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, ord
     Raises:
         PairFailed: a rank failed, or a contender computed something wrong.
     """
-    contenders = [name for name, system in workload.contenders.items() if system in pairs]
+    contenders: list[str] = []
     for system, pair in pairs.items():
-        _prepare(pair, workload, {name for name in contenders if workload.contenders[name] == system})
+        contenders += _prepare(pair, workload, {name for name, of in workload.contenders.items() if of == system})
     blocks = []
     for _ in range(block_count):
         for state in workload.states:
@@ -90,10 +90,13 @@ def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, ord
     return blocks
 
 
-def _prepare(pair: Pair, workload: Workload, expected: set[str]) -> None:
-    for names in pair.ask("prepare", workload):
-        if set(names) != expected:
-            raise PairFailed(f"{pair.system}: expected the contenders {sorted(expected)}, got {sorted(names)}")
+def _prepare(pair: Pair, workload: Workload, expected: set[str]) -> list[str]:
+    """Returns the contenders of the pair that it offers."""
+    by_rank = pair.ask("prepare", workload)
+    for offered in by_rank:
+        if set(offered) != expected or offered != by_rank[0]:
+            raise PairFailed(f"{pair.system}: expected the contenders {sorted(expected)}, got {by_rank}")
+    return [name for name, is_offered in by_rank[0].items() if is_offered]
 
 
 @contextlib.contextmanager

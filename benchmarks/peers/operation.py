@@ -16,6 +16,10 @@ from peers.workloads import Workload
 COMPUTE_FIRST_SECONDS = 0.2
 
 
+class NotOffered(Exception):
+    """A system has no such collective, and says so."""
+
+
 def compute_for(seconds: float) -> None:
     """Keeps this rank's core busy for a while."""
     end = time.perf_counter() + seconds

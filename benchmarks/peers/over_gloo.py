@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from peers.contenders import DDP, DDP_VIEWS, GLOO, GLOO_BUCKETS, local_backward, whole_backward
-from peers.operation import Operation
-from peers.workloads import RANKS, Workload
+from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, RANKS, REDUCE_SCATTER, ROOT
+from peers.contenders import DDP, DDP_START_UP, DDP_VIEWS, GLOO, GLOO_BUCKETS, local_backward, whole_backward
+from peers.operation import NotOffered, Operation
+from peers.workloads import Workload
 
-BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
+# DistributedDataParallel's defaults, of a step and at the start.
+BUCKET_BYTES = 25 * 2**20
+START_UP_BYTES = 250 * 2**20
 
 
 class Gloo:
@@ -38,13 +42,38 @@ class Gloo:
     def operations(self, workload: Workload, arrays: list[np.ndarray]) -> dict[str, Operation]:
         tensors = [torch.from_numpy(array) for array in arrays]
         if not workload.is_list:
-            (tensor,) = tensors
-            return {GLOO: Operation(lambda: dist.all_reduce(tensor), lambda: arrays)}
+            target = workload.make_target(arrays[0])
+            run = _on_one(workload.collective, tensors[0], torch.from_numpy(target))
+            return {GLOO: Operation(run, lambda: [target])}
+        if workload.collective == BROADCAST:
+            return {DDP_START_UP: Operation(lambda: _start_up(tensors), lambda: arrays)}
         return {
             **_ddp_operations(DDP, tensors, gradient_as_bucket_view=False),
             **_ddp_operations(DDP_VIEWS, tensors, gradient_as_bucket_view=True),
             GLOO_BUCKETS: Operation(_bucket_by_bucket(tensors), lambda: arrays),
         }
+
+
+def _on_one(collective: str, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+    """Returns what runs a collective; gloo itself says of some, in some versions, that it has none."""
+    calls: dict[str, Callable[[], object]] = {
+        ALL_REDUCE: lambda: dist.all_reduce(source),
+        ALL_GATHER: lambda: dist.all_gather_single(target, source),
+        REDUCE_SCATTER: lambda: dist.reduce_scatter_single(target, source),
+        BROADCAST: lambda: dist.broadcast(source, ROOT),
+        ALL_TO_ALL: lambda: dist.all_to_all_single(target, source),
+    }
+    call = calls[collective]
+
+    def run() -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            if "support" in str(error):
+                raise NotOffered(str(error)) from error
+            raise
+
+    return run
 
 
 # -- DistributedDataParallel ---------------------------------------------------------------------------------
@@ -108,6 +137,11 @@ class _Backward:
 
     def _results(self) -> list[np.ndarray]:
         return [weight.grad.numpy() for weight in reversed(list(self._model.module.weights))]
+
+
+def _start_up(tensors: list[torch.Tensor]) -> None:
+    """Does what DistributedDataParallel does with a model's parameters when it is made."""
+    dist._broadcast_coalesced(dist.group.WORLD, tensors, START_UP_BYTES, ROOT)
 
 
 # -- By hand -------------------------------------------------------------------------------------------------

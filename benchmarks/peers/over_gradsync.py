@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 import gradsync as gs
 from memory_mode import MemoryProbe
+from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, ROOT
 from peers.contenders import GRADSYNC, LOCAL_COPY
 from peers.operation import Operation
 from peers.workloads import Workload
@@ -22,10 +25,23 @@ class Gradsync:
         self.versions = {"gradsync": gs.__version__}
 
     def operations(self, workload: Workload, arrays: list[np.ndarray]) -> dict[str, Operation]:
-        if workload.is_list:
-            return {GRADSYNC: _through_callback(arrays), LOCAL_COPY: _local_copy(arrays)}
-        (array,) = arrays
-        return {GRADSYNC: Operation(lambda: self._communicator.all_reduce(array, "sum"), lambda: arrays)}
+        if not workload.is_list:
+            (source,) = arrays
+            target = workload.make_target(source)
+            return {GRADSYNC: Operation(self._on_one(workload.collective, source, target), lambda: [target])}
+        if workload.collective == BROADCAST:
+            return {GRADSYNC: Operation(lambda: gs.bcast_list_(arrays, ROOT), lambda: arrays)}
+        return {GRADSYNC: _through_callback(arrays), LOCAL_COPY: _local_copy(arrays)}
+
+    def _on_one(self, collective: str, source: np.ndarray, target: np.ndarray) -> Callable[[], object]:
+        communicator = self._communicator
+        return {
+            ALL_REDUCE: lambda: communicator.all_reduce(source, "sum"),
+            ALL_GATHER: lambda: communicator.all_gather(source, out=target),
+            REDUCE_SCATTER: lambda: communicator.reduce_scatter(source, "sum", out=target),
+            BROADCAST: lambda: communicator.broadcast(source, ROOT),
+            ALL_TO_ALL: lambda: communicator.all_to_all(source, out=target),
+        }[collective]
 
     def memory_probe(self, path: str) -> MemoryProbe:
         return MemoryProbe(path, self.rank, self.barrier)

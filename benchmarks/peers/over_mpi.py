@@ -1,11 +1,14 @@
-"""mpi4py's contenders on one rank, over MPICH or Open MPI: buffer calls, in place."""
+"""mpi4py's contenders on one rank, over MPICH or Open MPI: buffer calls, into arrays that are there."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, RANKS, REDUCE_SCATTER, ROOT
 from peers.contenders import (
     MPICH,
     MPICH_ARRAY,
@@ -17,7 +20,7 @@ from peers.contenders import (
     OPENMPI_PER_TENSOR,
 )
 from peers.operation import Operation
-from peers.workloads import RANKS, Workload
+from peers.workloads import Workload
 
 _ARRAY, _PER_TENSOR, _FLAT = 0, 1, 2
 _NAMES = {
@@ -43,12 +46,31 @@ class Mpi:
 
     def operations(self, workload: Workload, arrays: list[np.ndarray]) -> dict[str, Operation]:
         if not workload.is_list:
-            (array,) = arrays
-            return {self._names[_ARRAY]: Operation(lambda: _sum(array), lambda: arrays)}
+            (source,) = arrays
+            target = workload.make_target(source)
+            return {self._names[_ARRAY]: Operation(_on_one(workload.collective, source, target), lambda: [target])}
+        if workload.collective == BROADCAST:
+            return {self._names[_PER_TENSOR]: Operation(lambda: _start_of_each(arrays), lambda: arrays)}
         return {
             self._names[_PER_TENSOR]: Operation(lambda: _mean_of_each(arrays), lambda: arrays),
             self._names[_FLAT]: Operation(_mean_of_all(arrays), lambda: arrays),
         }
+
+
+def _on_one(collective: str, source: np.ndarray, target: np.ndarray) -> Callable[[], object]:
+    world = MPI.COMM_WORLD
+    return {
+        ALL_REDUCE: lambda: _sum(source),
+        ALL_GATHER: lambda: world.Allgather(source, target),
+        REDUCE_SCATTER: lambda: world.Reduce_scatter_block(source, target, op=MPI.SUM),
+        BROADCAST: lambda: world.Bcast(source, ROOT),
+        ALL_TO_ALL: lambda: world.Alltoall(source, target),
+    }[collective]
+
+
+def _start_of_each(arrays: list[np.ndarray]) -> None:
+    for array in arrays:
+        MPI.COMM_WORLD.Bcast(array, ROOT)
 
 
 def _sum(array: np.ndarray) -> None:

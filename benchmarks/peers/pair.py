@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from peers.collectives import RANKS
 from peers.messages import Failure, Hello
 from peers.systems import BENCHMARKS, THREADS, Start, starts
-from peers.workloads import RANKS
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 600.0

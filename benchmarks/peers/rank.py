@@ -18,7 +18,7 @@ import numpy as np
 
 from peers.contenders import GRADSYNC, TORCH
 from peers.messages import Failure, Hello
-from peers.operation import Operation, System
+from peers.operation import NotOffered, Operation, System
 from peers.workloads import Workload
 
 
@@ -34,26 +34,33 @@ class Requests:
         self._probe: Any = None
         self.release()
 
-    def prepare(self, workload: Workload) -> list[str]:
-        """Makes the arrays and checks every contender's results; returns the contenders' names."""
+    def prepare(self, workload: Workload) -> dict[str, bool]:
+        """Makes the arrays and checks every contender's results; returns whether the system offers it, by contender."""
         arrays = workload.make_arrays()
         self._workload = workload
         self._operations = dict(self._system.operations(workload, arrays))
-        for name, operation in self._operations.items():
+        offered = {name: self._is_offered(name, operation, arrays) for name, operation in self._operations.items()}
+        if workload.adds_up:
+            arrays[0].fill(0)  # the only values that do not grow, however often they are summed
+        return offered
+
+    def _is_offered(self, name: str, operation: Operation, arrays: list[np.ndarray]) -> bool:
+        try:
             # The second step takes other paths: gradsync knows its plan by then, and DDP has rebuilt its buckets.
             for step in (1, 2):
                 self._check(f"{name}, step {step}", operation, arrays)
-        if not workload.is_list:
-            arrays[0].fill(0)  # a mean stays what it is however often it is taken; of sums, only zero does
-        return list(self._operations)
+        except NotOffered:
+            return False
+        return True
 
     def _check(self, what: str, operation: Operation, arrays: list[np.ndarray]) -> None:
-        self._workload.fill(arrays, self._system.rank)
+        rank = self._system.rank
+        self._workload.fill(arrays, rank)
         operation.prepare_round()
         operation.run()
-        index = None if operation.results is None else self._workload.wrong(operation.results())
+        index = None if operation.results is None else self._workload.wrong(operation.results(), rank)
         if index is not None:
-            raise WrongResult(f"rank {self._system.rank}: {what} of {self._workload.name}: array {index} is wrong")
+            raise WrongResult(f"rank {rank}: {what} of {self._workload.name}: array {index} is wrong")
 
     def time(self, contender: str) -> list[float]:
         """Returns the seconds of each round of a block."""

@@ -14,6 +14,7 @@ from peers.workloads import Workload
 
 MEASURED = "measured"
 NOT_INSTALLED = "not installed"
+NOT_OFFERED = "not offered"
 NOT_ASKED_FOR = "not asked for"
 
 
@@ -58,18 +59,18 @@ def rows_of(workload: Workload, blocks: Sequence[Block], absent: dict[str, str])
     rows = []
     for state in workload.states:
         of_state = {
-            name: _measured(
-                workload, state, name, [block for block in blocks if (block.contender, block.state) == (name, state)]
-            )
-            if system not in absent
-            else Row(workload.name, state, name, absent[system])
+            name: Row(workload.name, state, name, absent[system])
+            if system in absent
+            else _of_contender(workload, state, name, [b for b in blocks if (b.contender, b.state) == (name, state)])
             for name, system in workload.contenders.items()
         }
         rows += [*of_state.values(), *_differences(of_state)]
     return rows
 
 
-def _measured(workload: Workload, state: str, contender: str, blocks: list[Block]) -> Row:
+def _of_contender(workload: Workload, state: str, contender: str, blocks: list[Block]) -> Row:
+    if not blocks:
+        return Row(workload.name, state, contender, NOT_OFFERED)
     by_mode = {mode: [block for block in blocks if block.memory_mode == mode] for mode in (FAST, SLOW)}
     return Row(
         workload.name,

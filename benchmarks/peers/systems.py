@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from peers.collectives import RANKS
 from peers.contenders import GRADSYNC, MPICH, OPENMPI, TORCH
-from peers.workloads import RANKS
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = BENCHMARKS / ".environments"

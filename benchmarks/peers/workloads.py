@@ -1,21 +1,23 @@
-"""What is timed: the mean of a model's gradients, or the sum of one array, with inputs whose result is known."""
+"""What is timed: a collective on one array or on a model's whole list of arrays, with inputs whose result is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
 from models import MODELS, Shape
-from peers.contenders import OF_A_LIST, OF_AN_ARRAY
+from peers.collectives import ALL_REDUCE, BROADCAST, EXTENTS, RANKS, result_of
+from peers.contenders import OF_A_LIST, OF_AN_ARRAY, OF_PARAMETERS
 
-RANKS = 2
 IDLE = "idle"
 BUSY = "busy"
 SIZES_BYTES = tuple(2**10 * kibibytes for kibibytes in (4, 64, 256, 1024, 4096, 10240, 40960, 102400))
+COLLECTIVE_SIZES_BYTES = tuple(2**10 * kibibytes for kibibytes in (4, 64, 256, 1024, 10240, 102400))
 BUSY_SIZE_BYTES = 10 * 2**20
-# Small arrays are reduced several times a round, as the OSU benchmarks do: the ranks leave a barrier microseconds
+# Small arrays are moved several times a round, as the OSU benchmarks do: the ranks leave a barrier microseconds
 # apart, with gloo a hundred of them, and that must not count as their reduction.
 MAX_CALLS_A_ROUND = 20
 BYTES_A_ROUND = 256 * 2**10
@@ -32,12 +34,14 @@ class Workload:
 
     Attributes:
         name: how tables call it.
-        shapes: of the arrays, in the order of the model's parameters.
-        is_list: whether it is the mean of a list of gradients; otherwise it is the sum of one array.
+        shapes: of the arrays that a rank gives, in the order in which a program has them.
+        is_list: whether they are a model's, and synchronised as such: ALL_REDUCE then is the mean of its gradients,
+            BROADCAST the start of its parameters. Otherwise it is one array.
         warm_up: how many rounds of a block are thrown away first.
         rounds: how many timings a block gives.
         calls: how many times a round repeats it.
         states: of the cores, IDLE or BUSY.
+        collective: a key of EXTENTS.
     """
 
     name: str
@@ -47,27 +51,44 @@ class Workload:
     warm_up: int = 2
     calls: int = 1
     states: tuple[str, ...] = (IDLE,)
+    collective: str = ALL_REDUCE
 
     @property
     def contenders(self) -> Mapping[str, str]:
         """Name -> system."""
-        return OF_A_LIST if self.is_list else OF_AN_ARRAY
+        if not self.is_list:
+            return OF_AN_ARRAY
+        return OF_PARAMETERS if self.collective == BROADCAST else OF_A_LIST
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether repeating it changes the inputs: a sum in place. A mean stays what it is, however often taken."""
+        return self.collective == ALL_REDUCE and not self.is_list
 
     def make_arrays(self) -> list[np.ndarray]:
-        """Returns the arrays, last first, as a backward pass hands them over; they are not filled yet."""
-        return [np.empty(shape, np.float32) for shape in reversed(self.shapes)]
+        """Returns the arrays that a rank gives; they are not filled yet."""
+        return [np.empty(shape, np.float32) for shape in self.shapes]
+
+    def make_target(self, source: np.ndarray) -> np.ndarray:
+        """Returns where the result goes, every page touched; `source` itself where the collective works in place."""
+        extent = EXTENTS[self.collective]
+        if extent.target_sizes == 0:
+            return source
+        return np.full(source.size // extent.source_sizes * extent.target_sizes, -1, np.float32)
 
     def fill(self, arrays: list[np.ndarray], rank: int) -> None:
         """Fills the arrays with this rank's inputs."""
         for index, array in enumerate(arrays):
-            np.multiply(_pattern(index, array), rank + 1, out=array)
+            np.copyto(array, _input(index, array.shape, rank))
 
-    def wrong(self, arrays: list[np.ndarray]) -> int | None:
-        """Returns the index of the first array that is not the reduced input of all ranks; None when all are."""
-        total = sum(range(1, RANKS + 1))
-        factor = np.float32(total / RANKS if self.is_list else total)
-        for index, array in enumerate(arrays):
-            if not np.array_equal(array, _pattern(index, array) * factor):
+    def wrong(self, results: Iterable[np.ndarray], rank: int) -> int | None:
+        """Returns the index of the first array that is not what this rank has to get; None when all are."""
+        for index, (result, shape) in enumerate(zip(results, self.shapes, strict=True)):
+            inputs = [_input(index, shape, other) for other in range(RANKS)]
+            expected = result_of(self.collective, inputs, rank)
+            if self.collective == ALL_REDUCE and self.is_list:
+                expected = expected / np.float32(RANKS)
+            if not np.array_equal(result, expected):
                 return index
         return None
 
@@ -76,20 +97,33 @@ class Workload:
         return replace(self, rounds=2, warm_up=1)
 
 
-def _pattern(index: int, array: np.ndarray) -> np.ndarray:
-    """Returns small integers in the array's shape, which sums and means keep exact; other ones for each array."""
+def _input(index: int, shape: Shape, rank: int) -> np.ndarray:
+    """Returns small integers, which sums and means keep exact; other ones for each array and rank."""
     period = np.arange(index, index + _PATTERN_ELEMENTS, dtype=np.float32) % 251
-    return np.resize(period, array.size).reshape(array.shape)
+    return np.resize(period * np.float32(rank + 1), prod(shape)).reshape(shape)
 
 
 def gradient_lists() -> list[Workload]:
-    """Returns the gradients of the models."""
-    return [Workload(name, tuple(shapes()), True, LIST_ROUNDS) for name, shapes in MODELS.items()]
+    """Returns the gradients of the models, last first, as a backward pass hands them over."""
+    return [Workload(name, tuple(reversed(shapes())), True, LIST_ROUNDS) for name, shapes in MODELS.items()]
+
+
+def parameter_lists() -> list[Workload]:
+    """Returns the parameters of the models, which rank 0 gives to all at the start of a training."""
+    return [
+        Workload(f"parameters of {name}", tuple(shapes()), True, LIST_ROUNDS, collective=BROADCAST)
+        for name, shapes in MODELS.items()
+    ]
 
 
 def single_arrays() -> list[Workload]:
     """Returns all-reduces of the sizes that the targets name."""
     return [single_array(size_bytes) for size_bytes in SIZES_BYTES]
+
+
+def sizes_of(collective: str) -> list[Workload]:
+    """Returns a collective in the sizes that its targets name."""
+    return [single_array(size_bytes, collective) for size_bytes in COLLECTIVE_SIZES_BYTES]
 
 
 def busy_cores() -> list[Workload]:
@@ -98,19 +132,17 @@ def busy_cores() -> list[Workload]:
     return [replace(beside_busy, name=f"{beside_busy.name}, busy cores", rounds=BUSY_ROUNDS)]
 
 
-def single_array(size_bytes: int) -> Workload:
-    """Returns the all-reduce of an array of that size, with fewer rounds the larger it is."""
+def single_array(size_bytes: int, collective: str = ALL_REDUCE) -> Workload:
+    """Returns a collective on an array, with fewer rounds the larger it is."""
     rounds = min(100, max(5, BYTES_A_BLOCK // size_bytes))
     calls = min(MAX_CALLS_A_ROUND, max(1, BYTES_A_ROUND // size_bytes))
     warm_up = max(2, rounds // 5)
-    return Workload(size_name(size_bytes), (_shape(size_bytes),), False, rounds, warm_up, calls)
+    elements = size_bytes // np.dtype(np.float32).itemsize * EXTENTS[collective].source_sizes
+    name = size_name(size_bytes, collective)
+    return Workload(name, ((elements,),), False, rounds, warm_up, calls, collective=collective)
 
 
-def size_name(size_bytes: int) -> str:
-    """Returns how tables call the all-reduce of an array of that size."""
+def size_name(size_bytes: int, collective: str = ALL_REDUCE) -> str:
+    """Returns how tables call a collective of that size."""
     mebibytes = size_bytes // 2**20
-    return f"all_reduce {mebibytes} MB" if mebibytes else f"all_reduce {size_bytes // 2**10} KB"
-
-
-def _shape(size_bytes: int) -> Shape:
-    return (size_bytes // np.dtype(np.float32).itemsize,)
+    return f"{collective} {mebibytes} MB" if mebibytes else f"{collective} {size_bytes // 2**10} KB"

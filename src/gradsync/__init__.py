@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradsync import comm as comm
+    from gradsync.backend_override import override_backend as override_backend
     from gradsync.bucketing.callback import AllreduceCallback as AllreduceCallback
     from gradsync.bucketing.callback import make_allreduce_cb as make_allreduce_cb
     from gradsync.bucketing.flat_buffer import get_offsets as get_offsets
@@ -17,8 +19,11 @@ if TYPE_CHECKING:
     from gradsync.bucketing.flat_buffer import param_pack_split as param_pack_split
     from gradsync.bucketing.future import GradientFuture as GradientFuture
     from gradsync.bucketing.parameters import bcast_list_ as bcast_list_
+    from gradsync.bucketing.parameters import broadcast_tree as broadcast_tree
     from gradsync.bucketing.parameters import pack_allreduce_split as pack_allreduce_split
+    from gradsync.collective_future import CollectiveFuture as CollectiveFuture
     from gradsync.communicators.base import Communicator as Communicator
+    from gradsync.consistency import check_consistency as check_consistency
     from gradsync.errors import AuthenticationError as AuthenticationError
     from gradsync.errors import BackendUnavailable as BackendUnavailable
     from gradsync.errors import CollectiveTimeout as CollectiveTimeout
@@ -48,6 +53,9 @@ if TYPE_CHECKING:
     from gradsync.process_group import init_process_group as init_process_group
     from gradsync.process_group import is_distributed as is_distributed
     from gradsync.process_group import is_initialized as is_initialized
+    from gradsync.process_group import new_group as new_group
+    from gradsync.sharding import shard_indices as shard_indices
+    from gradsync.synchronising import synchronized as synchronized
 
     # The world's communicator; there is one between init_process_group() and destroy_process_group().
     WORLD: Communicator
@@ -59,15 +67,22 @@ _HOME = {
     "AllreduceCallback": "gradsync.bucketing.callback",
     "make_allreduce_cb": "gradsync.bucketing.callback",
     "bcast_list_": "gradsync.bucketing.parameters",
+    "broadcast_tree": "gradsync.bucketing.parameters",
+    "check_consistency": "gradsync.consistency",
+    "shard_indices": "gradsync.sharding",
+    "synchronized": "gradsync.synchronising",
     "get_offsets": "gradsync.bucketing.flat_buffer",
     "param_pack_concat": "gradsync.bucketing.flat_buffer",
     "param_pack_split": "gradsync.bucketing.flat_buffer",
     "pack_allreduce_split": "gradsync.bucketing.parameters",
     "GradientFuture": "gradsync.bucketing.future",
+    "CollectiveFuture": "gradsync.collective_future",
     "Communicator": "gradsync.communicators.base",
     "init_process_group": "gradsync.process_group",
     "destroy_process_group": "gradsync.process_group",
     "is_initialized": "gradsync.process_group",
+    "new_group": "gradsync.process_group",
+    "override_backend": "gradsync.backend_override",
     "get_communicator": "gradsync.process_group",
     "is_distributed": "gradsync.process_group",
     "group_barrier": "gradsync.process_group",
@@ -102,7 +117,7 @@ _HOME = {
 }
 
 # WORLD comes and goes with the process group, so `import *`, help() and hasattr() must do without it.
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", "comm", *_HOME]
 
 
 def _load(name: str) -> object:
@@ -110,6 +125,8 @@ def _load(name: str) -> object:
         from gradsync import process_group
 
         return process_group.world_attribute()
+    if name == "comm":  # a module
+        return importlib.import_module("gradsync.comm")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'gradsync' has no attribute {name!r}")

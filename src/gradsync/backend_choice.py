@@ -15,6 +15,7 @@ from gradsync.communicators.shared_memory import check_platform
 from gradsync.environment import BACKEND, BACKENDS, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.visible_devices import count_gpus
 
 _GPU = "gpu "  # begins the offer of a rank that has one; what follows tells GPUs apart
@@ -63,12 +64,30 @@ def offer_of(place: RankEnvironment, device: str | None, *, allow_shared_gpu: bo
         return f"{_NO_GPU}device='cpu' was asked for"
     if count_gpus() == 0:
         return f"{_NO_GPU}no GPU is visible"
-    try:
-        NcclLibrary()
-        device_id = choose_device(device, place.local_rank, count_devices(), allow_shared_gpu=allow_shared_gpu)
-        return f"{_GPU}{device_identity(device_id)}"
-    except GradsyncError as error:
-        return f"{_NO_GPU}{error}"
+    return _gpu_offer(place, device, allow_shared_gpu=allow_shared_gpu)
+
+
+def share_gpu_offers(
+    client: CommunicatorClient,
+    place: RankEnvironment,
+    device: str | None,
+    timeout_seconds: float,
+    *,
+    allow_shared_gpu: bool,
+) -> None:
+    """Makes sure that NCCL can join the ranks of a client. Every rank must call it, once.
+
+    Raises:
+        BackendUnavailable: on all ranks, where one has no GPU, or several share one and may not.
+        RendezvousTimeout, RankFailed: a rank did not come, or died.
+    """
+    offer = _gpu_offer(place, device, allow_shared_gpu=allow_shared_gpu)
+    client.set(f"offer/{client.rank}", offer.encode()[:_MAX_OFFER_BYTES])
+    client.barrier("offers", timeout_seconds=timeout_seconds)  # names who does not come
+    offers = [client.get(f"offer/{rank}").decode(errors="replace") for rank in range(client.world_size)]
+    reason = _why_not_nccl(offers, allow_shared_gpu=allow_shared_gpu)
+    if reason is not None:
+        raise BackendUnavailable(f"{client.label}: backend 'nccl' cannot join these ranks: {reason}")
 
 
 def suitable_backend(offers: Sequence[str], place: RankEnvironment, *, allow_shared_gpu: bool) -> tuple[str, str]:
@@ -143,6 +162,15 @@ def _why_not_nccl(offers: Sequence[str], *, allow_shared_gpu: bool) -> str | Non
     if len(set(offers)) < len(offers) and not allow_shared_gpu:
         return f"{len(offers)} ranks for {len(set(offers))} visible GPUs"
     return None
+
+
+def _gpu_offer(place: RankEnvironment, device: str | None, *, allow_shared_gpu: bool) -> str:
+    try:
+        NcclLibrary()
+        device_id = choose_device(device, place.local_rank, count_devices(), allow_shared_gpu=allow_shared_gpu)
+        return f"{_GPU}{device_identity(device_id)}"
+    except GradsyncError as error:
+        return f"{_NO_GPU}{error}"
 
 
 def _no_backend(place: RankEnvironment, no_gpus: str) -> BackendUnavailable:

@@ -14,7 +14,11 @@ from gradsync.environment import flight_recorder_entries
 
 
 class Recorded(Protocol):
-    """What a collective is; must keep no array alive."""
+    """What a collective, or a message between two ranks, is; must keep no array alive."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a message: those do not count, as other ranks of the group have no part in them."""
 
     def headline(self) -> str:
         """Returns it in one line."""
@@ -30,7 +34,8 @@ class Entry(NamedTuple):
     """One collective of this rank.
 
     Attributes:
-        number: counted from 1 on its communicator; ranks that run the same program count alike.
+        number: counted from 1 on its communicator; ranks that run the same program count alike. A message has that of
+            the collective before it.
         what: tells what it is.
         began: when this rank entered it, in time.monotonic() seconds.
         ended: when it ended, on a GPU when that was seen; None while it runs.
@@ -46,15 +51,15 @@ class Entry(NamedTuple):
     @property
     def title(self) -> str:
         """The collective in a sentence: "all_reduce(sum) #57 (float32[1000] 4 kB)"."""
-        name, _, details = self.what.headline().partition(" ")
-        if name.endswith("(root"):  # "broadcast(root 0)"
-            root, _, details = details.partition(" ")
-            name = f"{name} {root}"
-        return f"{name} #{self.number} ({details})" if details else f"{name} #{self.number}"
+        headline = self.what.headline()
+        name, bracket, details = headline.partition(") ")  # "broadcast(root 0) float32[3] 12 bytes"
+        name, details = (name + ")", details) if bracket else headline.partition(" ")[::2]
+        place = f"after #{self.number}" if self.what.is_message else f"#{self.number}"
+        return f"{name} {place} ({details})" if details else f"{name} {place}"
 
     def describe(self, now: float) -> str:
         """Returns e.g. "#57 all_reduce(sum) float32[1000] 4 kB done in 1.2 ms, 3.4 s ago"."""
-        title = f"#{self.number} {self.what.headline()}"
+        title = f"{'after ' if self.what.is_message else ''}#{self.number} {self.what.headline()}"
         if self.ended is None:
             return f"{title} running for {seconds_text(now - self.began)}"
         how = "failed after" if self.failed else "done in"
@@ -73,19 +78,22 @@ class FlightRecorder:
         begun: how many collectives this rank has begun.
     """
 
-    __slots__ = ("_ring", "_running", "_size", "begun", "group")
+    __slots__ = ("_noted", "_ring", "_running", "_size", "begun", "group")
 
     def __init__(self, group: str, entries: int | None = None) -> None:
         self.group = group
         self.begun = 0
+        self._noted = 0  # with messages
         self._size = flight_recorder_entries() if entries is None else entries
         self._ring: list[Running | None] = [None] * self._size
         self._running: Running | None = None
 
     def begin(self, what: Recorded) -> None:
         """Notes that a collective begins."""
-        self.begun = number = self.begun + 1
-        self._running = self._ring[number % self._size] = [number, what, monotonic(), None, False]
+        if not what.is_message:
+            self.begun += 1
+        self._noted = noted = self._noted + 1
+        self._running = self._ring[noted % self._size] = [self.begun, what, monotonic(), None, False]
 
     def end(self, failed: bool = False) -> None:
         """Notes that it has ended, unless it was handed over."""
@@ -104,12 +112,12 @@ class FlightRecorder:
     @property
     def last(self) -> Entry | None:
         """What was begun last."""
-        running = self._ring[self.begun % self._size]
+        running = self._ring[self._noted % self._size]
         return None if running is None else Entry(*running)
 
     def entries(self) -> list[Entry]:
         """Returns what it remembers, oldest first."""
-        return sorted((Entry(*running) for running in list(self._ring) if running is not None), key=_number)
+        return sorted((Entry(*running) for running in list(self._ring) if running is not None), key=_began)
 
     def describe(self, last: int = 8) -> str:
         """Returns the last collectives as text, newest first, one a line; "" where there are none."""
@@ -145,5 +153,5 @@ def names_text(names: Sequence[str], shown: int = 2) -> str:
     return f"[{', '.join([*names[:shown], *([f'{more} more'] if more > 0 else [])])}]"
 
 
-def _number(entry: Entry) -> int:
-    return entry.number
+def _began(entry: Entry) -> tuple[int, float]:
+    return entry.number, entry.began

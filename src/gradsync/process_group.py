@@ -1,37 +1,47 @@
 """The world of this process: who it is, how it met the others, and its communicator.
 
 Holds the process group: its rendezvous client, the server if this rank hosts it, and, in the slot of
-communicators/world.py that it alone fills, its communicator.
+communicators/world.py that it alone fills, its communicator. How that is made stands in world_connection.py; other
+backends for the same ranks in backend_override.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Iterable
 
-from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, suitable_backend
 from gradsync.bootstrap import Host, join
 from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.nccl_connection import connect_nccl
-from gradsync.communicators.shared_memory import connect_shared_memory
-from gradsync.communicators.world import get_world, group_or_world, set_world
-from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, configure_logging, read_environment
-from gradsync.environment import collective_timeout_seconds as environment_timeout
-from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
+from gradsync.communicators.world import (
+    get_initial_world,
+    get_world,
+    group_or_world,
+    overriding_backend,
+    set_world,
+)
+from gradsync.environment import configure_logging
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.visible_devices import count_gpus
+from gradsync.world_connection import (
+    WorldSettings,
+    check_sibling,
+    choose_backend,
+    connect_sibling,
+    connect_world,
+    read_settings,
+)
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
 
-_log = logging.getLogger("gradsync")
 _client: RendezvousClient | None = None
 _host: Host | None = None  # kept from one generation to the next: others may come back to it before this rank does
+_settings: WorldSettings | None = None
+_siblings: dict[str, Communicator] = {}  # by backend: the world's ranks, over another one than the world's
 
 
 def init_process_group(
@@ -52,7 +62,7 @@ def init_process_group(
     Args:
         backend: "auto", "nccl", "shm" or "local". "auto" takes "nccl" where each rank has a GPU, else "local" for a
             world of one, and "shm" where all ranks are on one host, and says in the log what it took and why;
-            GRADSYNC_BACKEND decides for "auto".
+            GRADSYNC_BACKEND decides for "auto", and `with gs.override_backend(name)` before that.
         rank: 0 to world_size - 1; None, together with world_size, is the environment's.
         world_size: number of ranks.
         address: host:port where rank 0 hosts the rendezvous; None is the environment's.
@@ -72,61 +82,62 @@ def init_process_group(
         BackendUnavailable: the backend cannot run here; the text says why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks did not meet.
     """
-    global _client, _host
+    global _settings
     configure_logging()
-    if get_world() is not None:
+    if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
-    if backend not in BACKENDS:
-        raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
-    _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
-    collective_timeout_seconds = environment_timeout(collective_timeout_seconds)
-    place = _place(backend, rank, world_size)
-    allow_shared_gpu = allow_shared_gpu or allows_shared_gpu()
-    wanted = check_backend(backend if backend != "auto" else place.backend, place, device)
-    if wanted == "auto" and place.world_size == 1:
-        offer = offer_of(place, device, allow_shared_gpu=allow_shared_gpu)
-        wanted, reason = suitable_backend([offer], place, allow_shared_gpu=allow_shared_gpu)
-        _tell(place, wanted, reason)
+    settings = read_settings(
+        backend,
+        rank,
+        world_size,
+        address,
+        device,
+        timeout_seconds,
+        collective_timeout_seconds,
+        allow_shared_gpu=allow_shared_gpu,
+    )
+    if backend == "auto":
+        backend = overriding_backend() or settings.place.backend
+    wanted = choose_backend(backend, settings)
     communicator: Communicator
     if wanted == "local":
         communicator = LocalCommunicator()
     else:
-        _client, _host = join(place, address, timeout_seconds, _host)
-        _client.describe_with(status.positions, status.report)
+        client = _meet(settings)
         try:
-            communicator = _connect(
-                wanted,
-                _client,
-                place,
-                device,
-                timeout_seconds,
-                collective_timeout_seconds,
-                allow_shared_gpu=allow_shared_gpu,
-            )
+            communicator = connect_world(wanted, client, settings)
         except BaseException as error:
-            _client.report_failure(f"in init_process_group: {describe(error)}")
+            client.report_failure(f"in init_process_group: {describe(error)}")
             _leave()
             raise
     communicator.on_exit = _destroy_because_of
+    _settings = settings
     set_world(communicator)
     return communicator
 
 
 def destroy_process_group() -> None:
-    """Leaves the group in order; may be repeated. A later init_process_group() forms a new generation.
+    """Leaves the group in order, and closes all groups made from it; may be repeated.
 
-    A rank that hosts the rendezvous goes on hosting until its process ends.
+    A later init_process_group() forms a new generation. A rank that hosts the rendezvous goes on hosting until its
+    process ends.
 
     Raises:
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet; the
             group has been left all the same.
     """
-    communicator = get_world()
+    global _settings
+    communicator = get_initial_world()
     set_world(None)
+    _settings = None
+    _siblings.clear()
     try:
         if communicator is not None:
             communicator.on_exit = None
-            communicator.close()
+            try:
+                communicator.family.close()
+            finally:
+                communicator.close()
     finally:
         _leave()
 
@@ -137,12 +148,25 @@ def is_initialized() -> bool:
 
 
 def get_communicator() -> Communicator:
-    """Returns the world's communicator.
+    """Returns the world's communicator; within `with gs.override_backend(name)` the one of its ranks over that backend.
 
     Raises:
         InvalidArgument: the process group is not initialised.
     """
     return group_or_world(None)
+
+
+def new_group(ranks: Iterable[int]) -> Communicator | None:
+    """Makes a group of some ranks of the world: `gs.get_communicator().new_group(ranks)`, see there.
+
+    Returns:
+        The group; None on a rank that is no member.
+
+    Raises:
+        InvalidArgument: the process group is not initialised, or ranks that it does not have.
+        RendezvousTimeout, RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: it cannot be made.
+    """
+    return group_or_world(None).new_group(ranks)
 
 
 def is_distributed() -> bool:
@@ -156,10 +180,42 @@ def group_barrier(communicator: Communicator | None = None) -> None:
 
     Args:
         communicator: None is the world's.
+
+    Raises:
+        InvalidArgument: not a communicator.
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
     """
-    communicator = communicator or get_world()
-    if communicator is not None:
-        communicator.barrier()
+    if communicator is not None or get_world() is not None:
+        group_or_world(communicator).barrier()
+
+
+def place_on_machine() -> tuple[int, int]:
+    """Returns this rank's number among those of its machine, and how many these are, as the launcher has told.
+
+    Raises:
+        InvalidArgument: the process group is not initialised.
+    """
+    group_or_world(None)
+    settings = _settings
+    return (0, 1) if settings is None else (settings.place.local_rank, settings.place.local_world_size)
+
+
+def world_over(backend: str) -> Communicator | None:
+    """Returns the world's ranks over a backend; made at the first use, by all ranks. None where there is no world.
+
+    Raises:
+        InvalidArgument, BackendUnavailable: it cannot run here; on all ranks.
+        NcclError, RendezvousTimeout, RankFailed: from the connection.
+    """
+    world, settings = get_initial_world(), _settings
+    if world is None or settings is None or world.backend == backend:
+        return world
+    if backend not in _siblings:
+        check_sibling(backend, settings)
+        sibling = LocalCommunicator() if backend == "local" else _connect_sibling(backend, world, settings)
+        world.family.add(sibling)
+        _siblings[backend] = sibling
+    return _siblings[backend]
 
 
 def world_attribute() -> Communicator:
@@ -170,77 +226,29 @@ def world_attribute() -> Communicator:
     return communicator
 
 
-def _check_seconds(**values: float) -> None:
-    for name, value in values.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
+def _meet(settings: WorldSettings) -> RendezvousClient:
+    """Meets the other ranks of the world."""
+    global _client, _host
+    _client, _host = join(settings.place, settings.address, settings.timeout_seconds, _host)
+    _client.describe_with(status.positions, status.report)
+    return _client
 
 
-def _place(backend: str, rank: int | None, world_size: int | None) -> RankEnvironment:
-    """Returns who this process is: from the arguments, else the environment."""
-    if (rank is None) != (world_size is None):
-        raise InvalidArgument(f"pass rank and world_size together, got rank={rank!r}, world_size={world_size!r}")
-    environment = read_environment()
-    if rank is None or world_size is None:
-        if environment is not None:
-            return environment
-        if backend == "local":
-            return RankEnvironment(0, 1, 0, 1, source="arguments")
-        raise InvalidArgument(
-            "no rank is known: RANK and WORLD_SIZE are not set. Start the script with "
-            '`gradsync run -n 2 script.py`, pass rank= and world_size=, or use backend="local" for one process'
-        )
-    if not _is_integer(world_size) or world_size < 1:
-        raise InvalidArgument(f"world_size must be an integer of at least 1, got {world_size!r}")
-    if not _is_integer(rank) or not 0 <= rank < world_size:
-        raise InvalidArgument(f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank!r}")
-    if environment is None or environment.world_size != world_size:
-        base = RankEnvironment(rank, world_size, rank, world_size, source="arguments")
-        return base if environment is None else replace(base, address=environment.address, hosted=False)
-    return replace(environment, rank=rank)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _connect(
-    wanted: str,
-    client: RendezvousClient,
-    place: RankEnvironment,
-    device: str | None,
-    timeout_seconds: float,
-    collective_timeout_seconds: float,
-    *,
-    allow_shared_gpu: bool,
-) -> Communicator:
-    """Makes the communicator of the backend between processes on which the ranks agree."""
-    chosen, reason = agree_on_backend(client, wanted, place, device, timeout_seconds, allow_shared_gpu=allow_shared_gpu)
-    _tell(place, chosen, reason)
-    if chosen == "shm":
-        return connect_shared_memory(
-            client, timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds
-        )
-    return connect_nccl(
-        client,
-        local_rank=place.local_rank,
-        device=device,
-        timeout_seconds=timeout_seconds,
-        collective_timeout_seconds=collective_timeout_seconds,
-        allow_shared_gpu=allow_shared_gpu,
-    )
-
-
-def _tell(place: RankEnvironment, chosen: str, reason: str) -> None:
-    # A GPU that is there and not used is worth more than a line in the log of those who ask for it.
-    unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
-    level = logging.WARNING if unused_gpu else logging.INFO
-    _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
+def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings) -> Communicator:
+    client = _client or _meet(settings)  # a world of one may have met nobody yet
+    name = world.family.new_name(backend)
+    try:
+        return connect_sibling(backend, client, world.ranks, name, settings)
+    except BackendUnavailable:
+        raise  # on all ranks
+    except BaseException as error:
+        client.report_failure(f"in override_backend: {describe(error)}")
+        raise
 
 
 def _destroy_because_of(error: BaseException | None) -> None:
     """Ends the group when its `with` block ends."""
-    communicator = get_world()
+    communicator = get_initial_world()
     try:
         # PlanMismatch is raised on every rank: nobody needs to be told.
         if error is not None and not isinstance(error, PlanMismatch) and _client is not None:

@@ -162,14 +162,26 @@ def divide_into(values: Array, count: int, out: Array) -> None:
     """Divides by the number of ranks; by multiplication where that gives the same bits, which is several times faster.
 
     Args:
-        values: floating or complex array.
+        values: floating or complex array; complex ones contiguous.
         count: number of ranks.
         out: receives the quotients; may be `values`.
     """
+    part = part_dtype(values.dtype)
+    if part is not values.dtype:
+        values, out = values.reshape(-1).view(part), out.reshape(-1).view(part)
     if _is_power_of_two(count):
         np.multiply(values, values.dtype.type(1.0 / count), out=out)
     else:
         np.divide(values, values.dtype.type(count), out=out)
+
+
+@lru_cache(maxsize=64)
+def part_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype of the parts of complex numbers, and any other dtype as it is.
+
+    Complex numbers are divided part by part: divided by a complex number, infinity would become NaN.
+    """
+    return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype
 
 
 @lru_cache(maxsize=64)

@@ -44,6 +44,7 @@ def broadcast_everything(comm: Any, kit_name: str) -> None:
         assert (kit.get(strided)[1::2] == comm.rank).all()
         assert (dates == np.datetime64(root, "s")).all()
     gs.bcast_list_([])
+    gs.bcast_list_(array for array in [kit.put(np.ones(2))])
     gs.bcast_list_([kit.put(np.ones(2))], communicator=comm)
 
 

@@ -28,8 +28,14 @@ def client() -> Any:
 
 
 def wait_until_told(kind: type[gs.GradsyncError] = gs.RankFailed) -> str:
-    """Waits for the end of the generation, and returns what the server says of it."""
-    return str(expect(kind, lambda: client().get("nobody sets this", timeout_seconds=SECONDS)))
+    """Waits for the end of the generation, and returns what the server says of it.
+
+    Closes the world's communicator, which tells the same to whoever closes it, once its watcher has heard it too.
+    """
+    told = str(expect(kind, lambda: client().get("nobody sets this", timeout_seconds=SECONDS)))
+    with contextlib.suppress(gs.GradsyncError):
+        gs.get_communicator().close()
+    return told
 
 
 # -- Steps that repeat themselves, and then do not ------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradsync.errors import RendezvousTimeout
@@ -59,8 +59,9 @@ class Baton:
 class Rendezvous:
     """What the server knows, without one; see agreement_places.py for the rules."""
 
-    def __init__(self, world_size: int, baton: Baton) -> None:
+    def __init__(self, world_size: int, baton: Baton, world_ranks: Sequence[int] | None = None) -> None:
         self.world_size = world_size
+        self.world_ranks = tuple(range(world_size) if world_ranks is None else world_ranks)
         self.baton = baton
         self.keys: dict[str, bytes] = {}
         self.asked: set[tuple[int, int]] = set()  # (position, rank)
@@ -91,6 +92,7 @@ class Client:
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.rank = rank
         self.world_size = rendezvous.world_size
+        self.world_ranks = rendezvous.world_ranks
         self._rendezvous = rendezvous
 
     def check(self) -> None:
@@ -111,7 +113,7 @@ class Client:
             for rank, on_asked in known.followers.items() if is_first else ():
                 event = on_asked(position) if rank != self.rank else None
                 if event is not None:
-                    known.keys[event_key(group, position, rank)] = event.description.encode()
+                    known.keys[event_key(group, position, self.world_ranks[rank])] = event.description.encode()
                     known.report(position, rank, event.digest)
             known.baton.pause(self.rank, lambda: known.verdict(position) is not None)
         verdict = known.verdict(position)

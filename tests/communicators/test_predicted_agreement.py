@@ -98,6 +98,7 @@ class Rank:
         self.digests = digests
         self.events: list[str] = []
         self.overtaken: gs.PlanMismatch | None = None
+        self.errors: list[gs.PlanMismatch] = []
 
     def play(self) -> None:
         for digest in self.digests:
@@ -105,6 +106,7 @@ class Rank:
                 self.agreements.next(agreement(digest))
             except gs.PlanMismatch as error:
                 self.events.append("broken" if error.broken else "refused")
+                self.errors.append(error)
                 if error.broken:
                     return
             else:
@@ -114,9 +116,11 @@ class Rank:
         return self.events[-1] == "broken" or self.agreements.overtaken() is not None
 
 
-def play(programs: list[list[int]], choices: list[int]) -> tuple[list[Rank], Rendezvous]:
+def play(
+    programs: list[list[int]], choices: list[int], world_ranks: list[int] | None = None
+) -> tuple[list[Rank], Rendezvous]:
     baton = Baton(len(programs), choices)
-    rendezvous = Rendezvous(len(programs), baton)
+    rendezvous = Rendezvous(len(programs), baton, world_ranks)
     ranks = [Rank(rendezvous, rank, digests) for rank, digests in enumerate(programs)]
     baton.run([rank.play for rank in ranks])
     return ranks, rendezvous
@@ -170,6 +174,15 @@ def test_a_rank_that_went_on_is_told_where_it_strayed() -> None:
     assert error is None, "it has been told already"
     assert ranks[0].events == ["launched"] * 8 + ["broken"]
     assert ranks[1].events == ["launched"] * 6 + ["broken"]
+
+
+@pytest.mark.parametrize("strays_after", [0, 6])
+def test_ranks_of_a_group_are_called_as_in_the_world(strays_after: int) -> None:
+    common = [1] * strays_after
+    ranks, _ = play([[*common, 3], [*common, 5]], [0] * 200, world_ranks=[7, 2])
+    first, last = (rank.errors[0] for rank in ranks)
+    assert set(first.descriptions) == {7, 2}
+    assert last.descriptions == {7: "event 3", 2: "event 5"}  # whoever comes last finds both
 
 
 # What is said.
@@ -228,3 +241,16 @@ def test_a_rank_that_has_closed_is_named(monkeypatch: pytest.MonkeyPatch, came_t
     with pytest.raises(gs.RankFailed) as caught:
         mine.next(agreement(1))
     assert caught.value.rank == 1
+
+
+def test_a_member_that_has_closed_is_called_as_in_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    baton = Baton(2, [])
+    monkeypatch.setattr(baton, "pause", lambda rank, until=None: None)
+    rendezvous = Rendezvous(2, baton, world_ranks=[4, 9])
+    mine, other = (made(Client(rendezvous, rank)) for rank in range(2))
+    mine.look_for_closed_ranks(0)
+    other.announce_closed()
+    with pytest.raises(gs.RankFailed, match="rank 9 closed") as caught:
+        mine.look_for_closed_ranks(0)
+    assert caught.value.rank == 9
+    other.look_for_closed_ranks(0)  # it does not miss itself

@@ -9,7 +9,7 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.communicators import shared_barrier, verdicts
+from gradsync.communicators import shared_waiting, verdicts
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
 from gradsync.communicators.verdicts import Verdicts
@@ -143,7 +143,7 @@ def test_who_hears_of_an_abort_first_waits_for_the_verdict_behind_it(verdict: Ex
 
 
 def test_without_the_verdict_the_abort_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_barrier, "_NEWS_SECONDS", 0.05)
+    monkeypatch.setattr(shared_waiting, "_NEWS_SECONDS", 0.05)
     first, second = barriers(Client(gs.CollectiveTimeout("late")), Client())
     expect(gs.CollectiveTimeout, lambda: first.meet(BARRIER))
     first.announce_abort("late", 1)
@@ -172,6 +172,6 @@ def test_a_verdict_does_not_stop_a_round_that_is_complete() -> None:
 
 
 def test_what_another_thread_has_heard_is_seen_before_any_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.communicators.shared_barrier._LOOK_FOR_FAILURES_EVERY_SECONDS", 1e9)
+    monkeypatch.setattr("gradsync.communicators.shared_waiting._LOOK_FOR_FAILURES_EVERY_SECONDS", 1e9)
     clients = [Client(gs.RendezvousError("the server is gone")), Client()]
     expect(gs.RendezvousError, lambda: barriers(*clients)[0].meet(BARRIER))

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.rendezvous.finding import Finding
-from gradsync.rendezvous.messages import ABSENCE, DEATH, MAX_REPORT_BYTES, MAX_VERDICT_BYTES, FrameType
+from gradsync.rendezvous.messages import (
+    ABSENCE,
+    DEATH,
+    MAX_REPORT_BYTES,
+    MAX_TOLD_GROUPS,
+    MAX_VERDICT_BYTES,
+    FrameType,
+)
 
 WHAT = "all_reduce #57"
 
@@ -27,11 +34,25 @@ class WaitingBench(Bench):
             self.send(rank, FrameType.HEARTBEAT, {group: position})
         self.inbox.clear()
 
-    def wait_in(self, rank: int, missing: list[int] | None = None, position: int = 57, group: str = "world") -> None:
-        self.send(rank, FrameType.WAITING, group, position, WHAT, 5000, missing)
+    def wait_in(
+        self,
+        rank: int,
+        missing: list[int] | None = None,
+        position: int = 57,
+        group: str = "world",
+        ranks: list[int] | None = None,
+    ) -> None:
+        self.send(rank, FrameType.WAITING, group, ranks, position, WHAT, 5000, missing)
 
-    def miss(self, rank: int, missing: list[int] | None = None, position: int = 57, group: str = "world") -> None:
-        self.send(rank, FrameType.ABSENT, group, position, WHAT, 300_000, missing)
+    def miss(
+        self,
+        rank: int,
+        missing: list[int] | None = None,
+        position: int = 57,
+        group: str = "world",
+        ranks: list[int] | None = None,
+    ) -> None:
+        self.send(rank, FrameType.ABSENT, group, ranks, position, WHAT, 300_000, missing)
 
     def inquiries(self, rank: int) -> list[int]:
         return [message[1] for message in self.take(rank) if message[0] is FrameType.INQUIRE]
@@ -219,8 +240,8 @@ def test_absence_before_the_generation_has_formed_is_refused() -> None:
     bench = Bench(2)
     bench.join(0, 0)
     bench.take(0)
-    bench.send(0, FrameType.ABSENT, "world", 1, WHAT, 1, None)
-    bench.send(0, FrameType.WAITING, "world", 1, WHAT, 1, None)
+    bench.send(0, FrameType.ABSENT, "world", None, 1, WHAT, 1, None)
+    bench.send(0, FrameType.WAITING, "world", None, 1, WHAT, 1, None)
     assert [m[0] for m in bench.take(0)] == [FrameType.REFUSED]
 
 
@@ -287,3 +308,39 @@ def test_any_order_of_events_ends_in_at_most_one_verdict_for_all(happenings: lis
     if asked and generations and generations[0].failure is None:
         # Whoever asked has left since, or was never there.
         assert generations[0].absences._inquiry is None
+
+
+# Groups.
+
+
+def test_only_members_of_the_group_can_be_missing() -> None:
+    bench = WaitingBench(4)
+    bench.come_to(57, 0, group="pair")
+    bench.come_to(99, 1, 2)  # of the world
+    bench.wait_in(0, group="pair", ranks=[0, 3])
+    bench.wait(1)
+    assert bench.notices == [
+        "rank 0 waits in all_reduce #57 for rank 3 since 5 s; rank 3 (pid 1003) is in phase 'running'"
+    ]
+
+
+def test_verdict_on_a_group_goes_to_all_and_names_its_members() -> None:
+    bench = WaitingBench(4)
+    bench.come_to(57, 1, group="pair")
+    bench.come_to(57, 0, 2)
+    bench.miss(1, group="pair", ranks=[1, 3])
+    for rank in range(4):
+        bench.answer(rank, f"rank {rank} is here")
+    kind, missing, text = bench.verdict()
+    assert (kind, missing) == (ABSENCE, (3,))
+    assert text.startswith("rank 1 waited 300 s in all_reduce #57 for rank 3\n")
+
+
+@pytest.mark.parametrize(("told_groups", "missing"), [(MAX_TOLD_GROUPS - 1, (1,)), (MAX_TOLD_GROUPS, ())])
+def test_who_tells_of_all_the_groups_it_may_can_be_anywhere_in_others(told_groups: int, missing: tuple) -> None:
+    bench = WaitingBench(3)
+    bench.miss(0, group="pair", ranks=[0, 1])
+    bench.send(0, FrameType.STATUS, 1, {"pair": 57}, "in wait()")
+    bench.send(1, FrameType.STATUS, 1, {f"group {n}": 9 for n in range(told_groups)}, "in wait()")
+    bench.send(2, FrameType.STATUS, 1, {}, "in wait()")
+    assert bench.verdict()[:2] == (ABSENCE, missing)

@@ -71,9 +71,10 @@ ranks_in_order = st.lists(st.integers(0, 1000), unique=True, max_size=20).map(so
 tidings = st.one_of(
     st.tuples(st.just(FrameType.INTRODUCE), st.just("boot pid:[1]"), st.just("node7"), st.integers(0, 2**31)),
     st.tuples(st.just(FrameType.HEARTBEAT), progress),
-    st.tuples(st.just(FrameType.WAITING), groups, positions, texts, timeouts, members),
-    st.tuples(st.just(FrameType.ABSENT), groups, positions, texts, timeouts, members),
+    st.tuples(st.just(FrameType.WAITING), groups, members, positions, texts, timeouts, members),
+    st.tuples(st.just(FrameType.ABSENT), groups, members, positions, texts, timeouts, members),
     st.tuples(st.just(FrameType.STATUS), positions, progress, texts),
+    st.tuples(st.just(FrameType.FORGET), keys, members),
 )
 pushes = st.one_of(
     st.tuples(st.just(FrameType.SEATED), positions, st.just("boot pid:[1]"), st.integers(0, 2**31)),
@@ -254,9 +255,11 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.INTRODUCE, ("m" * (MAX_MACHINE_BYTES + 1), "host", 1)),
         (FrameType.INTRODUCE, ("m", "host", -1)),
         (FrameType.STATUS, (1, {}, "x" * (MAX_REPORT_BYTES + 1))),
-        (FrameType.ABSENT, ("g", 1, "w" * (MAX_WHAT_BYTES + 1), 0, None)),
-        (FrameType.WAITING, ("g", 1, "all_reduce #1", 1.5, None)),
-        (FrameType.WAITING, ("g", 1, "all_reduce #1", 0, [1, 0])),
+        (FrameType.ABSENT, ("g", None, 1, "w" * (MAX_WHAT_BYTES + 1), 0, None)),
+        (FrameType.WAITING, ("g", None, 1, "all_reduce #1", 1.5, None)),
+        (FrameType.WAITING, ("g", None, 1, "all_reduce #1", 0, [1, 0])),
+        (FrameType.FORGET, ("k" * (MAX_NAME_BYTES + 1), None)),
+        (FrameType.FORGET, ("g", [1, 0])),
         (FrameType.FAILED, (0, 2, 0, "", [], "")),
         (FrameType.FAILED, (0, 1, 0, "", None, "")),
         (FrameType.FAILED, (0, 1, 0, "", [], "x" * (MAX_VERDICT_BYTES + 1))),

@@ -1,15 +1,14 @@
 """AllreduceCallback: takes gradients one by one, reduces them bucket by bucket, resolves their futures.
 
-The state of one backward pass: gradients arrive, the planner says which buckets are complete, a complete bucket is
-reduced at once, the flush reduces the rest. Every bucket, and the flush, is an event on which the ranks agree before
-data moves.
+Here is the state of one backward pass: gradients arrive, the planner says which buckets are complete, a complete
+bucket is reduced at once, the flush reduces the rest. Every bucket, and the flush, is an event on which the ranks agree
+before data moves: that is in step_reduction.py, and what happens when ranks run out of batches in join.py.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -17,16 +16,15 @@ from typing import Any
 
 from gradsync.bucketing.claimed_memory import ClaimedMemory
 from gradsync.bucketing.future import GradientFuture
-from gradsync.bucketing.pending import PendingGradient, display_name, key_of, prepare, resolve
-from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
-from gradsync.bucketing.statistics import Statistics
-from gradsync.bucketing.step_agreements import StepAgreements
+from gradsync.bucketing.join import Join
+from gradsync.bucketing.pending import PendingGradient, accept, display_name, key_of, prepare, resolve
+from gradsync.bucketing.plan import Bucket
+from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world, group_or_world
-from gradsync.completion import Completion
 from gradsync.environment import BACKENDS
-from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, UnsupportedDtype, describe
-from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, parse_reduce_method
+from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, describe
+from gradsync.reduction import parse_reduce_method
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 _log = logging.getLogger("gradsync")
@@ -67,23 +65,20 @@ class AllreduceCallback:
             group_or_world(group)
         self._group = group
         self._backend = backend
-        self._planner = BucketPlanner(threshold_bytes)
-        self._agreements = StepAgreements(self.op)
+        self._step = StepReduction(self.op, threshold_bytes)
+        self.statistics = self._step.statistics
         self._pending: dict[int, PendingGradient] = {}  # by arrival number
-        self._launched: list[Completion] = []  # this step's reductions that run beside the host
         self._keys: set[Hashable] = set()
         self._accepted_dtypes: set[Any] = set()
         self._memory = ClaimedMemory()
-        self._specs: list[GradientSpec] = []  # of the last step: a repeated step makes no new ones
         self._arrived = 0
         self._synchronising = True
-        self.statistics = Statistics()
         weakref.finalize(self, _tell_forgotten, self._pending)
 
     @property
     def threshold_bytes(self) -> int:
         """Size that a bucket of several gradients never exceeds."""
-        return self._planner.threshold_bytes
+        return self._step.planner.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
         """Hands over one gradient; reduces the bucket that it completes.
@@ -108,7 +103,7 @@ class AllreduceCallback:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
         communicator = self._communicator()
-        native = self._accepted(param, grad, communicator)
+        native = accept(param, grad, self._arrived, communicator, self.op, self._accepted_dtypes)
         key, name = key_of(param), display_name(param, self._arrived)
         if key in self._keys:
             raise InvalidArgument(
@@ -117,17 +112,17 @@ class AllreduceCallback:
             )
         future = GradientFuture(f"the gradient of {name}")
         if not self._synchronising:
-            self._agreements.local_gradients += 1
+            self._step.agreements.local_gradients += 1
             future.resolve(grad)
             return future
         pending = prepare(future, param, grad, native, communicator)  # first: what fails here leaves no trace
         self._memory.claim(native, future, communicator.arrays)
-        spec = self._spec(name, native)
+        spec = self._step.spec(self._arrived, name, native)
         self._keys.add(key)
         self._pending[self._arrived] = pending
         self._arrived += 1
         self.statistics.gradients += 1
-        for bucket in self._planner.add(spec):
+        for bucket in self._step.planner.add(spec):
             self._reduce(bucket, communicator)
         return future
 
@@ -141,15 +136,13 @@ class AllreduceCallback:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
         """
         if not self._synchronising:
-            self._agreements.local_passes += 1
+            self._step.agreements.local_passes += 1
             return
         communicator = self._communicator()
         try:
-            for bucket in self._planner.flush():
+            for bucket in self._step.planner.flush():
                 self._reduce(bucket, communicator)
-            communicator.agree(self._agreements.flush(self._arrived))
-            for completion in self._launched:
-                completion.order()  # what the caller queues next sees reduced gradients
+            self._step.end(self._arrived, communicator)
         except BaseException as error:
             self._fail_step(error)
             raise
@@ -168,11 +161,7 @@ class AllreduceCallback:
             yield
             self.flush()
         except BaseException as error:
-            self._fail_step(GradientCancelled(f"the backward pass ended with {describe(error)}"))
-            communicator = self._group or get_world()
-            told = communicator is None or communicator.world_size == 1 or isinstance(error, PlanMismatch)
-            if self._synchronising and communicator is not None and not told:
-                communicator.abort(f"in the backward pass: {describe(error)}")
+            self._give_up("the backward pass", error)
             raise
 
     @contextmanager
@@ -185,13 +174,67 @@ class AllreduceCallback:
         Raises:
             InvalidArgument: in the middle of a step: flush first.
         """
-        if self._pending or self._arrived:
-            raise InvalidArgument("no_sync() in the middle of a backward pass: flush first")
+        self._check_between_steps("no_sync()")
         before, self._synchronising = self._synchronising, False
         try:
             yield
         finally:
             self._synchronising = before
+
+    @contextmanager
+    def join(self, parameters: Any = None) -> Iterator[Join]:
+        """Surrounds a loop over batches of which the ranks may have different numbers, or none.
+
+        A rank that leaves the block takes part in the steps of the others, with zeros, until all have left it; the mean
+        is that over the ranks that handed over gradients. (Where some are absent, half precision is added up and
+        divided in two roundings.) Each rank repeats the gradients of its last step, in their order. What a rank has
+        accumulated in no_sync() and not handed over is left out.
+
+        The parameters of a rank that leaves early stay behind. Afterwards all can take those of a rank that did not:
+
+            with sync.join() as joined:
+                for batch in batches:
+                    ...
+            gs.bcast_list_(parameters, root=joined.last_rank)
+
+        Every rank must enter it; inside, ranks must not call collectives but those of this callback. When the body
+        raises, nobody stands in for this rank: the communicator is aborted, as in backward().
+
+        Args:
+            parameters: names -> array or (shape, dtype), in the order in which gradients are handed over; or a list of
+                arrays, where gradients are handed over by those. Only for ranks that may not have a single batch.
+
+        Raises:
+            InvalidArgument: in the middle of a step, or inside another join() of this callback.
+            PlanMismatch: the others' step is not the one that this rank repeats, or it knows none; on all ranks.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+        """
+        self._check_between_steps("join()")
+        if self._step.roll_call is not None:
+            raise InvalidArgument("join() inside another join() of the same callback")
+        joined = self._step.roll_call = Join(self._step, self._communicator(), parameters)
+        try:
+            yield joined
+            self._check_between_steps("the end of join()")
+            joined.stand_in()
+        except BaseException as error:
+            self._give_up("join()", error)
+            raise
+        finally:
+            self._step.roll_call = None
+            self._step.begin_step()
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._pending or self._arrived:
+            raise InvalidArgument(f"{what} in the middle of a backward pass: flush first")
+
+    def _give_up(self, what: str, error: BaseException) -> None:
+        """Cancels the step, and wakes the ranks that wait for this one; after PlanMismatch, which all get, none."""
+        self._fail_step(GradientCancelled(f"{what} ended with {describe(error)}"))
+        communicator = self._group or get_world()
+        told = communicator is None or communicator.world_size == 1 or isinstance(error, PlanMismatch)
+        if self._synchronising and communicator is not None and not told:
+            communicator.abort(f"in {what}: {describe(error)}")
 
     def _communicator(self) -> Communicator:
         communicator = self._group or group_or_world(None)
@@ -202,70 +245,34 @@ class AllreduceCallback:
             )
         return communicator
 
-    def _accepted(self, param: Any, grad: Any, communicator: Communicator) -> Array:
-        """Returns the gradient as a native array that can be reduced; errors name the gradient."""
-        try:
-            native = communicator.native_array(grad, "the gradient")
-            if native.dtype not in self._accepted_dtypes:
-                check_operation(self.op, native.dtype)
-                self._accepted_dtypes.add(native.dtype)
-        except (InvalidArgument, UnsupportedDtype) as error:
-            name = display_name(param, self._arrived)
-            advice = ""
-            if isinstance(error, UnsupportedDtype) and self.op is ReduceOp.MEAN:
-                advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
-            raise type(error)(f"{communicator.label}: the gradient of {name}: {error}{advice}") from None
-        return native
-
-    def _spec(self, name: str, native: Array) -> GradientSpec:
-        """Returns the gradient's spec; the very object of the last step where nothing has changed."""
-        dtype = dtype_name(native.dtype)
-        if self._arrived < len(self._specs):
-            known = self._specs[self._arrived]
-            if known.shape == native.shape and known.dtype == dtype and known.name == name:
-                return known
-            del self._specs[self._arrived :]
-        spec = GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
-        self._specs.append(spec)
-        return spec
-
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
         entries = [self._pending[slot.position] for slot in bucket.slots]
-        agreement = self._agreements.bucket(bucket)
-        started = time.perf_counter()
         try:
-            completion = communicator.all_reduce_list(
+            completion = self._step.reduce(
+                bucket,
+                communicator,
                 [entry.source for entry in entries],
                 [entry.target for entry in entries],
-                self.op,
-                agreement,
                 write_backs=[(entry.target, entry.write_back) for entry in entries if entry.write_back is not None],
                 producers=[entry.producer for entry in entries],
             )
         except BaseException as error:
             self._fail_step(error)
             raise
-        self.statistics.communication_seconds += time.perf_counter() - started
-        self.statistics.all_reduces += 1
-        self.statistics.bytes_all_reduced += bucket.size_bytes
         for slot in bucket.slots:
             del self._pending[slot.position]
-        if completion is not None:
-            self._launched.append(completion)
         resolve(entries, completion)
 
     def _fail_step(self, error: BaseException) -> None:
         pending = list(self._pending.values())
-        self._planner.reset()
+        self._step.reset()
         self._begin_step()
         for entry in pending:
             entry.future.fail(error)
 
     def _begin_step(self) -> None:
-        del self._specs[self._arrived :]
-        self._agreements.begin_step()
+        self._step.begin_step()
         self._pending.clear()
-        self._launched.clear()
         self._keys.clear()
         self._memory.clear()
         self._arrived = 0

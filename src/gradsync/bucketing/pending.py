@@ -9,8 +9,8 @@ from gradsync.bucketing.future import GradientFuture
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.completion import Completion
-from gradsync.errors import InvalidArgument
-from gradsync.reduction import Array
+from gradsync.errors import InvalidArgument, UnsupportedDtype
+from gradsync.reduction import Array, ReduceOp, check_operation
 
 _PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
 
@@ -25,6 +25,33 @@ class PendingGradient(NamedTuple):
     write_back: Array | None  # where the target's values go afterwards: other layouts, other devices
     result: Any  # what the future gives
     producer: Any  # mark of the work that made the gradient; None on the CPU
+
+
+def accept(
+    param: Any, grad: Any, position: int, communicator: Communicator, op: ReduceOp, accepted_dtypes: set[Any]
+) -> Array:
+    """Returns a gradient as a native array that can be reduced; errors name the gradient.
+
+    Args:
+        param: whose gradient it is.
+        grad: what a caller handed over.
+        position: its arrival number.
+        communicator: where it is to be reduced.
+        op: by which operator.
+        accepted_dtypes: those that have passed already; grows.
+    """
+    try:
+        native: Array = communicator.native_array(grad, "the gradient")
+        if native.dtype not in accepted_dtypes:
+            check_operation(op, native.dtype)
+            accepted_dtypes.add(native.dtype)
+    except (InvalidArgument, UnsupportedDtype) as error:
+        name = display_name(param, position)
+        advice = ""
+        if isinstance(error, UnsupportedDtype) and op is ReduceOp.MEAN:
+            advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
+        raise type(error)(f"{communicator.label}: the gradient of {name}: {error}{advice}") from None
+    return native
 
 
 def prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
 from typing import NamedTuple
@@ -29,12 +29,14 @@ class Agreement(NamedTuple):
         event: position among the events of a step, or None outside a step.
         summarise: makes the line for the flight recorder, called only when somebody reads that; None takes the first
             line of the description. Like `describe` it keeps no array alive.
+        is_message: whether it is between two ranks only; then it does not count among the group's collectives.
     """
 
     digest: int
     describe: Callable[[], str]
     event: int | None = None
     summarise: Callable[[], str] | None = None
+    is_message: bool = False
 
     def headline(self) -> str:
         """Returns what the ranks are about to do in one line, for the flight recorder."""
@@ -48,12 +50,20 @@ def digest_of(*parts: object) -> int:
 
 
 @lru_cache(maxsize=4096)
-def agreement_on(collective: str, shape: tuple[int, ...], dtype: np.dtype[np.generic] | None, detail: str) -> Agreement:
+def agreement_on(
+    collective: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[np.generic] | None,
+    detail: str,
+    *,
+    is_message: bool = False,
+) -> Agreement:
     """Returns the agreement for a single collective; cached, because loops repeat themselves."""
     of_what = "" if dtype is None else f" of {dtype}{list(shape)}"
     text = f"{collective}{of_what}{f' ({detail})' if detail else ''}"
     digest = digest_of(collective, shape, str(dtype), detail)
-    return Agreement(digest, lambda: text, summarise=lambda: _summary(collective, shape, dtype, detail))
+    summarise = partial(_summary, collective, shape, dtype, detail)
+    return Agreement(digest, lambda: text, summarise=summarise, is_message=is_message)
 
 
 def _summary(collective: str, shape: tuple[int, ...], dtype: np.dtype[np.generic] | None, detail: str) -> str:

@@ -1,7 +1,8 @@
 """The contract of a communicator: public methods check, private hooks move bytes.
 
-Everything a caller can get wrong is told here, once, in the same words on every backend. A backend subclasses
-`Communicator` and writes the hooks of backend.py; it may rely on their stated preconditions.
+The collectives stand in reductions.py, movements.py, all_to_all.py and messages.py, groups in groups.py; here are the
+barrier, what the layers above need, and life and death. A backend subclasses `Communicator` and writes the hooks of
+backend.py.
 
 All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
 same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
@@ -12,25 +13,31 @@ data moves, and can go on; on NCCL, ranks that leave what they have repeated may
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.backend import Backend
-from gradsync.communicators.host_arrays import overlaps_itself
+from gradsync.communicators.all_to_all import AllToAll
+from gradsync.communicators.collective_call import BYTE, CollectiveCall
+from gradsync.communicators.groups import Groups
 from gradsync.communicators.lifetime import Lifetime
+from gradsync.communicators.messages import Messages
+from gradsync.communicators.movements import Movements
+from gradsync.communicators.reductions import Reductions
 from gradsync.completion import Completion
-from gradsync.errors import InvalidArgument, PlanMismatch, describe
+from gradsync.errors import PlanMismatch, describe
 from gradsync.flight_recorder import FlightRecorder
-from gradsync.reduction import Array, ReduceOp, check_operation
+from gradsync.reduction import Array, ReduceOp
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from gradsync.communicators.asynchronous import Asynchronous
+    from gradsync.communicators.objects import Objects
 
-class Communicator(Backend):
+
+class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
     """A fixed group of ranks that run collectives together.
 
     One thread at a time may use a communicator; a second one gets an error that says so. A collective that fails in
@@ -40,6 +47,8 @@ class Communicator(Backend):
     Attributes:
         rank: this process's number, 0 <= rank < world_size.
         world_size: number of ranks.
+        ranks: the members' numbers in the world, by rank; errors name ranks by these.
+        label: how error messages name this rank: "rank 1/4".
         backend: "local", "shm", "nccl" or "mpi".
         device: where arrays live: "cpu", or a CUDA device such as "cuda:0".
         recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
@@ -48,97 +57,25 @@ class Communicator(Backend):
     backend: str
     device: str = "cpu"
 
-    def __init__(self, rank: int, world_size: int, group: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        group: str,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        label: str | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.ranks = tuple(range(world_size)) if ranks is None else ranks
+        self.label = f"rank {rank}/{world_size}" if label is None else label
         self.recorder = FlightRecorder(group)
         self.lifetime = Lifetime(self)
         # Called in place of close() or abort() when a `with` block ends; for process_group.py.
         self.on_exit: Callable[[BaseException | None], None] | None = None
 
-    # -- Collectives -------------------------------------------------------------------------------------------
-
-    def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
-        """Reduces `array` over all ranks, element by element; every rank gets the result.
-
-        Every rank must call it, with equal shapes, dtypes and operators. Elements correspond by index, whatever the
-        memory layout: a Fortran-ordered array on one rank meets a C-ordered one on another rightly.
-
-        Args:
-            array: array of any shape and layout on this communicator's device. Receives the result when `out` is
-                None.
-            op: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype; half precision is
-                accumulated in float32 on the CPU.
-            out: array of the same shape and dtype for the result; `array` is then left as it is.
-            stream: CUDA stream that orders the operation; None is CuPy's current stream. Unused on the CPU.
-
-        Returns:
-            `out`, or `array` when `out` is None.
-
-        Raises:
-            UnsupportedDtype: the dtype table has no such operator for the dtype.
-            InvalidArgument: not an array, wrong `out`, or a read-only target.
-            PlanMismatch: the ranks disagree.
-            RankFailed: another rank died or aborted.
-            CollectiveTimeout: a rank did not arrive before the deadline.
-            CommunicatorClosed: closed, aborted, or inherited through a fork.
-            NcclError: NCCL or the GPU failed.
-        """
-        if out is None and self._all_reduce_prepared(array, op):
-            return array
-        op = ReduceOp.parse(op)
-        source = self.native_array(array, "all_reduce")
-        check_operation(op, source.dtype)
-        result = array if out is None else out
-        target = self._checked_target("all_reduce", source, source if out is None else self.native_array(out, "out"))
-        agreement = agreement_on("all_reduce", source.shape, source.dtype, op.value)
-        with self.lifetime.turn("all_reduce", agreement):
-            with self._launching(stream) as launch:
-                flat_source = self.arrays.flat(source)
-                if target is not source and self.arrays.share_memory(source, target):
-                    flat_source = flat_source.copy()  # results would overwrite values that are still to be read
-                flat_target = flat_source
-                if target is not source:
-                    viewed = self.arrays.is_viewed_flat(target)
-                    flat_target = self.arrays.flat(target if viewed else self.arrays.empty_like(flat_source))
-                self._keep(source, target)
-                self._all_reduce_list([flat_source], [flat_target], op, agreement)
-                self._bring_back(flat_target, target, launch)
-            self._await_host_results(launch)
-        return result
-
-    def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
-        """Copies the root's `array` into every other rank's, in place.
-
-        Every rank must call it, with equal shapes, dtypes and roots.
-
-        Args:
-            array: array of any shape, layout and dtype without Python objects, on this communicator's device.
-            root: the rank whose values all ranks get.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
-
-        Returns:
-            `array`.
-
-        Raises:
-            InvalidArgument: not an array, a root outside the communicator, or a read-only target.
-            UnsupportedDtype: the dtype holds Python objects.
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
-        """
-        self._check_root(root)
-        native = self.native_array(array, "broadcast")
-        if self.rank != root:
-            self._checked_target("broadcast", native, native)
-        agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
-        with self.lifetime.turn("broadcast", agreement):
-            with self._launching(stream) as launch:
-                flat = self.arrays.flat(native)
-                self._keep(native, flat)
-                self._broadcast(flat, root, agreement)
-                if self.rank != root:
-                    self._bring_back(flat, native, launch)
-            self._await_host_results(launch)
-        return array
+    # -- Collectives; the others are in the classes above --------------------------------------------------------
 
     def barrier(self) -> None:
         """Returns once every rank has called it.
@@ -146,9 +83,25 @@ class Communicator(Backend):
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
+        self._run(self._barrier_call(), None)
+
+    def _barrier_call(self) -> CollectiveCall:
         agreement = agreement_on("barrier", (), None, "")
-        with self.lifetime.turn("barrier", agreement):
-            self._meet(agreement)
+        return CollectiveCall("barrier", agreement, lambda _launch: self._meet(agreement))
+
+    @cached_property
+    def asynchronous(self) -> Asynchronous:
+        """The collectives as futures: `communicator.asynchronous.all_reduce(array)` returns at once."""
+        from gradsync.communicators.asynchronous import Asynchronous  # here: not every program needs it
+
+        return Asynchronous(self)
+
+    @cached_property
+    def objects(self) -> Objects:
+        """Collectives on Python objects: `communicator.objects.all_gather(anything)`."""
+        from gradsync.communicators.objects import Objects
+
+        return Objects(self)
 
     # -- For the layers above: bucketing -----------------------------------------------------------------------
 
@@ -161,6 +114,7 @@ class Communicator(Backend):
         *,
         write_backs: Sequence[tuple[Array, Array]] = (),
         producers: Sequence[Any] = (),
+        mean_over: int | None = None,
     ) -> Completion | None:
         """Reduces a list of arrays as one collective: what a gradient bucket needs.
 
@@ -174,6 +128,7 @@ class Communicator(Backend):
             agreement: what this rank believes all ranks are about to do.
             write_backs: pairs of a target and the native array that gets its values afterwards.
             producers: marks (see mark_work) of the work that made the sources.
+            mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
 
         Returns:
             None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
@@ -183,25 +138,57 @@ class Communicator(Backend):
         """
         with self.lifetime.turn("all_reduce", agreement), self._launching(None, producers) as launch:
             self._all_reduce_list(sources, targets, op, agreement)
+            if mean_over is not None:
+                for target in targets:
+                    self.arrays.divide(target, mean_over)
             for target, native in write_backs:
                 self._bring_back(target, native, launch)
         return launch
 
-    def native_array(self, array: Any, what: str) -> Array:
-        """Returns `array` as this backend's own array type over the same memory.
+    def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
+        """Copies the root's arrays into the other ranks', in place, as one collective: parameters at start-up.
+
+        Every rank must call it with arrays of the same shapes and dtypes. The arguments are trusted.
 
         Args:
-            array: what a caller handed in.
-            what: names the operation in the error.
+            natives: what native_array returned, of any layout; writable except on the root.
+            root: the rank whose values all ranks get.
+            agreement: what this rank believes all ranks are about to do.
 
         Raises:
-            InvalidArgument: not an array, or one that this communicator cannot reach.
-            UnsupportedDtype: the elements are Python objects.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
-        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; spares making the label
-            return array
-        native: Array = self.arrays.native(array, f"{self.label}: {what}")
-        return native
+
+        def move(launch: Any) -> None:
+            flats = [self.arrays.flat(native) for native in natives]
+            self._keep(*natives, *flats)
+            self._broadcast_list([flat.view(BYTE) for flat in flats], root, agreement)
+            if self.rank != root:
+                for flat, native in zip(flats, natives, strict=True):
+                    self._bring_back(flat, native, launch)
+
+        if natives:
+            self._run(CollectiveCall("broadcast", agreement, move), None)
+        else:
+            self.agree(agreement)
+
+    def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """Returns the numbers of every rank, by rank.
+
+        Every rank must call it, with as many numbers.
+
+        Args:
+            what: names the operation in errors.
+            numbers: at most some thousands, of 64 bits.
+            agreement: what this rank believes all ranks are about to do.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+        shared: list[list[int]] = self._run(
+            CollectiveCall(what, agreement, lambda _launch: self._share_numbers(numbers, agreement)), None
+        )
+        return shared
 
     def mark_work(self) -> Any:
         """Returns what a stream can wait for to come after the caller's work so far; None on the CPU."""
@@ -226,8 +213,9 @@ class Communicator(Backend):
     def close(self) -> None:
         """Releases the communicator in order. Not collective, and may be repeated.
 
-        On the CPU it never blocks on other ranks; on NCCL it lets queued collectives end, for 20 s at most. A rank
-        that still needs this one afterwards gets RankFailed.
+        Asynchronous collectives that were submitted end first, each by its own deadline. Else it never blocks on other
+        ranks on the CPU; on NCCL it lets what was launched end, for 20 s at most. A rank that still needs this one
+        afterwards gets RankFailed.
 
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
@@ -260,29 +248,3 @@ class Communicator(Backend):
         ended = self.lifetime.ended_because
         state = "" if ended is None else f", closed: {ended}"
         return f"<{type(self).__name__} rank {self.rank}/{self.world_size} on {self.device} ({self.backend}){state}>"
-
-    @property
-    def label(self) -> str:
-        """How error messages name this rank: "rank 1/4"."""
-        return f"rank {self.rank}/{self.world_size}"
-
-    # -- Checks ------------------------------------------------------------------------------------------------
-
-    def _checked_target(self, method: str, source: Array, target: Array) -> Array:
-        if target is not source and (target.shape != source.shape or target.dtype != source.dtype):
-            raise InvalidArgument(
-                f"{self.label}: {method} needs out of shape {source.shape} and dtype {source.dtype}, "
-                f"got shape {target.shape} and dtype {target.dtype}"
-            )
-        if not self.arrays.writeable(target):
-            raise InvalidArgument(f"{self.label}: {method} cannot write into a read-only array: pass out=")
-        if overlaps_itself(target):
-            raise InvalidArgument(
-                f"{self.label}: {method} cannot write into an array whose elements overlap "
-                f"(strides {target.strides}): pass out="
-            )
-        return target
-
-    def _check_root(self, root: int) -> None:
-        if not isinstance(root, int) or not 0 <= root < self.world_size:
-            raise InvalidArgument(f"{self.label}: root must be 0 to {self.world_size - 1}, got {root!r}")

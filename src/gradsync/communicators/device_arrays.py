@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import cupy
@@ -16,8 +18,9 @@ from gradsync.communicators.host_arrays import (
     kind_of,
     span,
 )
+from gradsync.communicators.nccl_launch import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name, part_dtype
 
 _DLPACK_CUDA = 2
 _DLPACK_CUDA_MANAGED = 13
@@ -33,6 +36,7 @@ class DeviceArrays:
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
         self._host = HostArrays()
+        self._results_on: Any = None  # a stream; None is the current one
 
     def native(self, array: Any, who: str) -> Any:
         """Returns `array` as a CuPy array over the same memory, or as a NumPy array where it lives on the host.
@@ -64,6 +68,7 @@ class DeviceArrays:
             return native.reshape(-1)
         with cupy.cuda.Device(self._device_id):
             if isinstance(native, np.ndarray):
+                await_results_in(native)  # it is copied now, and a collective before may still have to write to it
                 return cupy.asarray(_transferable(native))
             return cupy.ascontiguousarray(native).reshape(-1)
 
@@ -76,14 +81,43 @@ class DeviceArrays:
         if isinstance(native, np.ndarray):
             native[...] = flat.get().view(native.dtype).reshape(native.shape)
         elif not native.flags.c_contiguous:
-            native[...] = flat.reshape(native.shape)
+            native[...] = flat.view(native.dtype).reshape(native.shape)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+        """See ArrayKind."""
+        if isinstance(like, np.ndarray):
+            return np.empty(shape, dtype)
+        with cupy.cuda.Device(self._device_id), self._results_on or nullcontext():
+            return cupy.empty(shape, dtype)
+
+    @contextmanager
+    def results_on(self, stream: Any) -> Iterator[None]:
+        """Has `empty` take memory for a stream other than the current one: that on which a result will be used.
+
+        CuPy's pool gives memory that was freed to the next allocation for the same stream, without a wait. So what the
+        caller drops while its own stream still reads it must not come to the communicator's, or the other way round.
+        """
+        before, self._results_on = self._results_on, stream
+        try:
+            yield
+        finally:
+            self._results_on = before
 
     def empty_like(self, native: Any) -> Any:
         """See ArrayKind."""
-        if isinstance(native, np.ndarray):
-            return np.empty(native.shape, native.dtype)
+        return self.empty(native.shape, native.dtype, native)
+
+    def empty_flat(self, native: Any) -> Any:
+        """See ArrayKind; as bytes where CuPy does not know the dtype."""
         with cupy.cuda.Device(self._device_id):
-            return cupy.empty(native.shape, native.dtype)
+            if _is_known(native.dtype):
+                return cupy.empty(native.size, native.dtype)
+            return cupy.empty(native.nbytes, np.uint8)
+
+    def divide(self, flat: Any, count: int) -> None:
+        """See ArrayKind; on the current stream."""
+        parts = flat.view(part_dtype(flat.dtype))
+        cupy.divide(parts, parts.dtype.type(count), out=parts)
 
     def writeable(self, native: Any) -> bool:
         """See ArrayKind; CuPy's arrays always are."""
@@ -105,7 +139,12 @@ class DeviceArrays:
 def _transferable(native: Array) -> Array:
     """Returns the elements of a host array in C order, as bytes where CuPy does not know their dtype."""
     flat = np.ascontiguousarray(native).reshape(-1)
-    return flat if flat.dtype.isnative and dtype_name(flat.dtype) in OPERATIONS_BY_DTYPE else flat.view(np.uint8)
+    return flat if _is_known(flat.dtype) else flat.view(np.uint8)
+
+
+def _is_known(dtype: np.dtype[Any]) -> bool:
+    """Whether CuPy has arrays of this dtype."""
+    return dtype.isnative and dtype_name(dtype) in OPERATIONS_BY_DTYPE
 
 
 def _foreign(array: Any, who: str) -> Any:

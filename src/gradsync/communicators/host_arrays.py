@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import Array
+from gradsync.reduction import Array, divide_into
 
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
@@ -32,8 +32,17 @@ class ArrayKind(Protocol):
     def write_back(self, flat: Any, native: Any) -> None:
         """Copies elements in C order into an array that flat() had to copy; does nothing for a view."""
 
+    def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+        """Returns a new C-contiguous array, in the same kind of memory as the native array `like`."""
+
     def empty_like(self, native: Any) -> Any:
         """Returns a new C-contiguous array of the same shape and dtype, in the same kind of memory."""
+
+    def empty_flat(self, native: Any) -> Any:
+        """Returns room for the flat elements of an array, on the communicator's device."""
+
+    def divide(self, flat: Any, count: int) -> None:
+        """Divides floating or complex elements in place."""
 
     def writeable(self, native: Any) -> bool:
         """Whether the array may be written to."""
@@ -63,11 +72,24 @@ class HostArrays:
     def write_back(self, flat: Array, native: Array) -> None:
         """See ArrayKind."""
         if not native.flags.c_contiguous:
-            native[...] = flat.reshape(native.shape)
+            native[...] = flat.view(native.dtype).reshape(native.shape)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
+        """See ArrayKind."""
+        return np.empty(shape, dtype)
 
     def empty_like(self, native: Array) -> Array:
         """See ArrayKind."""
         return np.empty(native.shape, native.dtype)
+
+    def empty_flat(self, native: Array) -> Array:
+        """See ArrayKind."""
+        return np.empty(native.size, native.dtype)
+
+    def divide(self, flat: Array, count: int) -> None:
+        """See ArrayKind."""
+        with np.errstate(all="ignore"):  # what is infinite on one rank is so on all
+            divide_into(flat, count, flat)
 
     def writeable(self, native: Array) -> bool:
         """See ArrayKind."""

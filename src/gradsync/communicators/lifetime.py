@@ -6,9 +6,10 @@ import os
 import threading
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.collective_queue import Job, await_earlier, await_submitted, fail_submitted, pending
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
@@ -28,6 +29,11 @@ class Lifetime:
     Args:
         communicator: whose hooks _announce_close, _announce_abort and _release are called, and whose flight recorder
             is written.
+
+    Attributes:
+        ended_because: why it cannot be used; None while it may be.
+        was_told: whether a failure has been raised to the caller outside of a collective.
+        last_job: what was submitted for it last; see collective_queue.py.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -36,17 +42,23 @@ class Lifetime:
         self._lock = threading.Lock()
         self._claiming = threading.Lock()
         self._announced = True
-        self.was_told = False  # whether a failure has been raised to the caller outside of a collective
+        self.was_told = False
+        self.last_job: Job | None = None
         self._turn = _Turn(self)
         self._inside = ""
         self._released = False
-        self.ended_because: str | None = None  # None while it may be used
+        self.ended_because: str | None = None
         self._untold: BaseException | None = None  # a failure that no call has raised yet
         with _registering:
             _of_this_process.add(self)
 
     def turn(self, what: str, agreement: Agreement) -> _Turn:
-        """Returns a context that holds the communicator for one collective, named `what` in errors."""
+        """Returns a context that holds the communicator for one collective, named `what` in errors.
+
+        Waits for what was submitted before it. First: who waits must not have told the turn its name.
+        """
+        if pending:
+            await_earlier(self)
         turn = self._turn
         turn.what = what
         turn.agreement = agreement
@@ -54,12 +66,14 @@ class Lifetime:
 
     def close(self) -> None:
         """Ends it in order; see Communicator.close. Raises a failure that no call has raised."""
+        if pending and self.ended_because is None:
+            await_submitted(self)
         if self._claim_end("it was closed"):
             try:
                 self._communicator._announce_close()
             finally:
                 self._announced = True
-        self._release_when_idle()
+        self._end_use()
         if self._untold is not None:
             error, self._untold = self._untold, None
             raise error
@@ -71,7 +85,7 @@ class Lifetime:
                 self._communicator._announce_abort(reason, culprit)
             finally:
                 self._announced = True
-        self._release_when_idle()
+        self._end_use()
 
     def fail(self, error: BaseException, *, told: bool) -> None:
         """Ends it because of a failure found between collectives, or by another thread.
@@ -85,7 +99,7 @@ class Lifetime:
                 # First: whoever finds the reason has been told the error.
                 self._untold = None if told or self.was_told else error
                 self.ended_because = f"it failed: {_headline(error)}"
-        self._release_when_idle()
+        self._end_use()
 
     def note_told(self) -> None:
         """Notes that the failure is being raised outside of a collective, by a future: closing need not raise it."""
@@ -108,6 +122,7 @@ class Lifetime:
         self._lock = threading.Lock()  # the parent's thread that may hold it is not here
         self._claiming = threading.Lock()
         self._released = True  # what there is to release is the parent's
+        self.last_job = None  # the thread that would run it is not here
 
     def enter(self, what: str, agreement: Agreement) -> None:
         """Begins a collective, and its entry in the flight recorder.
@@ -118,7 +133,7 @@ class Lifetime:
         """
         if not self._lock.acquire(False):
             if self.ended_because is not None:  # it is being released
-                self._raise_ended(what)
+                raise self.ended_error(what)
             raise InvalidArgument(
                 f"{self._communicator.label}: {what} while another thread is inside {self._inside} of this "
                 "communicator: one thread at a time may use it"
@@ -126,18 +141,29 @@ class Lifetime:
         # Whoever interrupts from here on, Ctrl-C included, must not leave the lock behind.
         try:
             self._inside = what
-            if self._untold is not None:
-                error, self._untold = self._untold, None
-                raise error
             if self.ended_because is not None:  # looked at under the lock: close() releases only when it is free
-                self._raise_ended(what)
+                self.check_usable(what)
             self._recorder.begin(agreement)
         except BaseException:
             self._lock.release()
             raise
 
-    def _raise_ended(self, what: str) -> NoReturn:
-        raise CommunicatorClosed(
+    def check_usable(self, what: str) -> None:
+        """Raises a failure that no call has raised yet, or that it has ended.
+
+        Raises:
+            CommunicatorClosed: it has ended.
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: the failure.
+        """
+        if self._untold is not None:
+            error, self._untold = self._untold, None
+            raise error
+        if self.ended_because is not None:
+            raise self.ended_error(what)
+
+    def ended_error(self, what: str) -> CommunicatorClosed:
+        """Returns the error of a collective, named `what`, that comes after the end."""
+        return CommunicatorClosed(
             f"{self._communicator.label}: {what} on a {self._communicator.backend} communicator that cannot "
             f"be used: {self.ended_because}"
         )
@@ -156,6 +182,14 @@ class Lifetime:
             if self.ended_because is not None:
                 self._release_when_idle()
 
+    def _end_use(self) -> None:
+        """Fails what was submitted and has not begun, and releases."""
+        try:
+            if pending:
+                fail_submitted(self)
+        finally:  # their done-callbacks are the caller's
+            self._release_when_idle()
+
     def _release_when_idle(self) -> None:
         """Releases once; leaves it to the thread inside a collective, where there is one."""
         if self._lock.acquire(False):
@@ -163,6 +197,7 @@ class Lifetime:
                 if not self._released and self._announced:
                     self._released = True
                     self._communicator._release()
+                    self._communicator._leave_group()
             finally:
                 self._lock.release()
 

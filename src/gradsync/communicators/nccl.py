@@ -15,29 +15,28 @@ from functools import partial
 from typing import Any
 
 import cupy
-import numpy as np
 
-from gradsync.bucketing.pack_kernels import FusedPacker, pack_layout
-from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.base import Communicator
+from gradsync.bucketing.pack_kernels import FusedPacker
 from gradsync.communicators.device_arrays import DeviceArrays
+from gradsync.communicators.launch_order import launch_order
+from gradsync.communicators.nccl_agreements import NcclAgreements
+from gradsync.communicators.nccl_collectives import NcclCollectives
 from gradsync.communicators.nccl_ending import call_if_alive, end_forgotten, tell_others
+from gradsync.communicators.nccl_groups import connect_group, split_group
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.communicators.nccl_launch import Launch, as_stream
-from gradsync.communicators.nccl_reduction import NcclReduction
 from gradsync.communicators.nccl_watcher import Watcher
-from gradsync.communicators.predicted_agreement import PredictedAgreement
+from gradsync.communicators.path_beside_gpu import PathBesideGpu
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.communicators.work_marks import WorkMarks
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
-from gradsync.reduction import ReduceOp
-from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient
 
 _DRAIN_SECONDS = 10.0  # how long close() lets queued collectives end
 _TELL_SECONDS = 1.0  # and how long it waits for the server to hear of a failure
 
 
-class NcclCommunicator(Communicator):
+class NcclCommunicator(NcclCollectives):
     """Ranks with a GPU each.
 
     Takes CuPy arrays, other arrays on the device by DLPack or `__cuda_array_interface__` without a copy, and host
@@ -57,42 +56,38 @@ class NcclCommunicator(Communicator):
     backend = "nccl"
 
     def __init__(
-        self, handle: NcclHandle, client: RendezvousClient, *, group: str, device_id: int, timeout_seconds: float
+        self, handle: NcclHandle, client: CommunicatorClient, *, group: str, device_id: int, timeout_seconds: float
     ) -> None:
-        super().__init__(client.rank, client.world_size, group)
+        super().__init__(handle, client, group)
         self.device = f"cuda:{device_id}"
         self.arrays = DeviceArrays(device_id)
-        self.force_packing = False
-        self._handle = handle
-        self._client = client
         self._device = cupy.cuda.Device(device_id)
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
             self._packer = FusedPacker()
-        self._reduction = NcclReduction(handle, self.world_size)
-        self._flat: Any = None  # where buckets are packed; belongs to self._stream
-        self._launch: Launch | None = None  # the one being made
-        self._last: tuple[Launch, Any] | None = None  # the one before, and its stream
+        self._last: Launch | None = None
+        self._order = launch_order(device_id)
         self._marks = WorkMarks(self._device)
         self._timeout_seconds = timeout_seconds
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
         self._verdicts = Verdicts(client, self.recorder)
-        self._agreement = PredictedAgreement(client, group, self.label, timeout_seconds, self._verdicts)
+        self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._verdicts)
+        self._host_path = PathBesideGpu(self, client, self._verdicts, timeout_seconds, self._raise_end)
         failed = weakref.WeakMethod(self._fail)
         self._watcher = Watcher(
             handle,
             client,
             self._verdicts,
-            self._agreement,
+            self._agreements,
             label=self.label,
             device_id=device_id,
             timeout_seconds=timeout_seconds,
             on_failure=lambda error: call_if_alive(failed, error),
         )
         # Not at exit: the process group closes its communicator then, and what is left cannot hang (nccl_handle.py).
-        weakref.finalize(self, end_forgotten, handle, self._watcher, self._agreement).atexit = False
+        weakref.finalize(self, end_forgotten, handle, self._watcher, self._agreements, client).atexit = False
 
     def mark_work(self) -> Any:
         return self._marks.mark()
@@ -109,56 +104,26 @@ class NcclCommunicator(Communicator):
         if failure is not None and not was_told:
             raise failure
 
-    def _all_reduce_list(
-        self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
-    ) -> None:
-        self._agree(agreement)
-        self._keep(*sources, *targets)
-        if len(sources) == 1:
-            self._reduction.all_reduce(sources[0], targets[0], op)
-            return
-        if self.world_size == 1 and not self.force_packing:
-            for source, target in zip(sources, targets, strict=True):
-                if target is not source:
-                    target[...] = source
-            return
-        flat = self._flat_buffer(pack_layout(tuple([source.nbytes for source in sources])).total_bytes)
-        if flat.size:
-            self._keep(flat)
-            self._packer.pack(sources, flat)
-            packed = flat.view(sources[0].dtype)
-            self._reduction.all_reduce(packed, packed, op)
-            self._packer.split(flat, targets)
+    def _connect_group(self, members: tuple[int, ...], name: str) -> NcclCommunicator:
+        return connect_group(self._client, self._handle, members, name, self._timeout_seconds)
 
-    def _broadcast(self, flat: Any, root: int, agreement: Agreement) -> None:
-        self._agree(agreement)
-        self._reduction.broadcast(flat, root)
-
-    def _agree(self, agreement: Agreement) -> None:
-        self._raise_failure()
-        if self.world_size == 1:
-            return
+    def _split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> NcclCommunicator | None:
+        if self._last is not None:
+            self._last.wait()  # NCCL may hang where a collective of the communicator still runs
         try:
-            self._agreement.next(agreement)
-        except PlanMismatch as error:
-            if error.broken:
-                self._fail(error, told=True)
+            return split_group(self._client, self._handle, color, key, members, name, self._timeout_seconds)
+        except GradsyncError as error:
+            self._fail(error, told=True)
             raise
-
-    def _meet(self, agreement: Agreement) -> None:
-        with self._launching(None) as launch:
-            token = cupy.zeros(1, np.int32)
-            self._all_reduce_list([token], [token], ReduceOp.SUM, agreement)
-        launch.wait()
 
     @contextmanager
     def _launching(self, stream: Any, producers: Sequence[Any] | None = None) -> Iterator[Launch]:
         self._raise_failure()
         with self._device:
             if producers is not None:
-                where = self._stream
+                where, results_on = self._stream, cupy.cuda.get_current_stream()
             else:
-                where = as_stream(stream, self._device.id)
+                where = results_on = as_stream(stream, self._device.id)
                 # Arrays of other libraries are ordered on the current stream when they are taken over.
                 producers = [] if stream is None else [self.mark_work()]
             launch = Launch(
@@ -167,17 +132,19 @@ class NcclCommunicator(Communicator):
                 self.lifetime.note_told,
                 self._handle,
                 self._device.id,
-                self._agreement.position,
                 self._timeout_seconds,
             )
             self._order_after_others(where, producers)
-            with where:
+            with where, self.arrays.results_on(results_on):
                 launch.started.record(where)
-                self._launch = launch
+                outer, self._launch = self._launch, launch
+                launch.is_part = outer is not None
                 try:
                     yield launch
                 except PlanMismatch:
-                    raise  # before anything was launched
+                    if launch.agreed:  # one message of two has been launched
+                        self._take_into_care(launch, where)
+                    raise
                 except (NcclError, CommunicatorClosed) as error:
                     self._take_into_care(launch, where)
                     self._raise_failure()  # the cause, where another thread has ended the communicator
@@ -190,21 +157,14 @@ class NcclCommunicator(Communicator):
                 else:
                     self._take_into_care(launch, where)
                 finally:
-                    self._launch = None
-
-    def _bring_back(self, flat: Any, native: Any, launch: Any) -> None:
-        if isinstance(native, np.ndarray):
-            launch.bring_back(flat, native)
-        else:
-            self._keep(flat, native)
-            self.arrays.write_back(flat, native)
+                    self._launch = outer
 
     def _await_host_results(self, launch: Any) -> None:
         if launch.has_host_results:
             launch.wait()
 
     def _announce_close(self) -> None:
-        self._agreement.announce_closed()
+        self._agreements.announce_closed()
 
     def _announce_abort(self, reason: str, culprit: int | None) -> None:
         aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
@@ -212,11 +172,23 @@ class NcclCommunicator(Communicator):
         if self._begin_to_fail(error):
             self._begin_abort(reason)
 
+    def _make_host_path(self) -> PathBesideGpu:
+        return self._host_path
+
+    def _raise_end(self) -> None:
+        """Raises why a rank that waits for others on the host would wait in vain, where that is so."""
+        self._raise_failure()
+        self._agreements.look_for_closed_ranks()
+
     def _release(self) -> None:
+        self._host_path.end(None)
         if self._failure is None:
             self._await_last_launch()
+            if self._last is not None:
+                self._order.forget(self._last.ended)
         self._watcher.stop()
-        self._agreement.close()
+        self._agreements.close()
+        self._leave_group()
         if self._failure is None:
             self._handle.destroy()
 
@@ -224,27 +196,15 @@ class NcclCommunicator(Communicator):
         """Makes a stream wait for the work that its inputs come from, and for the collective before."""
         for event in {id(event): event for event in producers}.values():
             stream.wait_event(event)
-        # NCCL wants the collectives of a communicator one after the other.
-        if self._last is not None and self._last[1] is not stream:
-            stream.wait_event(self._last[0].ended)
+        self._order.follow(stream)
 
     def _take_into_care(self, launch: Launch, stream: Any) -> None:
-        launch.ended.record(stream)
-        launch.recorded = self.recorder.hand_over()
-        self._last = (launch, stream)
+        launch.record_end(stream)
+        if not launch.is_part:
+            launch.recorded = self.recorder.hand_over()
+        self._last = launch
+        self._order.note(launch.ended, stream)
         self._watcher.add(launch)
-
-    def _keep(self, *arrays: Any) -> None:
-        """Keeps arrays until the launch that is being made has ended."""
-        if self._launch is not None:
-            self._launch.keep(*arrays)
-
-    def _flat_buffer(self, size_bytes: int) -> Any:
-        """Returns the first bytes of the flat buffer, grown where it is too small; only for the bucket stream."""
-        if self._flat is None or self._flat.size < size_bytes:
-            # Initialised once; what the gaps between gradients hold is reduced too, and does not matter.
-            self._flat = cupy.zeros(size_bytes, np.uint8)
-        return self._flat[:size_bytes]
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -258,6 +218,7 @@ class NcclCommunicator(Communicator):
                 return False
             self._watcher.fail_launches(error)
             self._failure = error  # last: who sees it finds every launch at its end
+        self._host_path.end(describe(error))
         return True
 
     def _fail(self, error: GradsyncError, *, told: bool = False) -> None:
@@ -278,7 +239,7 @@ class NcclCommunicator(Communicator):
         """Lets queued collectives end before the communicator is destroyed; returns what they have failed with."""
         try:
             if self._last is not None:
-                self._last[0].wait(_DRAIN_SECONDS)
+                self._last.wait(_DRAIN_SECONDS)
         except GradsyncError as error:
             if isinstance(error, CollectiveTimeout) and self._begin_to_fail(error):
                 self._begin_abort(describe(error))

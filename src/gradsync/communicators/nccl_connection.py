@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gradsync.communicators.nccl_library import NcclLibrary
 from gradsync.errors import BackendUnavailable, InvalidArgument, RendezvousTimeout
 from gradsync.machine import boot_id
-from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient
 
 if TYPE_CHECKING:
     from gradsync.communicators.nccl import NcclCommunicator
@@ -87,7 +87,7 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
 
 
 def connect_nccl(
-    client: RendezvousClient,
+    client: CommunicatorClient,
     *,
     local_rank: int,
     device: str | None = None,
@@ -101,7 +101,7 @@ def connect_nccl(
     Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
 
     Args:
-        client: this rank's connection, joined: every rank has authenticated.
+        client: the way of its ranks to the rendezvous server: every rank has authenticated.
         local_rank: this rank's number on its host.
         device: "cuda:N", or None for the local rank's.
         group: a name not used before in this generation.
@@ -120,46 +120,78 @@ def connect_nccl(
     if allow_shared_gpu:
         _let_ranks_share(library.version, client.rank)
     _use(device_id)
+    _check_devices(client, device_id, group, _clock(deadline), allow_shared_gpu=allow_shared_gpu)
+    return meet_and_init(client, library, device_id, group, deadline, collective_timeout_seconds)
+
+
+def meet_and_init(
+    client: CommunicatorClient,
+    library: NcclLibrary,
+    device_id: int,
+    group: str,
+    deadline: float,
+    collective_timeout_seconds: float,
+) -> NcclCommunicator:
+    """Builds the communicator of the client's ranks, whose devices are known to be fit. Every one must call it.
+
+    Args:
+        client: the way of these ranks to the rendezvous server.
+        library: NCCL.
+        device_id: this rank's device.
+        group: a name not used before in this generation.
+        deadline: for meeting the others, in time.monotonic() seconds.
+        collective_timeout_seconds: how long a collective waits for a rank.
+
+    Raises:
+        NcclError, RendezvousTimeout, RankFailed: as for connect_nccl.
+    """
     left = _clock(deadline)
-    _check_devices(client, device_id, group, left, allow_shared_gpu=allow_shared_gpu)
     unique_id = client.unique_id(
         f"nccl/{group}", root=0, make_id=library.make_unique_id if client.rank == 0 else None, timeout_seconds=left()
     )
     # ncclCommInitRank cannot be interrupted: only when all ranks stand before it, they enter.
     client.barrier(f"nccl/{group}/ready", timeout_seconds=left())
-    return _init_rank(client, library, unique_id, device_id, group, left, collective_timeout_seconds)
+    raw = _init_rank(client, library, unique_id, device_id, left())
+    return take_over(raw, client, library, device_id, group, collective_timeout_seconds)
 
 
 def _init_rank(
-    client: RendezvousClient,
-    library: NcclLibrary,
-    unique_id: bytes,
-    device_id: int,
-    group: str,
-    left: Callable[[], float],
-    collective_timeout_seconds: float,
-) -> NcclCommunicator:
+    client: CommunicatorClient, library: NcclLibrary, unique_id: bytes, device_id: int, seconds: float
+) -> Any:
+    """Returns CuPy's communicator."""
     import cupy
 
-    from gradsync.communicators.nccl import NcclCommunicator
-    from gradsync.communicators.nccl_handle import NcclHandle, call_with_deadline
+    from gradsync.communicators.nccl_handle import call_with_deadline
 
-    label = f"rank {client.rank}/{client.world_size}"
+    label = client.label
 
     def init() -> Any:
         with cupy.cuda.Device(device_id), library.errors("ncclCommInitRank", label):
             return library.binding.NcclCommunicator(client.world_size, library.as_unique_id(unique_id), client.rank)
 
-    seconds = left()
     try:
-        raw = call_with_deadline(init, "gradsync-nccl-init", seconds, client.check)
+        return call_with_deadline(init, "gradsync-nccl-init", seconds, client.check)
     except TimeoutError as error:
         raise RendezvousTimeout(
             f"{label}: ncclCommInitRank on cuda:{device_id} did not return within {seconds:.3g} s, although all ranks "
             "had come to it: a network that drops NCCL's connections (NCCL_SOCKET_IFNAME chooses the interface), or "
             "a stuck GPU; NCCL_DEBUG=INFO tells more"
         ) from error
-    handle = NcclHandle(library, raw, device_id, label)
+
+
+def take_over(
+    raw: Any,
+    client: CommunicatorClient,
+    library: NcclLibrary,
+    device_id: int,
+    group: str,
+    collective_timeout_seconds: float,
+) -> NcclCommunicator:
+    """Makes our communicator of CuPy's `raw`; the other arguments are as for meet_and_init."""
+    from gradsync.communicators.nccl import NcclCommunicator
+    from gradsync.communicators.nccl_handle import NcclHandle
+
+    handle = NcclHandle(library, raw, device_id, client.label)
     try:
         return NcclCommunicator(
             handle, client, group=group, device_id=device_id, timeout_seconds=collective_timeout_seconds
@@ -181,7 +213,7 @@ def _clock(deadline: float) -> Callable[[], float]:
 
 
 def _check_devices(
-    client: RendezvousClient, device_id: int, group: str, left: Callable[[], float], *, allow_shared_gpu: bool
+    client: CommunicatorClient, device_id: int, group: str, left: Callable[[], float], *, allow_shared_gpu: bool
 ) -> None:
     """Finds ranks on one GPU before NCCL does, in words that help, on every rank."""
     mine = device_identity(device_id)
@@ -195,7 +227,7 @@ def _check_devices(
         where, ranks = next(iter(shared.items()))
         host, _, bus = where.split(" ")
         raise BackendUnavailable(
-            f"rank {client.rank}/{client.world_size}: ranks {ranks} share the GPU {bus} of {host}: give each its own "
+            f"{client.label}: ranks {ranks} share the GPU {bus} of {host}: give each its own "
             "(CUDA_VISIBLE_DEVICES, or device=), or pass allow_shared_gpu=True (for tests: slow)"
         )
 

@@ -6,11 +6,11 @@ import threading
 import weakref
 from typing import Any
 
+from gradsync.communicators.nccl_agreements import NcclAgreements
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.communicators.nccl_watcher import Watcher
-from gradsync.communicators.predicted_agreement import PredictedAgreement
 from gradsync.errors import GradsyncError
-from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
 
 def call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None:
@@ -20,7 +20,7 @@ def call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None
         bound(error)
 
 
-def tell_others(client: RendezvousClient, reason: str | None, told: threading.Event) -> None:
+def tell_others(client: CommunicatorClient, reason: str | None, told: threading.Event) -> None:
     """Reports a failure that only this rank knows of; the event says that the server has heard it."""
     try:
         if reason is not None and client.world_size > 1:
@@ -29,8 +29,10 @@ def tell_others(client: RendezvousClient, reason: str | None, told: threading.Ev
         told.set()
 
 
-def end_forgotten(handle: NcclHandle, watcher: Watcher, agreement: PredictedAgreement) -> None:
+def end_forgotten(handle: NcclHandle, watcher: Watcher, agreements: NcclAgreements, client: CommunicatorClient) -> None:
     """Ends what a collected communicator has left behind."""
     watcher.stop()
-    agreement.close()
+    agreements.close()
+    if isinstance(client, GroupClient):
+        client.close()
     handle.begin_abort()

@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import cupy
@@ -74,15 +75,18 @@ class NcclHandle:
         raw: CuPy's NcclCommunicator.
         device_id: its device.
         label: this rank in messages.
+
+    Attributes:
+        library, device_id: see above.
     """
 
     def __init__(self, library: NcclLibrary, raw: Any, device_id: int, label: str) -> None:
         self.library = library
         self._raw = raw
-        self._device_id = device_id
+        self.device_id = device_id
         self._label = label
         self._pid = os.getpid()
-        self._calling = threading.Lock()
+        self._calling = threading.RLock()  # a group holds it for the calls within
         self._ending = threading.Lock()  # held for looking at and setting what follows
         self._how: str | None = None
         self._before: Callable[[], None] | None = None
@@ -93,18 +97,42 @@ class NcclHandle:
         # Started now: at interpreter exit no thread can be started any more.
         threading.Thread(target=self._end_when_told, name="gradsync-nccl-end", daemon=True).start()
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls a method of CuPy's communicator.
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of CuPy's communicator, and returns its result.
 
         Raises:
             NcclError: NCCL refused or failed.
             CommunicatorClosed: another thread has ended it.
         """
         with self._calling:
-            if self._how is not None:  # what CuPy would pass on then is a null pointer
-                raise CommunicatorClosed(f"{self._label}: {name} on a communicator of NCCL that has been ended")
+            self._check_not_ended(name)
             with self.library.errors(f"nccl{name[0].upper()}{name[1:]}", self._label, self._raw):
-                getattr(self._raw, name)(*arguments)
+                return getattr(self._raw, name)(*arguments)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """What is called within is launched at its end, together: messages that would wait for each other need that.
+
+        However the block ends, NCCL's group ends with it. Where that is by an error of Python, what was called before
+        is launched all the same, because NCCL cannot take it back: such an error ends the communicator.
+
+        Raises:
+            NcclError, CommunicatorClosed: as for `call`.
+        """
+        nccl = self.library.binding
+        with self._calling:
+            self._check_not_ended("a group")
+            try:
+                with self.library.errors("ncclGroupStart", self._label, self._raw):
+                    nccl.groupStart()
+                yield
+                with self.library.errors("ncclGroupEnd", self._label, self._raw):
+                    nccl.groupEnd()
+            except BaseException:
+                # A group that had ended, or not begun, is refused here; one left open would swallow all calls to come.
+                with suppress(nccl.NcclError, KeyError):
+                    nccl.groupEnd()
+                raise
 
     def check(self) -> None:
         """Raises NcclError when a collective has failed since it was launched."""
@@ -147,6 +175,10 @@ class NcclHandle:
                 "%s: ncclComm%s did not return within %g s; left behind", self._label, str(self._how).title(), seconds
             )
 
+    def _check_not_ended(self, what: str) -> None:
+        if self._how is not None:  # what CuPy would pass on then is a null pointer
+            raise CommunicatorClosed(f"{self._label}: {what} on a communicator of NCCL that has been ended")
+
     def _begin(self, how: str, before: Callable[[], None] | None) -> None:
         with self._ending:
             if self._how is not None or os.getpid() != self._pid:
@@ -174,7 +206,7 @@ class NcclHandle:
         idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
         try:
             with (
-                cupy.cuda.Device(self._device_id),
+                cupy.cuda.Device(self.device_id),
                 self.library.errors(f"ncclComm{str(self._how).title()}", self._label),
             ):
                 getattr(self._raw, str(self._how))()

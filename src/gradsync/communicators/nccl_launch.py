@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import cupy
 import numpy as np
 
+from gradsync.communicators.nccl_agreements import Agreed
 from gradsync.communicators.nccl_handle import NcclHandle
-from gradsync.errors import CollectiveTimeout, NcclError, describe
+from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.flight_recorder import Running, finish
 
 _log = logging.getLogger("gradsync")
@@ -31,7 +34,8 @@ class Launch:
 
     Attributes:
         name: of the collective, for messages.
-        position: the collective's number on its communicator.
+        agreed: what the ranks have agreed on for it.
+        is_part: whether it is made within another one, of the same collective.
         started: event recorded before the collective: its clock runs from there, not while the GPU computes.
         ended: event recorded after it.
         recorded: its entry in the flight recorder, once it is launched.
@@ -42,7 +46,6 @@ class Launch:
         note_told: called when its error is raised.
         handle: NCCL's communicator.
         device_id: its device.
-        position: the collective's number on its communicator.
         timeout_seconds: how long the host waits for it, when it is not told.
     """
 
@@ -53,11 +56,11 @@ class Launch:
         note_told: Callable[[], None],
         handle: NcclHandle,
         device_id: int,
-        position: int,
         timeout_seconds: float,
     ) -> None:
         self.name = name
-        self.position = position
+        self.agreed: list[Agreed] = []
+        self.is_part = False
         self.started = cupy.cuda.Event(disable_timing=True)
         self.ended = cupy.cuda.Event(disable_timing=True)
         self.recorded: Running | None = None
@@ -83,6 +86,7 @@ class Launch:
 
     def bring_back(self, flat: Any, native: Any) -> None:
         """Copies a device array, on the current stream, to where the host fetches it for its own array at the end."""
+        await_results_in(native)  # else an earlier result could come home later, and over this one
         pinned = cupy.cuda.alloc_pinned_memory(max(flat.nbytes, 1))
         staging = np.frombuffer(pinned, np.uint8, flat.nbytes)
         if flat.nbytes:
@@ -94,6 +98,17 @@ class Launch:
     def has_host_results(self) -> bool:
         """Whether results belong in host memory, which the host must wait for."""
         return bool(self._host_results)
+
+    def record_end(self, stream: Any) -> None:
+        """Marks the end of all that it has queued on a stream."""
+        self.ended.record(stream)
+        if self._host_results:
+            with _registering:
+                _with_host_results.add(self)
+
+    def will_write(self, array: Any) -> bool:
+        """Whether a result is still to come into the memory of a host array."""
+        return not self._over and any(np.may_share_memory(native, array) for _, native in self._host_results)
 
     # -- Completion ----------------------------------------------------------------------------------------------
 
@@ -142,6 +157,16 @@ class Launch:
         return self._error
 
     # -- For the watcher -----------------------------------------------------------------------------------------
+
+    def look_for_closed_ranks(self) -> None:
+        """Raises RankFailed when a rank that it waits for has closed the communicator before."""
+        for agreed in self.agreed:
+            agreed.agreement.look_for_closed_ranks(agreed.position)
+
+    def peers(self) -> list[int] | None:
+        """Returns whom alone it can be waiting for, as the world counts; None where that may be any rank."""
+        peers = [agreed.peer for agreed in self.agreed if agreed.peer is not None]
+        return peers if self.agreed and len(peers) == len(self.agreed) else None
 
     def tell(self) -> None:
         """Calls those who want to be called at its end; on the watcher's thread only, after the end."""
@@ -210,6 +235,19 @@ class Launch:
             function(self._error)
         except BaseException as error:  # SystemExit too: the thread that calls has others to look after
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
+
+
+_with_host_results: weakref.WeakSet[Launch] = weakref.WeakSet()  # those that have been launched
+_registering = threading.Lock()  # a set must not grow while another thread goes through it
+
+
+def await_results_in(array: Any) -> None:
+    """Waits for the results that launches of this process are to put into a host array, before it is used again."""
+    with _registering:
+        launches = [launch for launch in _with_host_results if launch.will_write(array)]
+    for launch in launches:
+        with contextlib.suppress(GradsyncError):  # which its own future raises
+            launch.wait()
 
 
 def as_stream(stream: Any, device_id: int) -> Any:

@@ -38,6 +38,7 @@ _HINTS = {
     8: "NCCL gave up waiting for another rank",
 }
 
+_SPLIT_SINCE = 21801  # NCCL 2.18.1
 
 _INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 where nvidia-smi shows CUDA 13)"
 
@@ -91,6 +92,12 @@ class NcclLibrary:
             ReduceOp.MAX: nccl.NCCL_MAX,
         }
         self.bytes_datatype: int = nccl.NCCL_UINT8
+
+    @property
+    def can_split(self) -> bool:
+        """Whether ncclCommSplit is there, in NCCL and in CuPy (since version 14)."""
+        versions = self.version, self.binding.get_build_version()
+        return min(versions) >= _SPLIT_SINCE and hasattr(self.binding.NcclCommunicator, "commSplit")
 
     def wire(self, dtype: np.dtype[Any]) -> Wire:
         """Returns how elements of a dtype of the dtype table travel."""

@@ -1,7 +1,8 @@
-"""What NCCL moves for one collective on one flat array: types, operators, and the two cases that it lacks.
+"""What NCCL computes on flat arrays: types, operators, and the cases that it lacks.
 
 NCCL has no 16-bit integers: they travel widened, and wrap around when they are cast back, as they would have. It has
-no product of complex numbers: they are gathered, and multiplied on every rank in rank order.
+no product of complex numbers: they are gathered, and multiplied in rank order. It scatters the result of a reduction in
+equal parts only: other parts are reduced one by one, in one group.
 """
 
 from __future__ import annotations
@@ -9,26 +10,33 @@ from __future__ import annotations
 from typing import Any
 
 import cupy
+import numpy as np
 
+from gradsync.communicators.backend import Bounds
 from gradsync.communicators.nccl_handle import NcclHandle
+from gradsync.communicators.nccl_movement import NcclMovement, current_stream, is_even
 from gradsync.reduction import ReduceOp
 
 
 class NcclReduction:
-    """Launches collectives on the current stream.
+    """Launches reductions on the current stream, by operators that the dtype table allows.
 
     Args:
         handle: NCCL's communicator.
+        movement: of the same communicator.
+        rank: this rank.
         world_size: number of ranks.
     """
 
-    def __init__(self, handle: NcclHandle, world_size: int) -> None:
+    def __init__(self, handle: NcclHandle, movement: NcclMovement, rank: int, world_size: int) -> None:
         self._handle = handle
         self._library = handle.library
+        self._movement = movement
+        self._rank = rank
         self._world_size = world_size
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces a flat array into another one, or into itself, by an operator that the dtype table allows."""
+        """Reduces a flat array into another one, or into itself."""
         if not source.size:
             return
         wire = self._library.wire(source.dtype)
@@ -36,37 +44,90 @@ class NcclReduction:
             wide = source.astype(wire.widened)
             self.all_reduce(wide, wide, op)
             target[...] = wide.astype(target.dtype)
-        elif wire.per_element == 2 and op is ReduceOp.PROD:
-            self._multiply_complex(source, target)
+        elif self._must_gather(source, op):
+            gathered = cupy.empty((self._world_size, source.size), source.dtype)
+            sizes = [source.nbytes] * self._world_size
+            self._movement.all_gather(_bytes(source), _bytes(gathered.reshape(-1)), _bounds(sizes))
+            _multiply(gathered, target)
         else:
-            count = source.size * wire.per_element
-            self._handle.call(
-                "allReduce", source.data.ptr, target.data.ptr, count, wire.datatype, self._library.op(op), _stream()
-            )
+            count, code = source.size * wire.per_element, self._library.op(op)
+            self._handle.call("allReduce", *_pointers(source, target), count, wire.datatype, code, current_stream())
 
-    def broadcast(self, flat: Any, root: int) -> None:
-        """Copies the root's bytes to all ranks."""
-        if flat.size:
-            pointer = flat.data.ptr
-            self._handle.call("broadcast", pointer, pointer, flat.nbytes, self._library.bytes_datatype, root, _stream())
-
-    def _multiply_complex(self, source: Any, target: Any) -> None:
-        """Memory: world_size times the array."""
+    def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
+        """Reduces into the root's target, which may be its source; None elsewhere."""
+        if not source.size:
+            return
         wire = self._library.wire(source.dtype)
+        if wire.widened is not None:
+            wide = source.astype(wire.widened)
+            self.reduce(wide, None if target is None else wide, op, root)
+            if target is not None:
+                target[...] = wide.astype(target.dtype)
+        elif self._must_gather(source, op):
+            self._multiply_on_root(source, target, root)
+        else:
+            count, code = source.size * wire.per_element, self._library.op(op)
+            pointers = _pointers(source, target)
+            self._handle.call("reduce", *pointers, count, wire.datatype, code, root, current_stream())
+
+    def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp) -> None:
+        """Reduces each part into the target of its rank, which may be exactly that part of its source."""
+        if not source.size:
+            return
+        wire = self._library.wire(source.dtype)
+        if wire.widened is not None:
+            wide = source.astype(wire.widened)
+            wide_target = cupy.empty(target.size, wide.dtype)
+            self.reduce_scatter(wide, wide_target, bounds, op)
+            target[...] = wide_target.astype(target.dtype)
+        elif self._must_gather(source, op):
+            self._multiply_parts(source, target, bounds)
+        elif is_even(bounds):
+            count, code = target.size * wire.per_element, self._library.op(op)
+            self._handle.call("reduceScatter", *_pointers(source, target), count, wire.datatype, code, current_stream())
+        else:
+            with self._handle.group():
+                for root in range(self._world_size):
+                    part = source[bounds[root] : bounds[root + 1]]
+                    self.reduce(part, target if root == self._rank else None, op, root)
+
+    def _must_gather(self, source: Any, op: ReduceOp) -> bool:
+        return op is ReduceOp.PROD and source.dtype.kind == "c"
+
+    def _multiply_on_root(self, source: Any, target: Any | None, root: int) -> None:
+        """Memory: world_size times the array, on the root."""
+        bounds = _bounds([source.nbytes] * self._world_size)
+        if target is None:
+            self._movement.gather(_bytes(source), None, bounds, root)
+            return
         gathered = cupy.empty((self._world_size, source.size), source.dtype)
-        self._handle.call(
-            "allGather",
-            source.data.ptr,
-            gathered.data.ptr,
-            source.size * wire.per_element,
-            wire.datatype,
-            _stream(),
-        )
-        product = gathered[0]
-        for contribution in gathered[1:]:
-            product = product * contribution
-        target[...] = product
+        self._movement.gather(_bytes(source), _bytes(gathered.reshape(-1)), bounds, root)
+        _multiply(gathered, target)
+
+    def _multiply_parts(self, source: Any, target: Any, bounds: Bounds) -> None:
+        """Memory: world_size times this rank's part."""
+        gathered = cupy.empty((self._world_size, target.size), source.dtype)
+        send_bounds = [bound * source.itemsize for bound in bounds]
+        receive_bounds = _bounds([target.nbytes] * self._world_size)
+        self._movement.all_to_all(_bytes(source), _bytes(gathered.reshape(-1)), send_bounds, receive_bounds)
+        _multiply(gathered, target)
 
 
-def _stream() -> int:
-    return int(cupy.cuda.get_current_stream().ptr)
+def _pointers(source: Any, target: Any | None) -> tuple[int, int]:
+    return source.data.ptr, 0 if target is None else target.data.ptr
+
+
+def _bytes(flat: Any) -> Any:
+    return flat.view(np.uint8)
+
+
+def _bounds(sizes: list[int]) -> Bounds:
+    return [0, *np.cumsum(sizes).tolist()]
+
+
+def _multiply(contributions: Any, target: Any) -> None:
+    """Multiplies the rows, in rank order."""
+    product = contributions[0]
+    for contribution in contributions[1:]:
+        product = product * contribution
+    target[...] = product

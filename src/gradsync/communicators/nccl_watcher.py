@@ -14,13 +14,13 @@ from typing import NoReturn
 
 import cupy
 
+from gradsync.communicators.nccl_agreements import NcclAgreements
 from gradsync.communicators.nccl_handle import NcclHandle
 from gradsync.communicators.nccl_launch import Launch
-from gradsync.communicators.predicted_agreement import PredictedAgreement
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.flight_recorder import Entry
-from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient
 
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
@@ -33,9 +33,9 @@ class Watcher:
 
     Args:
         handle: NCCL's communicator.
-        client: this rank's connection to the rendezvous server.
+        client: the way of the communicator's ranks to the rendezvous server.
         verdicts: of the server.
-        agreement: of the communicator's ranks.
+        agreements: of the communicator's ranks.
         label: this rank in messages.
         device_id: the device.
         timeout_seconds: how long a collective may run.
@@ -45,9 +45,9 @@ class Watcher:
     def __init__(
         self,
         handle: NcclHandle,
-        client: RendezvousClient,
+        client: CommunicatorClient,
         verdicts: Verdicts,
-        agreement: PredictedAgreement,
+        agreements: NcclAgreements,
         *,
         label: str,
         device_id: int,
@@ -57,7 +57,7 @@ class Watcher:
         self._handle = handle
         self._client = client
         self._verdicts = verdicts
-        self._agreement = agreement
+        self._agreements = agreements
         self._label = label
         self._device_id = device_id
         self._timeout_seconds = timeout_seconds
@@ -105,7 +105,7 @@ class Watcher:
         if self._client.world_size > 1:
             try:
                 self._verdicts.await_news(_NEWS_SECONDS, self._look_at_others)
-                self._agreement.look_for_closed_ranks(self._agreement.position - 1)
+                self._agreements.look_for_closed_ranks()
             except GradsyncError as cause:
                 raise cause from error
         raise error
@@ -160,7 +160,7 @@ class Watcher:
     def _look_at_others(self) -> None:
         """Raises what the server tells of the other ranks."""
         self._verdicts.check()
-        overtaken = self._agreement.overtaken()
+        overtaken = self._agreements.overtaken()
         if overtaken is not None:
             raise overtaken
 
@@ -169,13 +169,13 @@ class Watcher:
         entry = None if head.recorded is None else Entry(*head.recorded)
         if ran_seconds > self._timeout_seconds and not head.done():
             if self._client.world_size > 1:
-                self._verdicts.give_up(ran_seconds, None, entry)
+                self._verdicts.give_up(ran_seconds, head.peers(), entry)
             raise CollectiveTimeout(
                 f"{self._label}: {head.name} has run for {self._timeout_seconds:g} s on cuda:{self._device_id}, alone: "
                 "the GPU is stuck"
             )
         if self._client.world_size > 1:
-            self._verdicts.warn(ran_seconds, None, entry)
+            self._verdicts.warn(ran_seconds, head.peers(), entry)
 
     def _look_at_clock(self, head: Launch, now: float) -> None:
         if head.seen_started_at is None:
@@ -186,4 +186,4 @@ class Watcher:
         self._look_at_absence(head, now - head.seen_started_at)
         if now >= self._ask_about_closing_at:
             self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
-            self._agreement.look_for_closed_ranks(head.position)
+            head.look_for_closed_ranks()

@@ -17,12 +17,13 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import GradsyncError, PlanMismatch, RankFailed, RendezvousTimeout
 from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
-from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.rendezvous.messages import MAX_EVENT_BYTES
 
 _CONTEXT_EVENTS = 4  # how many events predict the next one
@@ -60,27 +61,32 @@ class PredictedAgreement:
     """The agreement of one communicator's ranks.
 
     Args:
-        client: this rank's connection to the rendezvous server.
+        client: this rank's connection to the rendezvous server, of the ranks that are to agree.
         group: the communicator's name, the same on all ranks.
-        label: this rank in messages, e.g. "rank 0/2".
+        label: this rank in messages, e.g. "rank 0/2"; other ranks are called by their numbers in the world.
         timeout_seconds: how long a rank waits for the others' word.
         verdicts: the server's, where a rank does not come.
+
+    Attributes:
+        was_overtaken: whether this rank has launched what another one did not: `overtaken` then gives the error, once.
     """
 
     def __init__(
-        self, client: RendezvousClient, group: str, label: str, timeout_seconds: float, verdicts: Verdicts
+        self, client: CommunicatorClient, group: str, label: str, timeout_seconds: float, verdicts: Verdicts
     ) -> None:
         self._client = client
         self._verdicts = verdicts
         self._group = group
         self._label = label
         self._timeout_seconds = timeout_seconds
+        self._own_rank = client.world_ranks[client.rank]
         self._closing_keys = f"nccl/{group}/closed"
         self._lock = threading.Lock()  # between the thread that launches and the one that hears the server
         self._history = History()
         self._position = 0  # of the next event
         self._asked_at = -1  # where another rank wants everybody to ask
         self._launched: deque[Agreement | None] = deque(maxlen=_REMEMBERED_EVENTS)  # None: agreed on by asking
+        self.was_overtaken = False
         self._overtaken_at: int | None = None  # an event that this rank launched and another one asked about
         client.follow(group, self._on_asked)
 
@@ -96,12 +102,9 @@ class PredictedAgreement:
             PlanMismatch: the ranks differ; where it is `broken`, the communicator must not be used again.
             RankFailed, CollectiveTimeout: a rank died, left, or did not come.
         """
-        self._verdicts.check()
-        with self._lock:
-            position = self._position
-            if self._asked_at != position and self._history.predicts(agreement.digest):
-                self._advance(agreement.digest, agreement)
-                return
+        if self.repeats(agreement):
+            return
+        position = self._position
         verdict = self._ask(position, agreement.digest)
         if verdict is Verdict.SAME:
             with self._lock:
@@ -112,6 +115,19 @@ class PredictedAgreement:
             self._launched.append(None)
             self._history.break_off()
         raise self._disagreement(position, agreement, broken=verdict is Verdict.PASSED)
+
+    def repeats(self, agreement: Agreement) -> bool:
+        """Enters the event where it is the predicted one, without asking; returns whether it was.
+
+        Raises:
+            RankFailed, CollectiveTimeout: as for `next`.
+        """
+        self._verdicts.check()
+        with self._lock:
+            if self._asked_at == self._position or not self._history.predicts(agreement.digest):
+                return False
+            self._advance(agreement.digest, agreement)
+            return True
 
     def overtaken(self) -> PlanMismatch | None:
         """Returns the error of a rank that launched an event which the others did not; None while there is none."""
@@ -125,15 +141,19 @@ class PredictedAgreement:
     def announce_closed(self) -> None:
         """Tells the other ranks, should they wait for this one, how far it has come."""
         with contextlib.suppress(GradsyncError):
-            self._client.set(f"{self._closing_keys}/{self._client.rank}", str(self._position).encode())
+            self._client.set(f"{self._closing_keys}/{self._own_rank}", str(self._position).encode())
             self._client.add(self._closing_keys)
 
-    def look_for_closed_ranks(self, position: float) -> None:
-        """Raises RankFailed when another rank has closed the communicator before it had passed this event."""
+    def look_for_closed_ranks(self, position: float, ranks: Iterable[int] | None = None) -> None:
+        """Raises RankFailed when another rank has closed the communicator before it had passed this event.
+
+        Args:
+            position: of the event.
+            ranks: whom to look for, by their numbers in the world; None is all.
+        """
         if not self._client.add(self._closing_keys, 0):
             return
-        others = [rank for rank in range(self._client.world_size) if rank != self._client.rank]
-        for rank in others:
+        for rank in self._other_ranks() if ranks is None else ranks:
             with contextlib.suppress(TimeoutError):
                 came_to = int(self._client.get(f"{self._closing_keys}/{rank}", timeout_seconds=0.0))
                 if came_to <= position:
@@ -147,6 +167,10 @@ class PredictedAgreement:
     def close(self) -> None:
         """Stops listening."""
         self._client.unfollow(self._group)
+
+    def _other_ranks(self) -> list[int]:
+        """Returns the others' numbers in the world."""
+        return [rank for rank in self._client.world_ranks if rank != self._own_rank]
 
     def _advance(self, digest: int, launched: Agreement | None) -> None:
         self._history.append(digest)
@@ -168,6 +192,7 @@ class PredictedAgreement:
             if launched is None:
                 return None  # its question crossed this rank's own
             self._overtaken_at = position
+            self.was_overtaken = True
         return PassedEvent(launched.digest, launched.describe())
 
     def _ask(self, position: int, digest: int) -> Verdict:
@@ -197,15 +222,13 @@ class PredictedAgreement:
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Exchanges descriptions through the server and makes the error."""
         mine = agreement.describe() if agreement is not None else "(unknown)"
-        client = self._client
-        texts = {client.rank: mine}
+        texts = {self._own_rank: mine}
         try:
             self._publish(position, mine)
-            for rank in range(client.world_size):
-                if rank != client.rank:
-                    texts[rank] = self._read(position, rank)
+            for rank in self._other_ranks():
+                texts[rank] = self._read(position, rank)
         except GradsyncError as error:  # the mismatch is the news; whose text is missing is told beside it
-            for rank in range(client.world_size):
+            for rank in self._other_ranks():
                 texts.setdefault(rank, f"(not told: {error})")
         lines = [text.splitlines()[1:] for text in texts.values()]
         first = first_difference(lines)
@@ -219,7 +242,7 @@ class PredictedAgreement:
         """Sets this rank's text, in pieces; the last one is shorter than the others."""
         data = text.encode(errors="replace")
         for number, begin in enumerate(range(0, len(data) + 1, _PIECE_BYTES)):
-            self._client.set(self._piece_key(position, self._client.rank, number), data[begin : begin + _PIECE_BYTES])
+            self._client.set(self._piece_key(position, self._own_rank, number), data[begin : begin + _PIECE_BYTES])
 
     def _read(self, position: int, rank: int) -> str:
         pieces: list[bytes] = []

@@ -32,6 +32,7 @@ class PreparedExchange:
         slots: [parity][rank] -> the shared buffer as a 1-D array of the dtype.
         barrier: where the ranks meet.
         rank: this rank.
+        quietly: calls a function so that overflow and NaN raise nothing.
 
     Attributes:
         agreement: see above.
@@ -46,7 +47,9 @@ class PreparedExchange:
         slots: Sequence[Sequence[Array]],
         barrier: SharedBarrier,
         rank: int,
+        quietly: Callable[..., Any],
     ) -> None:
+        self._quietly = quietly
         size = int(np.prod(shape))
         views = [[slot[:size].reshape(shape) for slot in half] for half in slots]
         self._own = [half[rank] for half in views]
@@ -63,7 +66,7 @@ class PreparedExchange:
 
     @staticmethod
     def suits(array: Array, op: ReduceOp) -> bool:
-        """Whether such calls can be prepared; whether this one may use it, `fits` tells."""
+        """Whether such calls can be prepared; whether one may use it, `target` tells."""
         try:
             check_operation(op, array.dtype)
         except UnsupportedDtype:
@@ -71,18 +74,14 @@ class PreparedExchange:
         return array.nbytes > 0 and accumulation_dtype(array.dtype) == array.dtype
 
     @staticmethod
-    def fits(array: Array) -> bool:
-        """Whether the array can be read and written as it lies."""
+    def target(array: Array, out: Any) -> Array | None:
+        """Returns the array, which receives the result, where it can be read and written as it lies; else None."""
         flags = array.flags
-        return flags.c_contiguous and flags.writeable
+        return array if out is None and flags.c_contiguous and flags.writeable else None
 
-    def all_reduce(self, array: Array, quietly: Callable[..., Any]) -> None:
-        """Reduces the array in place; see Communicator.all_reduce.
-
-        Args:
-            array: fits, and has the shape and dtype.
-            quietly: calls a function so that overflow and NaN raise nothing.
-        """
+    def run(self, array: Array, _target: Array) -> None:
+        """Reduces the array in place; see Communicator.all_reduce."""
+        quietly = self._quietly
         parity = self._barrier.next_parity
         if self._copies_by_ufunc:
             np.positive(array.view(self._word), self._own_words[parity])

@@ -16,26 +16,31 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.host_copy import copy_words
-from gradsync.communicators.prepared_exchange import PreparedExchange, quiet_caller
+from gradsync.communicators.host_path import OwnPath
+from gradsync.communicators.prepared_calls import PreparedCalls
 from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
-from gradsync.communicators.shared_reduction import Exchange, Scratch, SlotArrays, WriteBack
+from gradsync.communicators.shared_channels import SharedChannels
+from gradsync.communicators.shared_movement import SharedMovement
+from gradsync.communicators.shared_partial_reduction import PartialReduction
+from gradsync.communicators.shared_reduction import Exchange, Scratch, WriteBack
 from gradsync.communicators.shared_segment import SegmentOffer, create_segment, map_segment, take_segment
+from gradsync.communicators.shared_slots import Shares, Slots
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.cores import begin_on_core
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import Array, ReduceOp
-from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
 # What is in flight between two barriers, for each rank. Measured: larger chunks leave the cache, smaller ones pay for
 # more barriers and NumPy calls.
 CHUNK_BYTES = 1024 * 1024
+# Likewise for what is only moved, or reduced on one rank: some write the next round while others read the last one.
+ROUND_BYTES = 256 * 1024
 # Up to here one barrier and n reads of everything beat two barriers and a share of the work.
 SMALL_BYTES = 128 * 1024
-_MAX_PREPARED = 1024
-_OPS = frozenset(op.value for op in ReduceOp)
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -50,27 +55,45 @@ class SharedMemoryCommunicator(Communicator):
 
     backend = "shm"
 
+    _client: CommunicatorClient
+
     def __init__(
         self,
         descriptor: int,
-        client: RendezvousClient,
+        client: CommunicatorClient,
         group: str,
         timeout_seconds: float,
     ) -> None:
-        super().__init__(client.rank, client.world_size, group)
+        super().__init__(client.rank, client.world_size, group, ranks=client.world_ranks, label=client.label)
+        self._client = client
+        self._timeout_seconds = timeout_seconds
         rank, world_size = self.rank, self.world_size
-        begin_on_core(rank)  # now: meeting the others may have brought them together
+        # Now: meeting the others may have brought them together. As the world counts: groups share the cores.
+        begin_on_core(self.ranks[rank])
         self._mapping = map_segment(descriptor)
         self._memory = memoryview(self._mapping)
         header = header_bytes(world_size)
         verdicts = Verdicts(client, self.recorder)
-        self._barrier = SharedBarrier(self._memory[:header], rank, world_size, timeout_seconds, verdicts)
-        self._exchange_slots = _Slots(self._memory[header:], world_size)
-        self._stream_slots = _Slots(self._memory[header + self._exchange_slots.bytes :], world_size)
+        self._barrier = SharedBarrier(
+            self._memory[:header], rank, world_size, timeout_seconds, verdicts, ranks=self.ranks, label=self.label
+        )
+        self._exchange_slots = Slots(self._memory[header:], world_size, CHUNK_BYTES)
+        self._stream_slots = Slots(self._memory[header + self._exchange_slots.bytes :], world_size, CHUNK_BYTES)
+        channels = header + self._exchange_slots.bytes + self._stream_slots.bytes
+        self._channels = SharedChannels(self._memory[channels:], rank, world_size, self._barrier)
         scratch = Scratch(CHUNK_BYTES)
-        self._exchange = Exchange(self._exchange_slots.of, self._barrier, scratch, rank)
-        self._prepared: dict[Any, PreparedExchange] = {}  # by operator, shape and dtype
-        self._quietly = quiet_caller()
+        self._small_reduction = Exchange(self._exchange_slots.of, self._barrier, scratch, rank)
+        shares = Shares(world_size, CHUNK_BYTES)
+        self._movement = SharedMovement(self._exchange_slots.of, self._barrier, rank, world_size, shares, ROUND_BYTES)
+        self._partial_reduction = PartialReduction(
+            self._exchange_slots.of, self._barrier, scratch, rank, world_size, shares, ROUND_BYTES
+        )
+        self._prepared: PreparedCalls | None = None  # of one rank, there is nothing to prepare
+        if world_size > 1:
+            self._prepared = PreparedCalls(
+                *(self.lifetime, self._barrier, self._exchange_slots, shares),
+                *(rank, world_size, SMALL_BYTES, ROUND_BYTES),
+            )
         self._write_back = WriteBack(self._stream_slots.of, self._barrier, scratch, rank, world_size, CHUNK_BYTES)
 
     def _all_reduce_list(
@@ -83,49 +106,56 @@ class SharedMemoryCommunicator(Communicator):
                     np.copyto(target, source)
             return
         total_bytes = sum([source.nbytes for source in sources])
-        reduction = self._exchange if total_bytes <= SMALL_BYTES else self._write_back
+        reduction = self._small_reduction if total_bytes <= SMALL_BYTES else self._write_back
         # Overflow and NaN are the caller's business; as exceptions they would hit some ranks and not others.
         with np.errstate(all="ignore"):
             reduction.all_reduce(sources, targets, op, agreement)
 
-    def _all_reduce_prepared(self, array: Any, op: str | ReduceOp) -> bool:
-        if type(array) is not np.ndarray or not isinstance(op, str):
-            return False
-        key = (op, array.shape, array.dtype)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            small = self.world_size > 1 and array.nbytes <= SMALL_BYTES and op in _OPS
-            if not small or not PreparedExchange.suits(array, ReduceOp(op)):
-                return False
-        if not PreparedExchange.fits(array):
-            return False
-        agreement = prepared.agreement if prepared else agreement_on("all_reduce", array.shape, array.dtype, op)
-        with self.lifetime.turn("all_reduce", agreement):
-            if prepared is None:
-                prepared = self._prepare(array, ReduceOp(op), agreement)
-                self._prepared[key] = prepared
-            prepared.all_reduce(array, self._quietly)
-        return True
+    def _shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
+        return None if self._prepared is None else self._prepared.run(what, array, out, detail)
 
-    def _prepare(self, array: Array, op: ReduceOp, agreement: Agreement) -> PreparedExchange:
-        if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()
-        slots = self._exchange_slots.of(array.dtype)
-        return PreparedExchange(agreement, op, array.shape, array.dtype, slots, self._barrier, self.rank)
+    def _reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
+        self._partial_reduction.reduce(source, target, op, root, agreement)
 
-    def _broadcast(self, flat: Array, root: int, agreement: Agreement) -> None:
-        if not flat.size:
-            self._barrier.meet(agreement)
-            return
-        data = flat.view(np.uint8)
-        for begin in range(0, data.size, CHUNK_BYTES):
-            part = data[begin : begin + CHUNK_BYTES]
-            slot = self._exchange_slots.of(data.dtype)[self._barrier.next_parity][root][: part.size]
-            if self.rank == root:
-                copy_words(part, slot)
-            self._barrier.meet(agreement)
-            if self.rank != root:
-                copy_words(slot, part)
+    def _reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
+        self._partial_reduction.reduce_scatter(source, target, bounds, op, agreement)
+
+    def _broadcast_list(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
+        self._movement.broadcast_list(flats, root, agreement)
+
+    def _all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
+        self._movement.all_gather(source, target, bounds, agreement)
+
+    def _gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        self._movement.gather(source, target, bounds, root, agreement)
+
+    def _scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        self._movement.scatter(source, target, bounds, root, agreement)
+
+    def _all_to_all(
+        self,
+        source: Array,
+        target: Array,
+        send_bounds: Bounds,
+        receive_bounds: Bounds,
+        largest: int,
+        agreement: Agreement,
+    ) -> None:
+        self._movement.all_to_all(source, target, send_bounds, receive_bounds, largest, agreement)
+
+    def _exchange(self, send: Message | None, receive: Message | None) -> None:
+        self._channels.move(send, receive)
+
+    def _share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        return self._movement.share_numbers(numbers, agreement)
+
+    def _connect_group(self, members: tuple[int, ...], name: str) -> SharedMemoryCommunicator:
+        client, seconds = GroupClient(self._client, members, name), self._timeout_seconds
+        client.barrier("members", timeout_seconds=seconds)  # its error names who does not come
+        return connect_shared_memory(client, group=name, timeout_seconds=seconds, collective_timeout_seconds=seconds)
+
+    def _make_host_path(self) -> OwnPath:
+        return OwnPath(self)
 
     def _agree(self, agreement: Agreement) -> None:
         self._barrier.meet(agreement)
@@ -138,10 +168,12 @@ class SharedMemoryCommunicator(Communicator):
 
     def _release(self) -> None:
         # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
-        del self._exchange, self._write_back
-        self._prepared.clear()
+        del self._small_reduction, self._write_back, self._movement, self._partial_reduction
+        if self._prepared is not None:
+            self._prepared.release()
         self._exchange_slots.release()
         self._stream_slots.release()
+        self._channels.release()
         self._barrier.release()
         # Where a traceback still holds a view, the mapping goes with the last one.
         with contextlib.suppress(BufferError):
@@ -152,11 +184,12 @@ class SharedMemoryCommunicator(Communicator):
 
 def segment_bytes(world_size: int) -> int:
     """Returns how much memory the ranks share."""
-    return header_bytes(world_size) + 2 * _Slots.bytes_for(world_size)
+    slots_bytes = Slots.bytes_for(world_size, CHUNK_BYTES)
+    return header_bytes(world_size) + 2 * slots_bytes + SharedChannels.bytes_for(world_size)
 
 
 def connect_shared_memory(
-    client: RendezvousClient,
+    client: CommunicatorClient,
     *,
     group: str = "world",
     timeout_seconds: float = 120.0,
@@ -191,10 +224,12 @@ def connect_shared_memory(
         descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
     communicator = SharedMemoryCommunicator(descriptor, client, group, collective_timeout_seconds)
     communicator.barrier()
+    if client.rank == 0:
+        client.delete(key)  # all have taken it
     return communicator
 
 
-def _offer(client: RendezvousClient, key: str, descriptor: int, deadline: float) -> None:
+def _offer(client: CommunicatorClient, key: str, descriptor: int, deadline: float) -> None:
     offer = SegmentOffer()
     try:
         client.set(key, offer.ticket)
@@ -212,30 +247,3 @@ def check_platform() -> None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         raise BackendUnavailable(f"shared memory runs on Linux x86-64 only, this is {sys.platform} on {machine}")
-
-
-class _Slots:
-    """Two buffers of CHUNK_BYTES for each rank in shared memory, used in turn, as arrays of any dtype."""
-
-    def __init__(self, memory: memoryview, world_size: int) -> None:
-        self.bytes = self.bytes_for(world_size)
-        self._memory = memory[: self.bytes]
-        self._shape = (2, world_size, CHUNK_BYTES)
-        self._arrays: dict[np.dtype[Any], SlotArrays] = {}
-
-    @staticmethod
-    def bytes_for(world_size: int) -> int:
-        return 2 * world_size * CHUNK_BYTES
-
-    def of(self, dtype: np.dtype[Any]) -> SlotArrays:
-        """Returns [parity][rank] -> the whole buffer as a 1-D array."""
-        arrays = self._arrays.get(dtype)
-        if arrays is None:
-            whole = np.frombuffer(self._memory, np.uint8).reshape(self._shape)
-            arrays = self._arrays[dtype] = tuple(tuple(row.view(dtype) for row in half) for half in whole)
-        return arrays
-
-    def release(self) -> None:
-        self._arrays.clear()
-        with contextlib.suppress(BufferError):  # see SharedMemoryCommunicator._release
-            self._memory.release()

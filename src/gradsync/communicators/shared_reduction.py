@@ -12,7 +12,7 @@ in vector and scalar code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,9 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
 from gradsync.communicators.shared_barrier import SharedBarrier
+from gradsync.communicators.shared_slots import SlotsOf
 from gradsync.communicators.stream_plan import Chunk, Region, plan_stream
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
-
-SlotArrays = tuple[tuple[Array, ...], ...]  # [parity][rank] -> 1-D array in shared memory
-SlotsOf = Callable[[np.dtype[Any]], SlotArrays]
 
 # Below, on average, pieces are gathered first: a NumPy call costs as much as some kilobytes.
 _WORTH_A_CALL_BYTES = 4096

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from gradsync.communicators.lifetime import usable_communicators
 from gradsync.flight_recorder import FlightRecorder
+from gradsync.rendezvous.messages import MAX_TOLD_GROUPS
 from gradsync.stack_report import stack_report
 
 _LAST_COLLECTIVES = 8
@@ -11,14 +14,28 @@ _LAST_COLLECTIVES = 8
 
 def positions() -> dict[str, int]:
     """Returns how many collectives this rank has begun, by group. Any thread may ask, at any time."""
-    recorders = [c.recorder for c in usable_communicators() if c.world_size > 1]
-    return {recorder.group: recorder.begun for recorder in recorders}
+    return {recorder.group: recorder.begun for recorder in _told_recorders()}
 
 
 def report() -> str:
     """Returns the last collectives of each group, and the Python stacks of this process. Any thread may ask."""
-    told = [_collectives(c.recorder) for c in usable_communicators() if c.world_size > 1]
-    return "\n".join([*told, stack_report()])
+    return "\n".join([*map(_collectives, _told_recorders()), stack_report()])
+
+
+def _told_recorders() -> list[FlightRecorder]:
+    """Returns the recorders of the groups that matter most, as many as there is room for in a message."""
+    recorders = [c.recorder for c in usable_communicators() if c.world_size > 1]
+    if len(recorders) <= MAX_TOLD_GROUPS:
+        return recorders
+    return sorted(recorders, key=_last_used, reverse=True)[:MAX_TOLD_GROUPS]
+
+
+def _last_used(recorder: FlightRecorder) -> float:
+    """Returns when the group was used last; infinity while it is in a collective."""
+    last = recorder.last
+    if last is None:
+        return -math.inf
+    return math.inf if last.ended is None else last.ended
 
 
 def _collectives(recorder: FlightRecorder) -> str:

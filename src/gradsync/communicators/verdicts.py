@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
 from gradsync.flight_recorder import Entry, FlightRecorder
-from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient
 
 WARN_AFTER_SECONDS = 5.0
 _LOOK_FOR_NEWS_EVERY_SECONDS = 0.02
@@ -30,7 +30,7 @@ class Verdicts:
         is_known: tells, at next to no cost, whether `check` would raise.
     """
 
-    def __init__(self, client: RendezvousClient, recorder: FlightRecorder) -> None:
+    def __init__(self, client: CommunicatorClient, recorder: FlightRecorder) -> None:
         self.was_heard = False
         self.is_known = client.has_failed
         self._client = client
@@ -78,7 +78,7 @@ class Verdicts:
 
         Args:
             waited_seconds: how long this rank has waited.
-            missing: for whom; None where it cannot know.
+            missing: for whom, by their numbers in the world; None where it cannot know.
             entry: the collective; None is the last one begun.
         """
         if waited_seconds < WARN_AFTER_SECONDS:

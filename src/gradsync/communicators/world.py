@@ -1,26 +1,68 @@
 """Where the layers below process_group.py find the world's communicator.
 
 Imports go down only, and the bucketing layer sits below process_group.py; so that file, and nobody else, fills this
-slot.
+slot. Within `with gs.override_backend(...)` another communicator of the world's ranks stands in for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gradsync.communicators.base import Communicator
 from gradsync.errors import InvalidArgument
 
+
+class _Override:
+    """One block with another backend.
+
+    Attributes:
+        backend: its name.
+        communicator: what stands in for the world; None where there is no world, or was none when the block began.
+    """
+
+    def __init__(self, backend: str, communicator: Communicator | None) -> None:
+        self.backend = backend
+        self.communicator = communicator
+
+
 _world: Communicator | None = None
+_overrides: list[_Override] = []
 
 
 def set_world(communicator: Communicator | None) -> None:
-    """Names the communicator that `group=None` means. For process_group.py."""
+    """Names the world's communicator. For process_group.py."""
     global _world
     _world = communicator
+    for override in _overrides:
+        override.communicator = None  # it stood in for the one before
+
+
+def get_initial_world() -> Communicator | None:
+    """Returns what init_process_group() has made, or None outside init/destroy."""
+    return _world
 
 
 def get_world() -> Communicator | None:
-    """Returns the world's communicator, or None outside init/destroy."""
-    return _world
+    """Returns the communicator that `group=None` means, or None outside init/destroy."""
+    stand_in = _overrides[-1].communicator if _overrides else None
+    return _world if stand_in is None else stand_in
+
+
+def overriding_backend() -> str | None:
+    """Returns the backend of the innermost block that overrides it."""
+    return _overrides[-1].backend if _overrides else None
+
+
+@contextmanager
+def overriding(backend: str, communicator: Communicator | None) -> Iterator[Communicator | None]:
+    """Lets a communicator stand in for the world within a block. For backend_override.py."""
+    override = _Override(backend, communicator)
+    _overrides.append(override)
+    try:
+        yield communicator
+    finally:
+        _overrides.remove(override)
 
 
 def group_or_world(group: Communicator | None) -> Communicator:
@@ -30,7 +72,7 @@ def group_or_world(group: Communicator | None) -> Communicator:
         InvalidArgument: not a communicator, or the process group is not initialised.
     """
     if group is None:
-        group = _world
+        group = get_world()
         if group is None:
             raise InvalidArgument(
                 "the process group is not initialised: call gs.init_process_group() first, or pass a communicator"

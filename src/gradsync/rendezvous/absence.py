@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from gradsync.rendezvous import absence_report, verdict_texts
 from gradsync.rendezvous.absence_report import Absence
-from gradsync.rendezvous.agreement_places import Agreements
 from gradsync.rendezvous.events import Action, Notice, Probe, Send
 from gradsync.rendezvous.finding import Finding
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.messages import MAX_TOLD_GROUPS, FrameType
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.waiting import Failure
 
@@ -26,10 +25,11 @@ _MAX_WAITS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a rank says that waits: in which collective, how long by now, and for whom, where it knows."""
+    """What a rank says that waits: in which collective of whom, how long by now, and for whom, where it knows."""
 
     rank: int
     group: str
+    members: tuple[int, ...]
     position: int
     what: str
     waited_seconds: float
@@ -65,12 +65,10 @@ class Absences:
 
     Args:
         roster: the members.
-        agreements: know the members of groups.
     """
 
-    def __init__(self, roster: Roster, agreements: Agreements) -> None:
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._agreements = agreements
         self._gatherings: dict[tuple[str, int], Gathering] = {}
         self._notice_at: float | None = None
         self._inquiry: Inquiry | None = None
@@ -170,7 +168,7 @@ class Absences:
         """Works out who waits and who is missing."""
         gathering = self._gatherings.get((claim.group, claim.position))
         waiting = claimants | (gathering.ranks if gathering is not None else set())
-        begun = {rank: self._roster.members[rank].positions.get(claim.group, 0) for rank in self._members(claim.group)}
+        begun = self._begun(claim)
         missing = claim.missing
         if missing is None:
             missing = tuple(rank for rank, count in begun.items() if count < claim.position and rank not in waiting)
@@ -185,5 +183,14 @@ class Absences:
             tuple(sorted(missing)),
         )
 
-    def _members(self, group: str) -> tuple[int, ...]:
-        return self._agreements.members_of(group) or tuple(self._roster.members)
+    def _begun(self, claim: Claim) -> dict[int, int]:
+        """Returns how many collectives of its group each member has begun, where that is known.
+
+        A rank that tells of as many groups as it may could be anywhere in those that it leaves out.
+        """
+        told = {rank: self._roster.members[rank].positions for rank in claim.members}
+        return {
+            rank: positions.get(claim.group, 0)
+            for rank, positions in told.items()
+            if claim.group in positions or len(positions) < MAX_TOLD_GROUPS
+        }

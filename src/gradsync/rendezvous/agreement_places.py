@@ -18,6 +18,7 @@ from gradsync.rendezvous.events import Send
 from gradsync.rendezvous.keys import Keys
 from gradsync.rendezvous.messages import REFUSED, FrameType
 from gradsync.rendezvous.roster import Roster
+from gradsync.rendezvous.scopes import is_under
 from gradsync.rendezvous.waiting import Request, Wait, WaitTable
 
 MAX_GROUPS = 16_384
@@ -158,10 +159,10 @@ class Agreements:
             sends += self._settle(agreement)
         return sends
 
-    def members_of(self, group: str) -> tuple[int, ...] | None:
-        """Returns the members of a group, where one of them has asked."""
-        found = self._groups.get(group)
-        return None if found is None else found.ranks
+    def forget(self, scope: str) -> None:
+        """Drops the groups under a name that nobody uses any more."""
+        for name in [name for name in self._groups if is_under(name, scope)]:
+            del self._groups[name]
 
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the agreements that still need a rank which has left."""

@@ -38,4 +38,4 @@ def event_key(group: str, position: int, rank: int) -> str:
 
     The server stores it there for a rank that has gone ahead; a rank that asked sets it itself, for the others.
     """
-    return f"agree/{group}/{position}/{rank}"
+    return f"{group}/agree/{position}/{rank}"

@@ -15,14 +15,22 @@ from gradsync.rendezvous.client_connection import ClientConnection
 from gradsync.rendezvous.followers import OnAsked
 from gradsync.rendezvous.membership import Membership
 from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.scopes import is_under
 from gradsync.rendezvous.unique_ids import UniqueIds
 
 
 class RendezvousClient(Membership):
-    """A rank's membership in one generation, and what it shares with the others there; made by `connect`."""
+    """A rank's membership in one generation, and what it shares with the others there; made by `connect`.
+
+    Attributes:
+        world_ranks: all ranks; of a GroupClient, those of its group.
+        label: this rank in messages, e.g. "rank 1/4".
+    """
 
     def __init__(self, connection: ClientConnection, rank: int, world_size: int) -> None:
         super().__init__(connection, rank, world_size)
+        self.world_ranks = tuple(range(world_size))
+        self.label = self._who
         self._ids = UniqueIds(self._requests, rank, self._who)
         self._passed_positions: dict[str, int] = {}
 
@@ -163,6 +171,22 @@ class RendezvousClient(Membership):
     def unfollow(self, group: str) -> None:
         """Ends `follow`; a call under way in another thread may still run. Idempotent."""
         self._requests.followers.unfollow(group)
+
+    def forget(self, name: str, *, ranks: Sequence[int] | None = None) -> None:
+        """Says that this rank is done with what stands under a name, without waiting for an answer.
+
+        Once all members have said so, or left, the server drops it: keys, barriers, ids and agreements that are called
+        `name` or "name/...". A group that came to use the name again might lose what it puts there.
+
+        Args:
+            name: of a group, as a rule.
+            ranks: the members; all ranks by default.
+        """
+        members = self._check_ranks(ranks)
+        self._ids.forget(name)
+        for group in [group for group in self._passed_positions if is_under(group, name)]:
+            del self._passed_positions[group]
+        self._requests.forget(name, members)
 
     def _check_ranks(self, ranks: Sequence[int] | None) -> list[int] | None:
         """Returns the members in ascending order, or None for all ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from gradsync.rendezvous.absence import Absences, Claim
 from gradsync.rendezvous.agreement_places import Agreements
 from gradsync.rendezvous.events import Send
+from gradsync.rendezvous.forgetting import Forgetting
 from gradsync.rendezvous.keys import Keys
 from gradsync.rendezvous.messages import REFUSED, FrameType, Message
 from gradsync.rendezvous.places import Barriers, GroupIds
@@ -33,7 +34,8 @@ class Generation:
         self._barriers = Barriers(self.roster, waits)
         self._ids = GroupIds(self.roster, waits)
         self._agreements = Agreements(self.roster, waits, self._keys)
-        self.absences = Absences(self.roster, self._agreements)
+        self._forgetting = Forgetting(self.roster, (self._keys, self._barriers, self._ids, self._agreements))
+        self.absences = Absences(self.roster)
 
     def withdraw(self, wait: Wait) -> None:
         """Takes a join back (this is the place where a joining rank waits)."""
@@ -74,6 +76,9 @@ class Generation:
             return self._agreements.hear_passed(request.rank, *message.fields)
         if message.type is FrameType.WAITING:
             self.absences.hear_waiting(self._claim(request, message), request.now)
+        elif message.type is FrameType.FORGET:
+            scope, ranks = message.fields
+            self._forgetting.hear(request.rank, scope, self._members(ranks))
         else:
             inquiry, positions, text = message.fields
             self.absences.hear_status(request.rank, inquiry, positions, text, request.now)
@@ -82,6 +87,7 @@ class Generation:
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the waits that need a rank which has left in good order."""
         self.roster.mark_left(rank)
+        self._forgetting.rank_left(rank)
         return [
             *self._barriers.rank_left(rank),
             *self._ids.rank_left(rank),
@@ -113,10 +119,11 @@ class Generation:
         return [request.refuse(f"{message.type.name} is not a request of a joined rank", REFUSED)]
 
     def _claim(self, request: Request, message: Message) -> Claim:
-        group, position, what, waited_ms, missing = message.fields
+        group, ranks, position, what, waited_ms, missing = message.fields
         if missing is not None:
             missing = tuple(r for r in missing if r in self.roster.members and r != request.rank) or None
-        return Claim(request.rank, group, position, what, waited_ms / 1000.0, missing)
+        members = tuple(r for r in self._members(ranks) if r in self.roster.members)
+        return Claim(request.rank, group, members, position, what, waited_ms / 1000.0, missing)
 
     def _members(self, ranks: list[int] | None) -> tuple[int, ...]:
         return tuple(range(self._world_size)) if ranks is None else tuple(ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from gradsync.rendezvous.events import Send
 from gradsync.rendezvous.messages import REFUSED
 from gradsync.rendezvous.roster import Roster
+from gradsync.rendezvous.scopes import is_under
 from gradsync.rendezvous.waiting import Request, Wait, WaitTable
 
 MAX_STORED_BYTES = 64 * 1024**2
@@ -88,6 +89,11 @@ class Keys:
             return False
         self._stored_bytes -= len(key) + len(value)
         return True
+
+    def forget(self, scope: str) -> None:
+        """Removes the keys under a name that nobody uses any more."""
+        for key in [key for key in self._values if is_under(key, scope)]:
+            self.discard(key)
 
     def rank_left(self) -> list[Send]:
         """Fails the reads that nobody can answer any more."""

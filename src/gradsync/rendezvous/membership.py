@@ -143,7 +143,14 @@ class Membership:
         self._requests.self_report.describe_with(positions, report)
 
     def report_waiting(
-        self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+        self,
+        group: str,
+        position: int,
+        what: str,
+        waited_seconds: float,
+        missing: Sequence[int] | None,
+        *,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Tells the operator that this rank waits in a collective for others; never waits for an answer, nor raises.
 
@@ -155,12 +162,21 @@ class Membership:
             what: the collective in words, its number included, e.g. "all_reduce #57".
             waited_seconds: how long this rank has waited for it.
             missing: the ranks that it waits for; None where it cannot know: then those that have begun fewer.
+            ranks: the group's members; all ranks by default.
         """
         with contextlib.suppress(GradsyncError):
-            self._requests.report_waiting(group, position, what, waited_seconds, _ascending(missing))
+            claim = (position, what, waited_seconds, _ascending(missing))
+            self._requests.report_waiting(group, _ascending(ranks), *claim)
 
     def report_absence(
-        self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+        self,
+        group: str,
+        position: int,
+        what: str,
+        waited_seconds: float,
+        missing: Sequence[int] | None,
+        *,
+        ranks: Sequence[int] | None = None,
     ) -> NoReturn:
         """Ends the generation because a collective has reached its deadline, and raises the verdict of all ranks.
 
@@ -168,7 +184,7 @@ class Membership:
         rank, the missing ones too, by this call or whichever comes next.
 
         Args:
-            group, position, what, waited_seconds, missing: as for `report_waiting`.
+            group, position, what, waited_seconds, missing, ranks: as for `report_waiting`.
 
         Raises:
             CollectiveTimeout: `missing_ranks` names the ranks that did not come; the text has what each rank does.
@@ -177,7 +193,7 @@ class Membership:
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
         """
-        self._requests.report_absence(group, position, what, waited_seconds, _ascending(missing))
+        self._requests.report_absence(group, _ascending(ranks), position, what, waited_seconds, _ascending(missing))
 
     def report_failure(self, reason: str) -> None:
         """Poisons the generation: every other rank gets RankFailed with this rank and the reason.

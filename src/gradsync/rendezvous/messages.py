@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
 MAX_NAME_BYTES = 1024
@@ -67,6 +67,7 @@ class FrameType(enum.IntEnum):
     WAITING = 32
     ABSENT = 33
     STATUS = 34
+    FORGET = 35
 
     REPLY = 64
     REFUSED = 65
@@ -160,7 +161,7 @@ _MACHINE = _text("machine", MAX_MACHINE_BYTES)
 _PID = _integer("pid", 0, 2**31)
 _MISSING = _ranks("missing ranks", optional=True)
 _WAITED = _integer("waited_ms", 0, MAX_TIMEOUT_MS)
-_WAIT = (_GROUP, _POSITION, _text("what", MAX_WHAT_BYTES), _WAITED, _MISSING)
+_WAIT = (_GROUP, _MEMBERS, _POSITION, _text("what", MAX_WHAT_BYTES), _WAITED, _MISSING)
 
 SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     # The form of JOIN is the same in every protocol version: versions meet here, and are compared first.
@@ -187,6 +188,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.HEARTBEAT: (_PROGRESS,),
     FrameType.WAITING: _WAIT,
     FrameType.ABSENT: _WAIT,
+    FrameType.FORGET: (_NAME, _MEMBERS),
     FrameType.STATUS: (_INQUIRY, _PROGRESS, _text("report", MAX_REPORT_BYTES)),
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean, an integer or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),

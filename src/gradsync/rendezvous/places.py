@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gradsync.rendezvous.events import Send
 from gradsync.rendezvous.messages import REFUSED
 from gradsync.rendezvous.roster import Roster
+from gradsync.rendezvous.scopes import is_under
 from gradsync.rendezvous.waiting import Request, Wait, WaitTable
 
 MAX_BARRIERS = 65_536
@@ -81,6 +82,11 @@ class Barriers:
             return self._release(barrier)
         left = self._roster.first_left(barrier.absent_ranks())
         return [] if left is None else self._fail(barrier, left)
+
+    def forget(self, scope: str) -> None:
+        """Drops the barriers under a name that nobody uses any more."""
+        for name, ranks in [place for place in self._barriers if is_under(place[0], scope)]:
+            del self._barriers[name, ranks]
 
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the rounds that still need a rank which has left."""
@@ -161,6 +167,11 @@ class GroupIds:
             return [self._fail(request, found)]
         found.waits.append(self._waits.add(request, timeout_ms, found))
         return []
+
+    def forget(self, scope: str) -> None:
+        """Drops the ids under a name that nobody uses any more."""
+        for group in [group for group in self._ids if is_under(group, scope)]:
+            del self._ids[group]
 
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the waits for an id whose root has left without handing it in."""

@@ -99,7 +99,7 @@ class RendezvousCore:
             return self._report(request, generation, message.fields[0])
         if message.type is FrameType.INTRODUCE:
             return self._introduce(request, generation, message)
-        if message.type in (FrameType.PASSED, FrameType.WAITING, FrameType.STATUS):
+        if message.type in (FrameType.PASSED, FrameType.WAITING, FrameType.STATUS, FrameType.FORGET):
             return [*generation.hear(request, message)]
         if message.type is FrameType.ABSENT and generation.failure is not None:
             return [generation.failure.tell(connection, TO_GENERATION)]

@@ -12,7 +12,6 @@ import math
 import operator
 import os
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,6 +30,7 @@ from gradsync.rendezvous.inbox import Inbox, Pending
 from gradsync.rendezvous.liveness import Liveness
 from gradsync.rendezvous.messages import (
     MAX_PHASE_BYTES,
+    MAX_RANKS,
     MAX_WHAT_BYTES,
     FieldError,
     FrameType,
@@ -136,6 +136,14 @@ class RequestChannel:
         if inbox.failure is not None:  # asked here: this runs inside spin loops
             inbox.raise_failure()
 
+    def forget(self, scope: str, ranks: list[int] | None) -> None:
+        """Tells the server that this rank is done with a name, without waiting for an answer."""
+        if self._inbox.failure is None and os.getpid() == self._pid:
+            try:
+                self._connection.post(FrameType.FORGET, scope, ranks)
+            except StreamEnded as error:
+                self._inbox.lose(error)
+
     def set_phase(self, phase: str) -> None:
         """Tells the server what this rank does now, without waiting for an answer."""
         self._phase = clip_text(phase, MAX_PHASE_BYTES)
@@ -146,17 +154,29 @@ class RequestChannel:
                 self._inbox.lose(error)
 
     def report_waiting(
-        self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+        self,
+        group: str,
+        ranks: list[int] | None,
+        position: int,
+        what: str,
+        waited_seconds: float,
+        missing: list[int] | None,
     ) -> None:
         """Tells the server that this rank waits for others in a collective, without waiting for an answer."""
         self._inbox.raise_failure()
-        self._connection.post(FrameType.WAITING, *_wait_fields(group, position, what, waited_seconds, missing))
+        self._connection.post(FrameType.WAITING, *_wait_fields(group, ranks, position, what, waited_seconds, missing))
 
     def report_absence(
-        self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+        self,
+        group: str,
+        ranks: list[int] | None,
+        position: int,
+        what: str,
+        waited_seconds: float,
+        missing: list[int] | None,
     ) -> NoReturn:
         """Tells the server that the others did not come in time, and raises its verdict."""
-        fields = _wait_fields(group, position, what, waited_seconds, missing)
+        fields = _wait_fields(group, ranks, position, what, waited_seconds, missing)
         listen_until = time.monotonic() + _VERDICT_WITHIN_SECONDS
         with contextlib.suppress(RendezvousTimeout):
             operation = f"reporting who is absent from {what}"
@@ -256,7 +276,14 @@ class RequestChannel:
 
 
 def _wait_fields(
-    group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+    group: str,
+    ranks: list[int] | None,
+    position: int,
+    what: str,
+    waited_seconds: float,
+    missing: list[int] | None,
 ) -> tuple[Any, ...]:
     waited_ms = max(0, math.ceil(waited_seconds * 1000.0))
-    return group, operator.index(position), clip_text(what, MAX_WHAT_BYTES), waited_ms, missing
+    if len(ranks or ()) + len(missing or ()) > MAX_RANKS:  # both lists might not fit one frame
+        ranks = None
+    return group, ranks, operator.index(position), clip_text(what, MAX_WHAT_BYTES), waited_ms, missing

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from gradsync.errors import InvalidArgument
 from gradsync.rendezvous.messages import UNIQUE_ID_BYTES, FrameType
 from gradsync.rendezvous.request_channel import RequestChannel
+from gradsync.rendezvous.scopes import is_under
 
 
 class UniqueIds:
@@ -44,6 +45,11 @@ class UniqueIds:
             self._requests.ask_at_once(operation, FrameType.PUT_ID, group, root, members, made)
             self._made[place] = made
         return self._made[place]
+
+    def forget(self, scope: str) -> None:
+        """Drops the ids under a name that this rank is done with."""
+        for place in [place for place in self._made if is_under(place[0], scope)]:
+            del self._made[place]
 
     def _make(self, operation: str, make_id: Callable[[], bytes] | None) -> bytes:
         if make_id is None:

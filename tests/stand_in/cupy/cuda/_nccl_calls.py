@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-KINDS = ("allReduce", "reduce", "broadcast", "allGather", "reduceScatter", "send", "recv")
+KINDS = ("allReduce", "reduce", "broadcast", "allGather", "reduceScatter", "send", "recv", "commSplit")
 SUM, PROD, MAX, MIN, AVG = range(5)
+UINT8 = 1
 _OP_NAMES = ("sum", "prod", "max", "min", "avg")
 _DTYPE_NAMES = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64"),

@@ -19,6 +19,7 @@ from ._nccl_calls import (
     DTYPE_COUNT,
     OP_COUNT,
     SUM,
+    UINT8,
     Call,
     Gone,
     receive_reply,
@@ -46,23 +47,25 @@ class _Operation(NamedTuple):
     call: Call
     source: np.ndarray | None
     target: np.ndarray | None
-    queue: WorkQueue
+    queue: WorkQueue | None
 
 
 def groupStart() -> None:  # noqa: N802
     """What this thread calls from now on is launched by groupEnd, together."""
     if not getattr(_group, "depth", 0):
-        _group.depth, _group.operations = 0, []
+        _group.depth, _group.operations, _group.error = 0, [], None
     _group.depth += 1
 
 
 def groupEnd() -> None:  # noqa: N802
-    """Launches what was called since groupStart."""
+    """Launches what was called since groupStart; nothing of it where NCCL has refused one of the calls."""
     if not getattr(_group, "depth", 0):
         raise NcclError(INVALID_USAGE, "groupEnd without groupStart")
     _group.depth -= 1
     if _group.depth:
         return
+    if _group.error is not None:
+        raise _group.error
     batches: dict[tuple[BaseCommunicator, WorkQueue], list[_Operation]] = {}
     for operation in _group.operations:
         batches.setdefault((operation.communicator, operation.queue), []).append(operation)
@@ -86,6 +89,7 @@ class BaseCommunicator:
         self._device = current_device()
         self._world_size, self._rank = ndev, rank
         self._calling = threading.Lock()
+        self._is_splitting = False  # and the host waits
         self._ended = threading.Event()  # aborted or destroyed
         self._failure: tuple[int, str] | None = None
         self._last: Ticket | None = None
@@ -134,6 +138,9 @@ class BaseCommunicator:
     def abort(self) -> None:
         """Ends the operations of this communicator now, with undefined data, and the communicator."""
         if self.comm:
+            if self._is_splitting:  # NCCL lets a thread abort what another one is stuck in
+                self._end()
+                return
             with self._call():
                 self._end()
 
@@ -148,8 +155,21 @@ class BaseCommunicator:
             if not self.comm:
                 raise NcclError(INVALID_ARGUMENT, "the communicator was aborted or destroyed")
             yield
+        except NcclError as error:
+            if getattr(_group, "depth", 0):
+                _group.error = _group.error or error
+            raise
         finally:
             self._calling.release()
+
+    def _check_idle(self) -> None:
+        """Refuses what NCCL may hang in, or cannot finish before it returns."""
+        if getattr(_group, "depth", 0):
+            raise NcclError(INVALID_USAGE, "within a group, the new communicator is not ready when the call returns")
+        if self._failure is not None:
+            raise NcclError(*self._failure)
+        if self._last is not None and not self._last.done:
+            raise NcclError(INVALID_USAGE, "an operation of the communicator is outstanding")
 
     def _check_codes(self, count: int, datatype: int, op: int = SUM, root: int = 0) -> None:
         if count < 0:
@@ -253,6 +273,20 @@ class BaseCommunicator:
                 raise NcclError(status, data.tobytes().decode())
             if operation.target is not None and operation.target.size:
                 np.copyto(operation.target, data if data.size else operation.source)
+
+    def _share(self, mine: np.ndarray) -> np.ndarray:
+        """Returns the bytes of every rank, a row each, while the host waits: what splitting does."""
+        call = Call("commSplit", mine.nbytes, UINT8)
+        shared = np.empty((self._world_size, mine.nbytes), np.uint8)
+        self._is_splitting = True
+        try:
+            self._exchange([_Operation(self, call, mine.view(np.uint8), shared.reshape(-1), None)])
+        except Gone:
+            self._lose_hub()
+            raise NcclError(REMOTE_ERROR, "a peer has gone, or this communicator was aborted") from None
+        finally:
+            self._is_splitting = False
+        return shared
 
     def _lose_hub(self) -> None:
         """The process that made the id is gone, or this communicator was aborted."""

@@ -274,7 +274,7 @@ def _results(call: Call, payloads: list[np.ndarray]) -> list[np.ndarray]:
     ranks = range(len(payloads))
     if call.kind == "broadcast":
         return [_NOTHING if rank == call.root else payloads[call.root] for rank in ranks]
-    if call.kind == "allGather":
+    if call.kind in ("allGather", "commSplit"):
         return [np.concatenate(payloads)] * len(payloads)
     dtype = numpy_dtype(call.datatype)
     total = reduce_contributions([payload.view(dtype) for payload in payloads], call.op).view(np.uint8)

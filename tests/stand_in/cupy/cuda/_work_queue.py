@@ -83,10 +83,12 @@ class WorkQueue:
         return self.device.status() or (0 if is_done else NOT_READY)
 
     def retire(self) -> None:
-        """Ends the thread once the work is done."""
-        with self.device.submission:
-            if self._thread is not None:
-                self._work.put(None)
+        """Ends the thread once the work is done; nothing is submitted any more.
+
+        Without the lock: the garbage collector calls this anywhere, also where `submit` waits for a thread to start.
+        """
+        if self._thread is not None:
+            self._work.put(None)
 
     def _execute(self) -> None:
         np.seterr(all="ignore")  # a GPU computes infinities without a word

@@ -1,0 +1,166 @@
+"""A whole comparison, as a command: options, the measuring of all workloads, the report, the JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from measurement import provenance
+from peers import systems
+from peers.blocks import measure, started_pairs
+from peers.collectives import EXTENTS, RANKS
+from peers.contenders import GRADSYNC, SYSTEMS
+from peers.pair import PairFailed
+from peers.rows import NOT_ASKED_FOR, NOT_INSTALLED, Row, rows_of
+from peers.tables import table_of, table_of_verdicts
+from peers.targets import Target, Verdict, judge
+from peers.workloads import Workload
+
+BLOCKS = 9
+QUICK_BLOCKS = 2
+SEED = 3
+TABLE_WIDTH = 130  # of a log, where no terminal tells its own
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one benchmark against the peers consists of.
+
+    Attributes:
+        name: of its script and of its results.
+        parts: what can be measured alone, by name.
+        targets: returns what is promised.
+    """
+
+    name: str
+    parts: Mapping[str, Callable[[], list[Workload]]]
+    targets: Callable[[], list[Target]]
+
+    def main(self) -> int:
+        """Does what the command line says.
+
+        Returns:
+            The exit code: 1 when a promise is not kept, 2 when a rank failed.
+        """
+        options = self._parse_options()
+        if options.install:
+            systems.install()
+            return 0
+        # As after Ctrl-C: what was started is ended, in order.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        made = provenance(f"benchmarks/{self.name}.py")
+        workloads = [
+            workload for part, make in self.parts.items() if options.only in (None, part) for workload in make()
+        ]
+        if options.quick:
+            workloads = [workload.quick() for workload in workloads]
+        blocks = QUICK_BLOCKS if options.quick else BLOCKS
+        console = Console()
+        console.width = max(console.width, TABLE_WIDTH)
+        try:
+            rows, versions = run(workloads, options.contenders, blocks, console)
+        except PairFailed as error:
+            print(f"{self.name}: {error}", file=sys.stderr)
+            return 2
+        verdicts = judge(self.targets(), rows)
+        console.print(table_of_verdicts(verdicts))
+        output = self._output(options)
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(as_json(made, versions, settings_of(workloads, blocks), rows, verdicts))
+            print(f"written to {os.path.relpath(output)}")
+        return 1 if any(verdict.must_kept is False for verdict in verdicts) else 0
+
+    def _parse_options(self) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(description="Measure gradsync against its peers over shared memory.")
+        parser.add_argument("--install", action="store_true", help="make the peers' environments, and nothing else")
+        parser.add_argument("--quick", action="store_true", help="few rounds; writes only with --output")
+        parser.add_argument("--only", choices=tuple(self.parts), help="one part; writes likewise")
+        parser.add_argument(
+            "--contenders",
+            nargs="+",
+            choices=SYSTEMS,
+            default=SYSTEMS,
+            help="systems; gradsync always; writes likewise",
+        )
+        parser.add_argument("--output", type=Path, help=f"where the JSON goes [benchmarks/results/{self.name}.json]")
+        return parser.parse_args()
+
+    def _output(self, options: argparse.Namespace) -> Path | None:
+        """Returns where the JSON goes; None where only a part was measured, and nobody said where to."""
+        whole = not options.quick and options.only is None and set(options.contenders) == set(SYSTEMS)
+        return options.output or (systems.BENCHMARKS / "results" / f"{self.name}.json" if whole else None)
+
+
+def run(
+    workloads: Sequence[Workload], asked_for: Iterable[str], blocks: int, console: Console
+) -> tuple[list[Row], dict[str, dict[str, str]]]:
+    """Measures all workloads with all systems that are asked for and installed.
+
+    Args:
+        workloads: what to time, one after the other.
+        asked_for: systems; gradsync takes part in any case, since it asks for the memory mode.
+        blocks: how many of each contender.
+        console: where each workload's table goes once it is done.
+
+    Returns:
+        The rows, and the versions by system.
+
+    Raises:
+        PairFailed: a rank failed; all have been ended.
+    """
+    absent = why_absent({GRADSYNC, *asked_for})
+    order = random.Random(SEED)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        present = [system for system in SYSTEMS if system not in absent]
+        with started_pairs(present, folder) as pairs:
+            for workload in workloads:
+                of_workload = rows_of(workload, measure(workload, pairs, blocks, order), absent)
+                console.print(table_of(of_workload))
+                rows += of_workload
+            return rows, {system: pair.versions for system, pair in pairs.items()}
+
+
+def why_absent(asked_for: set[str]) -> dict[str, str]:
+    """Returns the systems that cannot take part, and why."""
+    reasons = {
+        system: NOT_ASKED_FOR if system not in asked_for else "" if systems.is_installed(system) else NOT_INSTALLED
+        for system in SYSTEMS
+    }
+    return {system: reason for system, reason in reasons.items() if reason}
+
+
+def as_json(
+    made: dict[str, Any], versions: dict[str, Any], settings: dict[str, Any], rows: list[Row], verdicts: list[Verdict]
+) -> str:
+    made["machine"]["load_average_after"] = os.getloadavg()[0]
+    made["versions"]["systems"] = versions
+    results = {"rows": [asdict(row) for row in rows], "targets": [verdict.as_json() for verdict in verdicts]}
+    return json.dumps({**made, "settings": settings, **results}, indent=2) + "\n"
+
+
+def settings_of(workloads: Sequence[Workload], blocks: int) -> dict[str, Any]:
+    """Returns what one needs to know to measure the same again."""
+    return {
+        "ranks": RANKS,
+        "size_means": {w.collective: EXTENTS[w.collective].size_means for w in workloads if not w.is_list},
+        "blocks": blocks,
+        "seed": SEED,
+        "rounds_a_block": {workload.name: workload.rounds for workload in workloads},
+        "warm_up_rounds_a_block": {workload.name: workload.warm_up for workload in workloads},
+        "calls_a_round": {workload.name: workload.calls for workload in workloads},
+        "threads": systems.THREADS | {"torch.set_num_threads": "1"},
+        "mpi_bind_to": systems.BIND_TO,
+    }

@@ -1,0 +1,120 @@
+"""The collectives of a backward pass: one for each bucket once it is complete, and an agreement on the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
+from gradsync.bucketing.statistics import Statistics
+from gradsync.bucketing.step_agreements import StepAgreements
+from gradsync.communicators.base import Communicator
+from gradsync.completion import Completion
+from gradsync.reduction import Array, ReduceOp, dtype_name
+
+
+class RollCall(Protocol):
+    """How the ranks that have gradients for a step are counted; see join.py."""
+
+    def count(self, agreements: StepAgreements) -> int:
+        """Returns how many ranks have gradients for the step that begins. Every rank must call it."""
+
+
+class StepReduction:
+    """Plans and runs the collectives of one step after another.
+
+    Args:
+        op: sum or mean.
+        threshold_bytes: of a bucket.
+
+    Attributes:
+        roll_call: counts the ranks before the first collective of a step; None where all take part in all of them.
+        specs: the gradients of the last step, as far as this one does not differ: a repeated step makes no new ones.
+    """
+
+    def __init__(self, op: ReduceOp, threshold_bytes: int) -> None:
+        self.op = op
+        self.planner = BucketPlanner(threshold_bytes)
+        self.agreements = StepAgreements(op)
+        self.statistics = Statistics()
+        self.roll_call: RollCall | None = None
+        self.specs: list[GradientSpec] = []
+        self._present: int | None = None  # ranks that have gradients for this step, where they have been counted
+        self._launched: list[Completion] = []  # this step's reductions that run beside the host
+
+    def spec(self, position: int, name: str, native: Array) -> GradientSpec:
+        """Returns what ranks must agree on about a gradient; the last step's very object where nothing has changed."""
+        dtype = dtype_name(native.dtype)
+        if position < len(self.specs):
+            known = self.specs[position]
+            if known.shape == native.shape and known.dtype == dtype and known.name == name:
+                return known
+            del self.specs[position:]
+        spec = GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
+        self.specs.append(spec)
+        return spec
+
+    def reduce(
+        self,
+        bucket: Bucket,
+        communicator: Communicator,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        *,
+        write_backs: Sequence[tuple[Array, Array]] = (),
+        producers: Sequence[Any] = (),
+    ) -> Completion | None:
+        """Reduces a bucket; the arrays are as for Communicator.all_reduce_list, one for each slot."""
+        started = time.perf_counter()
+        op, mean_over = self._mean_over(communicator)
+        completion = communicator.all_reduce_list(
+            sources,
+            targets,
+            op,
+            self.agreements.bucket(bucket),
+            write_backs=write_backs,
+            producers=producers,
+            mean_over=mean_over,
+        )
+        self.statistics.communication_seconds += time.perf_counter() - started
+        self.statistics.all_reduces += 1
+        self.statistics.bytes_all_reduced += bucket.size_bytes
+        if completion is not None:
+            self._launched.append(completion)
+        return completion
+
+    def end(self, gradients: int, communicator: Communicator) -> None:
+        """Agrees that the step has ended after so many gradients; what the caller queues next sees them reduced."""
+        self._call_roll()
+        communicator.agree(self.agreements.flush(gradients))
+        for completion in self._launched:
+            completion.order()
+        if gradients:  # an empty step says nothing about the next
+            del self.specs[gradients:]
+
+    def reset(self) -> None:
+        """Forgets a step that has failed."""
+        self.planner.reset()
+        self.specs.clear()
+
+    def begin_step(self, present: int | None = None) -> None:
+        """Forgets the step before, but for its plan, which this one may repeat.
+
+        Args:
+            present: how many ranks have gradients for the new step, where they have been counted already.
+        """
+        self.agreements.begin_step()
+        self._launched.clear()
+        self._present = present
+
+    def _mean_over(self, communicator: Communicator) -> tuple[ReduceOp, int | None]:
+        """Returns the operator, and by what its result is to be divided: where some ranks are absent, by the others."""
+        self._call_roll()
+        if self.op is ReduceOp.SUM or self._present in (None, communicator.world_size):
+            return self.op, None
+        return ReduceOp.SUM, self._present
+
+    def _call_roll(self) -> None:
+        if self.roll_call is not None and self._present is None:
+            self._present = self.roll_call.count(self.agreements)

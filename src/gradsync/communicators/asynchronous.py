@@ -1,0 +1,143 @@
+"""The asynchronous form of every collective: the same methods with the same arguments, each giving a future.
+
+On the CPU the collective waits for its turn in the FIFO of collective_queue.py and runs in a thread beside the caller.
+On a GPU it is launched at once, and the device is beside the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gradsync.collective_future import CollectiveFuture
+from gradsync.communicators.collective_call import CollectiveCall
+from gradsync.communicators.collective_queue import submit
+from gradsync.communicators.movements import Sizes
+from gradsync.reduction import ReduceOp
+
+if TYPE_CHECKING:
+    from gradsync.communicators.base import Communicator
+
+
+class Asynchronous:
+    """`communicator.asynchronous`: its collectives, which return at once.
+
+    Every rank must submit them in the order in which the others do, collectives without a future included: those wait
+    until everything that their thread has submitted is over. Arguments are refused at once; whatever else goes wrong,
+    the future raises. A failed collective fails its own future only. Until a future is done, its arrays belong to
+    gradsync, which keeps them.
+
+    On the CPU a done-callback runs in the thread that runs the collectives, before the next one; a collective that it
+    calls or submits comes first too, so that the order is the same on every rank. send and recv take their turn like
+    others: where two ranks send to each other, use exchange.
+
+    On a GPU, without a stream, the collective runs on the communicator's own, after the work that is on the current
+    stream now; result() makes the stream that is current then wait for it.
+
+    Args:
+        communicator: whose collectives these are.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def all_reduce(
+        self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None
+    ) -> CollectiveFuture:
+        """See Communicator.all_reduce."""
+        return self._submit(self._communicator._all_reduce_call(array, op, out=out), stream)
+
+    def reduce(
+        self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None, stream: Any = None
+    ) -> CollectiveFuture:
+        """See Communicator.reduce."""
+        return self._submit(self._communicator._reduce_call(array, op, root, out=out), stream)
+
+    def reduce_scatter(
+        self,
+        array: Any,
+        op: str | ReduceOp = "sum",
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> CollectiveFuture:
+        """See Communicator.reduce_scatter."""
+        return self._submit(self._communicator._reduce_scatter_call(array, op, sizes=sizes, out=out), stream)
+
+    def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> CollectiveFuture:
+        """See Communicator.broadcast."""
+        return self._submit(self._communicator._broadcast_call(array, root), stream)
+
+    def all_gather(self, array: Any, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> CollectiveFuture:
+        """See Communicator.all_gather."""
+        return self._submit(self._communicator._all_gather_call(array, sizes=sizes, out=out), stream)
+
+    def gather(
+        self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None, stream: Any = None
+    ) -> CollectiveFuture:
+        """See Communicator.gather."""
+        return self._submit(self._communicator._gather_call(array, root, sizes=sizes, out=out), stream)
+
+    def scatter(
+        self,
+        array: Any,
+        root: int = 0,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> CollectiveFuture:
+        """See Communicator.scatter."""
+        return self._submit(self._communicator._scatter_call(array, root, sizes=sizes, out=out), stream)
+
+    def all_to_all(
+        self,
+        array: Any,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> CollectiveFuture:
+        """See Communicator.all_to_all."""
+        call = self._communicator._all_to_all_call(array, send_sizes=send_sizes, recv_sizes=recv_sizes, out=out)
+        return self._submit(call, stream)
+
+    def send(self, array: Any, dest: int, *, stream: Any = None) -> CollectiveFuture:
+        """See Communicator.send."""
+        return self._submit(self._communicator._send_call(array, dest), stream)
+
+    def recv(self, array: Any, source: int, *, stream: Any = None) -> CollectiveFuture:
+        """See Communicator.recv."""
+        return self._submit(self._communicator._recv_call(array, source), stream)
+
+    def exchange(self, array: Any, dest: int, out: Any, source: int, *, stream: Any = None) -> CollectiveFuture:
+        """See Communicator.exchange."""
+        return self._submit(self._communicator._exchange_call(array, dest, out, source), stream)
+
+    def barrier(self) -> CollectiveFuture:
+        """See Communicator.barrier."""
+        return self._submit(self._communicator._barrier_call(), None)
+
+    def _submit(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
+        communicator = self._communicator
+        name = f"{communicator.label}: {call.what}"
+        if communicator.runs_beside_host:
+            return self._launch(name, call, stream)
+        return submit(communicator.lifetime, call.what, name, partial(communicator._run, call, stream))
+
+    def _launch(self, name: str, call: CollectiveCall, stream: Any) -> CollectiveFuture:
+        communicator = self._communicator
+        future = CollectiveFuture(name)
+        producers = [communicator.mark_work()] if stream is None else None
+        turn = communicator.lifetime.turn(call.what, call.agreement)
+        try:
+            with turn, communicator._launching(stream, producers) as launch:
+                result = call.move(launch)
+        except Exception as error:
+            future.fail(error)
+        else:
+            future.resolve(result, launch)
+        return future

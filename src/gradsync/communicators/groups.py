@@ -1,0 +1,214 @@
+"""Groups: communicators of some of a communicator's ranks.
+
+A group is a communicator like any other, over the same backend. What all groups of one world share is in `Family`:
+their names, and who is to be closed with the world. The backends make the groups, in `_connect_group`.
+"""
+
+from __future__ import annotations
+
+import operator
+import socket
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, cast
+
+from gradsync.communicators.agreement import agreement_on, digest_of
+from gradsync.communicators.collective_call import Caller, CollectiveCall, is_integer
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe
+from gradsync.machine import machine_identity
+from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+
+if TYPE_CHECKING:
+    from gradsync.communicators.base import Communicator
+
+NO_COLOR = -1  # what _split_group is told of a rank that joins no group
+_LISTED_CHARACTERS = 40  # of a group's members in its name
+_NEWS_SECONDS = 0.5  # how much later than a peer's broken connection the server may tell that it has died
+
+
+class Family:
+    """A world's communicator and all that were made from it.
+
+    Args:
+        name: the world's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._counts: dict[str, int] = {}
+        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+    def new_name(self, what: str) -> str:
+        """Returns e.g. "world/0,2#1", the same on all ranks that have asked for `what` equally often."""
+        count = self._counts[what] = self._counts.get(what, 0) + 1
+        return f"{self.name}/{what}#{count}"
+
+    def add(self, communicator: Communicator) -> None:
+        """Takes a communicator in, for as long as somebody holds it."""
+        communicator.family = self
+        self._communicators.add(communicator)
+
+    def close(self) -> None:
+        """Closes all that were taken in; raises the first error when all are closed."""
+        errors = []
+        for communicator in list(self._communicators):
+            try:
+                communicator.close()
+            except GradsyncError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class Groups(Caller):
+    """The methods that make groups."""
+
+    _client: CommunicatorClient | None = None  # this rank's connection to the rendezvous server, of this group
+
+    @cached_property
+    def family(self) -> Family:
+        """The communicators that were made from the same world."""
+        return Family(self.recorder.group)
+
+    def new_group(self, ranks: Iterable[int]) -> Communicator | None:
+        """Makes a group of some of these ranks, which are numbered in ascending order there.
+
+        Only the members need to call it; all with the same ranks, and groups with common members in the same order.
+        A group is closed with the process group at the latest. Collectives of groups with common members must be called
+        in one order by all these.
+
+        Args:
+            ranks: the members, as this communicator numbers them, in any order.
+
+        Returns:
+            The group; None on a rank that is no member.
+
+        Raises:
+            InvalidArgument: no ranks, one twice, or one outside this communicator.
+            RendezvousTimeout: a member did not come before the deadline of this communicator's collectives.
+            RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: it cannot be made. A rank that fails while it
+                makes a group fails for all ranks.
+        """
+        members = self._checked_members(ranks)
+        self.lifetime.check_usable("new_group")
+        if self.rank not in members:
+            return None
+        with self._telling_failures("new_group"):
+            return self._taken_in(self._connect_group(members, self._new_name(members)))
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Makes a group of the ranks of each color.
+
+        Every rank must call it.
+
+        Args:
+            color: any integer of 64 bits; None joins no group.
+            key: the ranks of a group are numbered by it, those with the same key by their rank here.
+
+        Returns:
+            The group of this rank's color; None where that is None.
+
+        Raises:
+            InvalidArgument: color or key is no integer of 64 bits.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+            RendezvousTimeout, BackendUnavailable: as for new_group.
+        """
+        agreement = agreement_on("split", (), None, "")
+        number = 0 if color is None else self._checked_word("color", color)
+        mine = [0 if color is None else 1, number, self._checked_word("key", key)]
+        call = CollectiveCall("split", agreement, lambda _launch: self._share_numbers(mine, agreement))
+        shared: list[list[int]] = self._run(call, None)
+        colors = list(dict.fromkeys([number for has_color, number, _ in shared if has_color]))
+        if color is None:
+            with self._telling_failures("split"):
+                return self._split_group(NO_COLOR, 0, (), "")
+        same = [rank for rank, (has_color, number, _) in enumerate(shared) if has_color and number == color]
+        members = tuple(sorted(same, key=lambda rank: (shared[rank][2], rank)))
+        with self._telling_failures("split"):
+            group = self._split_group(colors.index(color), members.index(self.rank), members, self._new_name(members))
+            return self._taken_in(group)
+
+    def split_by_machine(self) -> Communicator:
+        """Makes a group of the ranks on each machine. Every rank must call it.
+
+        Ranks in different containers of one machine count as on different ones: they do not see each other's processes.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, ...: as for split.
+        """
+        machine = digest_of("machine", machine_identity() or socket.gethostname())
+        return cast("Communicator", self.split(machine - 2**63))  # not None: it has a color
+
+    def _split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Communicator | None:
+        """Makes this rank's group of a split, in which every rank takes part.
+
+        Args:
+            color: a small number for the group, or NO_COLOR.
+            key: this rank's number in the group.
+            members, name: see _connect_group; empty where there is no color.
+        """
+        return self._connect_group(members, name) if members else None
+
+    @contextmanager
+    def _telling_failures(self, what: str) -> Iterator[None]:
+        """Tells the other ranks of a failure in making a group; they would wait for this one otherwise."""
+        try:
+            yield
+        except BaseException as error:
+            if self._client is not None:
+                if isinstance(error, BackendUnavailable):
+                    _await_news(self._client)  # a member that died is not there either, and is the better reason
+                self._client.report_failure(f"in {what}: {describe(error)}")
+            raise
+
+    def _new_name(self, members: Sequence[int]) -> str:
+        return self.family.new_name(_listed([self.ranks[member] for member in members]))
+
+    def _taken_in(self, group: Communicator | None) -> Communicator | None:
+        if group is not None:
+            self.family.add(group)
+        return group
+
+    def _leave_group(self) -> None:
+        """Lets the server forget what a group's communicator has put there, at its end."""
+        if isinstance(self._client, GroupClient) and self._client.name == self.recorder.group:
+            self._client.close()
+
+    def _checked_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        try:
+            members = sorted(operator.index(rank) for rank in ranks)
+        except TypeError:
+            members = []
+        fits = members and members[0] >= 0 and members[-1] < self.world_size and len(set(members)) == len(members)
+        if not fits:
+            raise InvalidArgument(
+                f"{self.label}: new_group needs one or more distinct ranks from 0 to {self.world_size - 1}, "
+                f"got {ranks!r}"
+            )
+        return tuple(members)
+
+    def _checked_word(self, name: str, value: int) -> int:
+        if not is_integer(value) or not -(2**63) <= value < 2**63:
+            needed = "an integer of 64 bits or None" if name == "color" else "an integer of 64 bits"
+            raise InvalidArgument(f"{self.label}: split needs {name} to be {needed}, got {value!r}")
+        return int(value)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Returns the ranks as text, of bounded length."""
+    listed = ",".join(map(str, ranks))
+    if len(listed) <= _LISTED_CHARACTERS:
+        return listed
+    return f"{len(ranks)} ranks from {ranks[0]}, {blake2b(listed.encode(), digest_size=8).hexdigest()}"
+
+
+def _await_news(client: CommunicatorClient) -> None:
+    """Raises what the server tells within a moment."""
+    deadline = time.monotonic() + _NEWS_SECONDS
+    while time.monotonic() < deadline:
+        client.check()
+        time.sleep(0.02)

@@ -1,0 +1,84 @@
+"""How bytes of host memory travel between the ranks of a communicator: what Python objects need.
+
+A communicator on the CPU moves them by its own hooks; beside GPUs they keep off the GPU (path_beside_gpu.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.backend import Bounds
+from gradsync.reduction import Array
+
+if TYPE_CHECKING:
+    from gradsync.communicators.collective_call import Caller
+
+
+class HostPath(ABC):
+    """Moves bytes between ranks, within the communicator's turn. Every rank must call the same methods.
+
+    Sources and results are 1-D arrays of uint8; `bounds` says where the parts of the ranks lie, and is the same on all
+    ranks.
+    """
+
+    @abstractmethod
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """Agrees on the collective that begins; returns the numbers of every rank, as many on each.
+
+        Raises:
+            PlanMismatch: the ranks disagree; nothing was moved.
+        """
+
+    @abstractmethod
+    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
+        """Returns the parts of all ranks; `source` is this rank's."""
+
+    @abstractmethod
+    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
+        """Returns the parts of all ranks on the root, None elsewhere; `source` is this rank's."""
+
+    @abstractmethod
+    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
+        """Returns this rank's part of the root's source; None elsewhere."""
+
+    def end(self, reason: str | None) -> None:
+        """Ends what the path has of its own: in order, or for all ranks because of a reason. Any thread may call it."""
+
+
+class OwnPath(HostPath):
+    """The hooks of a communicator whose arrays live in host memory.
+
+    Args:
+        communicator: in whose turn this runs.
+    """
+
+    def __init__(self, communicator: Caller) -> None:
+        self._communicator = communicator
+
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """See HostPath."""
+        return self._communicator._share_numbers(numbers, agreement)
+
+    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
+        """See HostPath."""
+        target = np.empty(bounds[-1], np.uint8)
+        self._communicator._all_gather(source, target, bounds, agreement)
+        return target
+
+    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
+        """See HostPath."""
+        target = np.empty(bounds[-1], np.uint8) if self._communicator.rank == root else None
+        self._communicator._gather(source, target, bounds, root, agreement)
+        return target
+
+    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
+        """See HostPath."""
+        rank = self._communicator.rank
+        target = np.empty(bounds[rank + 1] - bounds[rank], np.uint8)
+        self._communicator._scatter(source, target, bounds, root, agreement)
+        return target

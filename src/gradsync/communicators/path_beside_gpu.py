@@ -1,0 +1,146 @@
+"""The host path of a communicator between GPUs: shared memory where the ranks share some, else the rendezvous server.
+
+Objects must not wait for the GPU, nor take its memory. So a communicator over shared memory is made beside the one over
+NCCL, once it is needed; where ranks are on several machines, bytes go through the server's store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.backend import Bounds
+from gradsync.communicators.host_path import HostPath, OwnPath
+from gradsync.communicators.shared_memory import SharedMemoryCommunicator, check_platform, connect_shared_memory
+from gradsync.communicators.store_path import StorePath
+from gradsync.communicators.verdicts import Verdicts
+from gradsync.errors import BackendUnavailable, GradsyncError
+from gradsync.machine import machine_identity
+from gradsync.reduction import Array
+from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+
+if TYPE_CHECKING:
+    from gradsync.communicators.collective_call import Caller
+
+_IDENTITY_BYTES = 16
+_UNKNOWN = bytes(_IDENTITY_BYTES)
+_NEWS_SECONDS = 1.0  # how much later than another rank this one may find out what has ended the owner
+
+_log = logging.getLogger("gradsync")
+
+
+class PathBesideGpu(HostPath):
+    """The path of a communicator between GPUs; chosen at its first use, when all ranks have agreed to use it.
+
+    Args:
+        owner: the communicator, in whose turn this runs and by whose hook the ranks agree.
+        client: this rank's connection to the rendezvous server; its ranks are the owner's.
+        verdicts: the server's, on the owner.
+        timeout_seconds: how long a collective waits for a rank.
+        raise_cause: raises what has ended the owner, or makes waiting vain, where something does.
+    """
+
+    def __init__(
+        self,
+        owner: Caller,
+        client: CommunicatorClient,
+        verdicts: Verdicts,
+        timeout_seconds: float,
+        raise_cause: Callable[[], None],
+    ) -> None:
+        self._owner = owner
+        self._client = client
+        self._verdicts = verdicts
+        self._timeout_seconds = timeout_seconds
+        self._raise_cause = raise_cause
+        self._store = StorePath(client, owner.recorder.group, verdicts, timeout_seconds, raise_cause)
+        self._beside: SharedMemoryCommunicator | None = None
+        self._path: HostPath | None = None
+
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """See HostPath."""
+        self._owner._agree(agreement)
+        with self._moving(agreement) as path:
+            return path.share_numbers(numbers, agreement)
+
+    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
+        """See HostPath."""
+        with self._moving(agreement) as path:
+            return path.all_gather(source, bounds, agreement)
+
+    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
+        """See HostPath."""
+        with self._moving(agreement) as path:
+            return path.gather(source, bounds, root, agreement)
+
+    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
+        """See HostPath."""
+        with self._moving(agreement) as path:
+            return path.scatter(source, bounds, root, agreement)
+
+    def end(self, reason: str | None) -> None:
+        """See HostPath."""
+        if self._beside is None:
+            return
+        if reason is None:
+            self._beside.close()
+        else:
+            self._beside.abort(reason)
+
+    @contextmanager
+    def _moving(self, agreement: Agreement) -> Iterator[HostPath]:
+        """Gives the path; a failure on it is raised as what has ended the owner, where that is its cause."""
+        try:
+            path = self._path = self._path or self._choose(agreement)
+            if self._beside is None:
+                yield path
+            else:
+                with self._beside.lifetime.turn(agreement.headline(), agreement):
+                    yield path
+        except GradsyncError:
+            # Another rank has left this path because of what has happened to it elsewhere: that is the news.
+            self._verdicts.await_news(_NEWS_SECONDS, self._raise_cause)
+            raise
+
+    def _choose(self, agreement: Agreement) -> HostPath:
+        """Makes the path; every rank finds the same."""
+        world_size = self._owner.world_size
+        if world_size == 1:
+            return self._store  # where nothing moves
+        mine = np.frombuffer(_memory_identity(), np.uint8)
+        bounds = range(0, (world_size + 1) * _IDENTITY_BYTES, _IDENTITY_BYTES)
+        found = self._store.all_gather(mine, bounds, agreement).tobytes()
+        first = found[:_IDENTITY_BYTES]
+        if first == _UNKNOWN or found != first * world_size:
+            _log.info(
+                "%s: Python objects go through the rendezvous server: not all ranks share memory", self._owner.label
+            )
+            return self._store
+        group = GroupClient(self._client, range(world_size), f"{self._owner.recorder.group}/objects")
+        self._beside = connect_shared_memory(
+            group,
+            group=group.name,
+            timeout_seconds=self._timeout_seconds,
+            collective_timeout_seconds=self._timeout_seconds,
+        )
+        return OwnPath(self._beside)
+
+
+def _memory_identity() -> bytes:
+    """Returns what is equal for ranks that can share memory as shared_memory.py does; zeros where that is not known."""
+    try:
+        check_platform()
+        network = os.readlink("/proc/self/ns/net")  # the memory is handed over by a socket
+    except (BackendUnavailable, OSError):
+        return _UNKNOWN
+    machine = machine_identity()
+    if not machine:
+        return _UNKNOWN
+    return blake2b(f"{machine} {network} {os.getuid()}".encode(), digest_size=_IDENTITY_BYTES).digest()

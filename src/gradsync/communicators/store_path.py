@@ -1,0 +1,165 @@
+"""The host path through the rendezvous server: for ranks that share no memory and whose communicator is a GPU's.
+
+Bytes travel as values of the server's store, in windows: every sender puts its next pieces there, every reader takes
+them, all meet, and the senders remove what was taken. So the server never holds more than a window, however large an
+object is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.backend import Bounds
+from gradsync.communicators.host_path import HostPath
+from gradsync.communicators.verdicts import Verdicts
+from gradsync.errors import GradsyncError, RendezvousTimeout
+from gradsync.reduction import Array
+from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.rendezvous.messages import MAX_VALUE_BYTES
+
+WINDOW_BYTES = 4 * 1024 * 1024  # of all senders together
+_LOOK_AROUND_EVERY_SECONDS = 0.5
+
+T = TypeVar("T")
+
+
+class StorePath(HostPath):
+    """Moves bytes through the store of the rendezvous server.
+
+    The ranks agree elsewhere: `share_numbers` only shares.
+
+    Args:
+        client: this rank's connection to the rendezvous server; its ranks are the communicator's.
+        group: the communicator's name.
+        verdicts: the server's.
+        timeout_seconds: how long a rank waits for another's next move.
+        look_around: called while waiting; raises when the wait is in vain.
+    """
+
+    def __init__(
+        self,
+        client: CommunicatorClient,
+        group: str,
+        verdicts: Verdicts,
+        timeout_seconds: float,
+        look_around: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._keys = f"objects/{group}"
+        self._verdicts = verdicts
+        self._timeout_seconds = timeout_seconds
+        self._look_around = look_around
+        self._moves = 0
+
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """See HostPath."""
+        mine = np.array(numbers, np.int64).view(np.uint8)
+        bounds = range(0, (self._client.world_size + 1) * mine.size, mine.size)
+        rows = self.all_gather(mine, bounds, agreement).view(np.int64).reshape(-1, len(numbers)).tolist()
+        return [[int(number) for number in row] for row in rows]
+
+    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
+        """See HostPath."""
+        target = np.empty(bounds[-1], np.uint8)
+        parts = _parts(target, bounds)
+        rank = self._client.rank
+        parts[rank][...] = source
+        if self._client.world_size > 1:
+            incoming = {sender: part for sender, part in enumerate(parts) if sender != rank}
+            self._move([part.size for part in parts], {rank: source}, incoming)
+        return target
+
+    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
+        """See HostPath."""
+        rank = self._client.rank
+        sizes = [bounds[r + 1] - bounds[r] if r != root else 0 for r in range(self._client.world_size)]
+        if rank != root:
+            self._move(sizes, {rank: source}, {})
+            return None
+        target = np.empty(bounds[-1], np.uint8)
+        parts = _parts(target, bounds)
+        parts[root][...] = source
+        self._move(sizes, {}, {sender: part for sender, part in enumerate(parts) if sender != root})
+        return target
+
+    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
+        """See HostPath."""
+        rank = self._client.rank
+        sizes = [bounds[r + 1] - bounds[r] if r != root else 0 for r in range(self._client.world_size)]
+        if source is None:
+            target = np.empty(sizes[rank], np.uint8)
+            self._move(sizes, {}, {rank: target})
+            return target
+        parts = _parts(source, bounds)
+        self._move(sizes, {reader: part for reader, part in enumerate(parts) if reader != root}, {})
+        target = np.empty(parts[root].size, np.uint8)
+        target[...] = parts[root]
+        return target
+
+    def _move(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
+        """Moves numbered streams of bytes; every rank takes part, and knows the sizes of all.
+
+        Args:
+            sizes: bytes of each stream.
+            outgoing: the streams that this rank sends, by number.
+            incoming: room for those that it reads.
+        """
+        self._moves += 1
+        senders = max(1, sum(size > 0 for size in sizes))
+        window = max(1, WINDOW_BYTES // senders)
+        for begin in range(0, max(sizes), window):
+            placed: list[str] = []
+            try:
+                for number, data in outgoing.items():
+                    for key, piece in self._pieces(number, data, begin, window):
+                        placed.append(key)
+                        self._client.set(key, piece.tobytes())
+                for number, room in incoming.items():
+                    for key, piece in self._pieces(number, room, begin, window):
+                        piece[...] = np.frombuffer(self._take(key), np.uint8)
+                self._await(self._meet)
+            finally:
+                self._remove(placed)
+
+    def _pieces(self, number: int, stream: Array, begin: int, window: int) -> Iterator[tuple[str, Array]]:
+        """Gives the key and the memory of each piece of a stream in one window."""
+        end = min(begin + window, stream.size)
+        for offset in range(begin, end, MAX_VALUE_BYTES):
+            piece = stream[offset : min(offset + MAX_VALUE_BYTES, end)]
+            yield f"{self._keys}/{self._moves}/{number}/{offset}", piece
+
+    def _take(self, key: str) -> bytes:
+        return self._await(lambda seconds: self._client.get(key, timeout_seconds=seconds))
+
+    def _meet(self, seconds: float) -> int:
+        return self._client.barrier(self._keys, timeout_seconds=seconds)
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        with contextlib.suppress(GradsyncError):  # it ends with the generation, or will be told by the next call
+            for key in keys:
+                self._client.delete(key)
+
+    def _await(self, ask: Callable[[float], T]) -> T:
+        """Returns the answer of ask(seconds), which waits so long; in between looks around, and tells of the wait."""
+        began = time.monotonic()
+        while True:
+            left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
+            try:
+                return ask(min(left_seconds, _LOOK_AROUND_EVERY_SECONDS))
+            except RendezvousTimeout as error:
+                self._look_around()
+                waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
+                if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
+                    self._verdicts.give_up(waited_seconds, missing)
+                self._verdicts.warn(waited_seconds, missing)
+
+
+def _parts(whole: Array, bounds: Bounds) -> list[Array]:
+    return [whole[begin:end] for begin, end in pairwise(bounds)]

@@ -1,0 +1,204 @@
+"""The way to a communicator of the world's ranks: who this process is, which backend, and the connection.
+
+For process_group.py, which holds what is made here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, share_gpu_offers, suitable_backend
+from gradsync.communicators.base import Communicator
+from gradsync.communicators.nccl_connection import connect_nccl
+from gradsync.communicators.shared_memory import connect_shared_memory
+from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, read_environment
+from gradsync.environment import collective_timeout_seconds as environment_timeout
+from gradsync.errors import BackendUnavailable, InvalidArgument
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+from gradsync.visible_devices import count_gpus
+
+_log = logging.getLogger("gradsync")
+
+
+@dataclass(frozen=True)
+class WorldSettings:
+    """What init_process_group() was told, with what the environment decides.
+
+    Attributes:
+        place: who this process is.
+        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu: see init_process_group.
+    """
+
+    place: RankEnvironment
+    address: str | None
+    device: str | None
+    timeout_seconds: float
+    collective_timeout_seconds: float
+    allow_shared_gpu: bool
+
+
+def read_settings(
+    backend: str,
+    rank: int | None,
+    world_size: int | None,
+    address: str | None,
+    device: str | None,
+    timeout_seconds: float,
+    collective_timeout_seconds: float,
+    *,
+    allow_shared_gpu: bool,
+) -> WorldSettings:
+    """Returns the arguments of init_process_group(), checked, with what the environment says.
+
+    Raises:
+        InvalidArgument: an unknown backend, a rank outside the world, no number of seconds, or nobody tells the rank.
+    """
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
+    return WorldSettings(
+        _find_place(backend, rank, world_size),
+        address,
+        device,
+        timeout_seconds,
+        environment_timeout(collective_timeout_seconds),
+        allow_shared_gpu or allows_shared_gpu(),
+    )
+
+
+def _check_seconds(**values: float) -> None:
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
+
+
+def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankEnvironment:
+    """Returns who this process is: from the arguments, else the environment."""
+    if (rank is None) != (world_size is None):
+        raise InvalidArgument(f"pass rank and world_size together, got rank={rank!r}, world_size={world_size!r}")
+    environment = read_environment()
+    if rank is None or world_size is None:
+        if environment is not None:
+            return environment
+        if backend == "local":
+            return RankEnvironment(0, 1, 0, 1, source="arguments")
+        raise InvalidArgument(
+            "no rank is known: RANK and WORLD_SIZE are not set. Start the script with "
+            '`gradsync run -n 2 script.py`, pass rank= and world_size=, or use backend="local" for one process'
+        )
+    if not _is_integer(world_size) or world_size < 1:
+        raise InvalidArgument(f"world_size must be an integer of at least 1, got {world_size!r}")
+    if not _is_integer(rank) or not 0 <= rank < world_size:
+        raise InvalidArgument(f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank!r}")
+    if environment is None or environment.world_size != world_size:
+        base = RankEnvironment(rank, world_size, rank, world_size, source="arguments")
+        return base if environment is None else replace(base, address=environment.address, hosted=False)
+    return replace(environment, rank=rank)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def choose_backend(wanted: str, settings: WorldSettings) -> str:
+    """Returns what can be decided before the ranks meet: what was asked for, or what suits one rank; else "auto".
+
+    Raises:
+        InvalidArgument, BackendUnavailable: what was asked for cannot run here.
+    """
+    wanted = check_backend(wanted, settings.place, settings.device)
+    if wanted == "auto" and settings.place.world_size == 1:
+        offer = offer_of(settings.place, settings.device, allow_shared_gpu=settings.allow_shared_gpu)
+        wanted, reason = suitable_backend([offer], settings.place, allow_shared_gpu=settings.allow_shared_gpu)
+        _tell(settings.place, wanted, reason)
+    return wanted
+
+
+def connect_world(wanted: str, client: RendezvousClient, settings: WorldSettings) -> Communicator:
+    """Makes the world's communicator, over the backend on which the ranks agree; not for "local"."""
+    chosen, reason = agree_on_backend(
+        client,
+        wanted,
+        settings.place,
+        settings.device,
+        settings.timeout_seconds,
+        allow_shared_gpu=settings.allow_shared_gpu,
+    )
+    _tell(settings.place, chosen, reason)
+    return _connect(chosen, client, settings, "world")
+
+
+def check_sibling(backend: str, settings: WorldSettings) -> None:
+    """Refuses a backend for the world's ranks, as far as every rank finds the same by itself.
+
+    Raises:
+        InvalidArgument: "local" for several ranks.
+        BackendUnavailable: it cannot run here.
+    """
+    place = settings.place
+    if backend != "nccl":  # whether that can run, each rank has to say
+        check_backend(backend, place, None)
+    if backend == "shm" and place.local_world_size != place.world_size:
+        raise BackendUnavailable(
+            f"backend 'shm' joins the ranks of one host; of {place.world_size} ranks {place.local_world_size} are on "
+            "this one"
+        )
+
+
+def connect_sibling(
+    backend: str, client: RendezvousClient, ranks: Sequence[int], name: str, settings: WorldSettings
+) -> Communicator:
+    """Makes a communicator of the world's ranks over another backend; not for "local". Every rank must call it.
+
+    Args:
+        backend: that check_sibling has let pass.
+        client: this rank's connection.
+        ranks: all ranks.
+        name: not used before.
+        settings: of the world.
+
+    Raises:
+        BackendUnavailable: on all ranks, where one of them cannot use it.
+        NcclError, RendezvousTimeout, RankFailed: from the connection.
+    """
+    if backend == "shm":
+        return _connect(backend, GroupClient(client, ranks, name), settings, name)
+    device = None if settings.device == "cpu" else settings.device
+    settings = replace(settings, device=device)
+    asking = GroupClient(client, ranks, f"{name}/offers")
+    try:
+        share_gpu_offers(
+            asking, settings.place, device, settings.timeout_seconds, allow_shared_gpu=settings.allow_shared_gpu
+        )
+    finally:
+        asking.close()
+    return _connect(backend, GroupClient(client, ranks, name), settings, name)
+
+
+def _connect(backend: str, client: CommunicatorClient, settings: WorldSettings, group: str) -> Communicator:
+    if backend == "shm":
+        return connect_shared_memory(
+            client,
+            group=group,
+            timeout_seconds=settings.timeout_seconds,
+            collective_timeout_seconds=settings.collective_timeout_seconds,
+        )
+    return connect_nccl(
+        client,
+        local_rank=settings.place.local_rank,
+        device=settings.device,
+        group=group,
+        timeout_seconds=settings.timeout_seconds,
+        collective_timeout_seconds=settings.collective_timeout_seconds,
+        allow_shared_gpu=settings.allow_shared_gpu,
+    )
+
+
+def _tell(place: RankEnvironment, chosen: str, reason: str) -> None:
+    # A GPU that is there and not used is worth more than a line in the log of those who ask for it.
+    unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
+    level = logging.WARNING if unused_gpu else logging.INFO
+    _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)

@@ -1,0 +1,72 @@
+"""broadcast_tree: a training's whole state in one call; and how trees are taken apart, without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tree_checks as checks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.bucketing.trees import Difference, arrays_along, layout_of, rebuilt
+from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, on
+
+
+@pytest.mark.parametrize(
+    ("place", "world_size"),
+    [*on(SHM, 1, 3), *on(STAND_IN, 1, 2), *on(STAND_IN_STAGED, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 2)],
+)
+def test_all_ranks_get_the_root_s_state(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.broadcast_everything, place.kit)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(GPU, 2)])
+def test_the_first_difference_is_named_on_every_rank(place: Place, world_size: int) -> None:
+    by_rank = place.run(world_size, checks.differ, place.kit)
+    assert by_rank == [by_rank[0]] * world_size
+
+
+def test_an_array_that_cannot_be_written_to_is_told_before_anything_is_sent() -> None:
+    SHM.run(2, checks.write_where_it_cannot)
+
+
+# -- What needs no second process ---------------------------------------------------------------------------------
+
+
+def native(array: Any, path: str) -> Any:
+    return np.asarray(array)
+
+
+keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers()), st.none())
+leaves = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.builds(lambda n: np.arange(n), st.integers(0, 4)))
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(trees)
+def test_a_tree_follows_its_own_layout(tree: Any) -> None:
+    layout = layout_of(tree, native)
+    arrays = [array for _, array in arrays_along(layout, tree, native)]
+    whole = rebuilt(layout, tree)
+    assert repr(whole) == repr(tree)
+    assert [id(array) for _, array in arrays_along(layout, whole, native)] == [id(array) for array in arrays]
+
+
+@given(trees, trees)
+def test_two_trees_are_the_same_or_differ_somewhere(one: Any, other: Any) -> None:
+    layout = layout_of(one, native)
+    try:
+        arrays = list(arrays_along(layout, other, native))
+    except Difference as found:
+        assert ": " in str(found)
+        assert " against " in str(found)
+    else:
+        mine = [(path, array.shape, array.dtype) for path, array in arrays_along(layout, one, native)]
+        assert [(path, array.shape, array.dtype) for path, array in arrays] == mine

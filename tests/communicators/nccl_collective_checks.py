@@ -1,0 +1,405 @@
+"""What the collectives, messages and groups of the NCCL communicator must do beyond the contract: run inside ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+from nccl_checks import SECONDS, Calls, assert_all, full, held_up, side_stream
+from nccl_failure_checks import client, wait_until_told
+
+import gradsync as gs
+from contract import expect
+from kits import bring_to_rest
+
+ROWS = 600
+
+
+def ranks_of(comm: Any) -> range:
+    return range(comm.world_size)
+
+
+def total(comm: Any, value: float) -> float:
+    """The sum over the ranks of rank + value."""
+    return sum(rank + value for rank in ranks_of(comm))
+
+
+# -- Streams and memory -----------------------------------------------------------------------------------------------
+
+
+def collectives_of(comm: Any, source: Any) -> dict[str, tuple[Callable[..., Any], list[float]]]:
+    """Collectives on a source of ROWS rows that hold the rank + 1, with the values that the result's blocks have."""
+    n, rank = comm.world_size, comm.rank
+    last = n - 1
+    after, before = (rank + 1) % n, (rank - 1) % n
+    sizes = [ROWS - 10 * (n - 1)] + [10] * (n - 1)  # of the rows of a source
+    values = [peer + 1.0 for peer in ranks_of(comm)]
+    everything = sum(values)
+
+    def room() -> Any:
+        return cupy.empty(ROWS, np.float32)
+
+    return {
+        "all_reduce": (lambda **o: comm.all_reduce(source, **o), [everything]),
+        "reduce": (lambda **o: comm.reduce(source, "sum", last, **o), [everything] if rank == last else []),
+        "reduce_scatter": (lambda **o: comm.reduce_scatter(source, **o), [everything]),
+        "uneven reduce_scatter": (lambda **o: comm.reduce_scatter(source, sizes=sizes, **o), [everything]),
+        "broadcast": (lambda **o: comm.broadcast(source, last, **o), [last + 1.0]),
+        "all_gather": (lambda **o: comm.all_gather(source, **o), values),
+        "all_gather of what is asked for": (lambda **o: comm.all_gather(source, sizes="ask", **o), values),
+        "gather": (lambda **o: comm.gather(source, last, **o), values if rank == last else []),
+        "scatter": (lambda **o: comm.scatter(source, last, out=cupy.empty(ROWS // n, np.float32), **o), [last + 1.0]),
+        "all_to_all": (lambda **o: comm.all_to_all(source, **o), values),
+        "uneven all_to_all": (lambda **o: comm.all_to_all(source, send_sizes=sizes, **o), values),
+        "exchange": (lambda **o: comm.exchange(source, after, room(), before, **o), [before + 1.0]),
+    }
+
+
+def assert_blocks(result: Any, values: list[float], stream: Any = None) -> None:
+    """Each value fills a block of the result, whatever their sizes."""
+    if not values:
+        assert result is None
+        return
+    got = result.get(stream=stream)
+    assert list(dict.fromkeys(got.tolist())) == list(dict.fromkeys(values)), f"{got[:3]} ... for {values}"
+
+
+def follow_slow_streams(comm: Any) -> None:
+    """Every collective reads its source when the stream that makes it has come there, and no sooner."""
+    for name in collectives_of(comm, None):
+        source, side = full(0, ROWS), side_stream()
+        # Asking for sizes waits for the device; only what comes before the question may be held up.
+        obstacles = [] if "ask" in name or "uneven all_to_all" in name else [side]
+        with held_up(*obstacles):
+            with side:
+                source += comm.rank + 1
+            collective, values = collectives_of(comm, source)[name]
+            result = collective(stream=side)
+        assert_blocks(result, values, side)
+
+
+def drop_results_at_once(comm: Any) -> None:
+    """The result of a future that the caller drops, while its stream still reads it, is not written over."""
+    callback = gs.AllreduceCallback("sum", comm)
+    for step in range(3):
+        own = side_stream()
+        with own:
+            copy = cupy.zeros(ROWS, np.float32)
+            future = comm.asynchronous.all_gather(full(comm.rank + step, ROWS // comm.world_size))
+            comm._stream.synchronize()
+            assert future.done()
+            result = future.result()
+            callback("needs as much memory on its way", cupy.ones(ROWS, np.int16))
+            with held_up(own):
+                copy += result
+                del future, result
+                callback.flush()
+                comm._stream.synchronize()
+        assert sorted(set(copy.get(stream=own).tolist())) == [peer + step for peer in ranks_of(comm)]
+
+
+def stage_both_ways(comm: Any) -> None:
+    """A source or an `out` in host memory, with the other one on the device."""
+    n, rank = comm.world_size, comm.rank
+    on_device = cupy.full((n, 3), rank + 1, np.int16)
+    for source in (on_device, on_device.get()):
+        for make in (cupy.zeros, np.zeros):
+            whole, part = make((n * n, 3), np.int16), make((1, 3), np.int16)
+            comm.all_gather(source, out=whole)
+            assert as_host(whole)[:, 0].tolist() == [peer + 1 for peer in ranks_of(comm) for _ in ranks_of(comm)]
+            comm.reduce_scatter(source, out=part)
+            assert as_host(part).tolist() == [[total(comm, 1)] * 3]
+            comm.scatter(source if rank == 0 else None, out=part)
+            assert as_host(part).tolist() == [[1] * 3]
+            block = make((n, 3), np.int16)
+            comm.all_to_all(source, out=block)
+            assert as_host(block)[:, 0].tolist() == [peer + 1 for peer in ranks_of(comm)]
+            comm.exchange(source, (rank + 1) % n, block, (rank - 1) % n)
+            assert (as_host(block) == (rank - 1) % n + 1).all()
+        for collective in (lambda s: comm.all_gather(s, sizes="ask"), lambda s: comm.reduce_scatter(s, "max")):
+            assert type(collective(source)) is type(source)
+
+
+def reuse_host_arrays_at_once(comm: Any) -> None:
+    """A host array that a future is still to write to is read, and written to, in the order of the collectives."""
+    n, slow = comm.world_size, side_stream()
+    array, other = np.ones(ROWS), np.full(ROWS, 2.0)
+    for step in range(3):
+        with slow:
+            futures = [comm.asynchronous.all_reduce(array) for _ in range(2)]
+            futures.append(comm.asynchronous.all_reduce(other, "max", out=array))
+        futures[-1].result()
+        assert (array == 2 * n**step).all()
+        assert (futures[0].result() == 2 * n**step).all()
+        comm.all_reduce(other)
+        comm.broadcast(array)
+    memory = np.zeros((4, 6), np.int32)
+    gs.bcast_list_([memory[:, ::2], memory[:, 1::2]], communicator=comm)  # one launch, and memory that interleaves
+    callback = gs.AllreduceCallback("sum", comm)
+    with callback.backward():
+        for column in range(6):
+            callback(column, memory[:, column])
+    assert (memory == 0).all()
+
+
+def as_host(array: Any) -> np.ndarray[Any, Any]:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def broadcast_in_one_go(comm: Any) -> None:
+    """Arrays of any dtypes and layouts are one broadcast."""
+    calls = Calls()
+    calls.watch(comm._handle, "call")
+    root = comm.world_size - 1
+    shapes = [("float32", (30, 4)), ("int8", (3,)), ("complex128", ()), ("bool", (0,)), ("float16", (5, 5))]
+    arrays = [cupy.full(shape, comm.rank + 1).astype(dtype) for dtype, shape in shapes]
+    arrays += [cupy.asfortranarray(arrays[0]) * 2, np.full(7, comm.rank, np.int64)]
+    calls.counting = True
+    gs.bcast_list_(arrays, root, comm)
+    calls.counting = False
+    assert calls.counts == ({} if comm.world_size == 1 else {"call": 1})
+    for array, value in zip(arrays, [root + 1] * 3 + [True, root + 1, 2 * root + 2, root], strict=True):
+        assert (as_host(array) == value).all()
+
+
+# -- Groups of calls --------------------------------------------------------------------------------------------------
+
+
+def leave_no_group_open(comm: Any) -> None:
+    """Whatever ends a group of calls, the next one is launched; one that has been ended is told so."""
+    handle, nccl = comm._handle, comm._handle.library.binding
+    array = full(1, 4)
+
+    def reduce(op: int = nccl.NCCL_SUM) -> None:
+        handle.call("allReduce", array.data.ptr, array.data.ptr, 4, nccl.NCCL_FLOAT32, op, 0)
+
+    def fail(error: BaseException) -> None:
+        with handle.group():
+            raise error
+
+    def call_wrongly() -> None:
+        with handle.group():
+            reduce(99)
+
+    for error in (ZeroDivisionError(), KeyboardInterrupt(), SystemExit()):
+        expect(type(error), lambda e=error: fail(e))
+        expect(nccl.NcclError, nccl.groupEnd)  # there is none
+    expect(gs.NcclError, call_wrongly, "ncclAllReduce")
+    expect(nccl.NcclError, nccl.groupEnd)
+    with handle.group():
+        reduce()
+    assert_all(array, comm.world_size)
+    handle.begin_abort()
+    handle.await_end(SECONDS)
+    expect(gs.CommunicatorClosed, lambda: fail(ZeroDivisionError()), "ended")
+    expect(gs.CommunicatorClosed, reduce, "ended")
+    expect(nccl.NcclError, nccl.groupEnd)
+
+
+# -- Messages ---------------------------------------------------------------------------------------------------------
+
+
+def meet_exchange_in_any_order(comm: Any) -> None:
+    """An exchange goes together with plain messages on the other side, whichever of the two comes first there."""
+    for arrays in (cupy, np):  # the host waits for each message of its own
+        for step, order in enumerate([(0, 1), (1, 0)] * 4):
+            size = 50 + (step if arrays is np else 0)  # what is new must be asked about
+            mine, other = arrays.full(size, comm.rank + step), arrays.full(size, -1)
+            plain = [lambda m=mine: comm.send(m, 0), lambda o=other: comm.recv(o, 0)]
+            if comm.rank == 0:
+                comm.exchange(mine, 1, other, 1)
+            elif comm.rank == 1:
+                for index in order:
+                    plain[index]()
+            if comm.rank < 2:
+                assert (as_host(other) == 1 - comm.rank + step).all()
+
+
+def break_out_of_a_ring(comm: Any) -> None:
+    """All exchange in a ring but one rank, which sends first and receives then; and one that comes late."""
+    n, rank = comm.world_size, comm.rank
+    after, before = (rank + 1) % n, (rank - 1) % n
+    for step in range(2 * n):
+        mine, other = full(rank + step, 10), full(-1, 10)
+        if rank == step % n:
+            if step < n:
+                time.sleep(0.05)  # longer than messages wait to be launched together
+                comm.exchange(mine, after, other, before)
+            else:
+                comm.send(mine, after)
+                comm.recv(other, before)
+        else:
+            comm.exchange(mine, after, other, before)
+        assert_all(other, before + step)
+
+
+def agree_on_one_message_of_two(comm: Any) -> None:
+    """The message on which its ranks agree is launched; the other one is a mismatch on both sides."""
+    n, rank = comm.world_size, comm.rank
+    after, before = (rank + 1) % n, (rank - 1) % n
+    mine, other = full(rank, 10), full(-1, 9 if rank == 0 else 10)  # rank 0 expects another size
+    errors = []
+    try:
+        comm.exchange(mine, after, other, before)
+    except gs.PlanMismatch as error:
+        errors.append(error)
+    assert len(errors) == (rank in (0, n - 1))
+    for error in errors:
+        assert not error.broken
+        assert set(error.descriptions) == {0, n - 1}
+    assert_all(other, -1 if rank == 0 else before)
+    comm.barrier()
+    assert_all(comm.exchange(mine, after, full(-1, 10), before), before)
+
+
+def leave_the_messages_alone(comm: Any) -> str:
+    """Rank 1 expects something else than it always did; rank 0 sends ahead, because all messages were alike."""
+    array = full(1, 10)
+    for _ in range(8):
+        if comm.rank == 0:
+            comm.send(array, 1)
+        elif comm.rank == 1:
+            comm.recv(array, 0)
+    if comm.rank > 1:
+        return wait_until_told(gs.GradsyncError)
+
+    def go_on() -> None:
+        if comm.rank == 0:
+            comm.send(array, 1)
+            client().set("ahead", b"")
+        else:
+            client().get("ahead", timeout_seconds=SECONDS)
+            comm.recv(full(0, 11), 0)
+        while True:
+            comm.barrier()
+
+    error = expect(gs.PlanMismatch, go_on)
+    assert error.broken
+    expect((gs.PlanMismatch, gs.CommunicatorClosed), comm.barrier)
+    return str(error)
+
+
+def wait_for_a_message_in_vain(comm: Any, how: str) -> str:
+    """Rank 1 never sends what rank 0 waits for; rank 2 has closed, and has no part in it."""
+    if comm.rank == 2:
+        comm.close()
+    elif comm.rank == 1:
+        if how == "closes":
+            comm.close()
+        kind = gs.CollectiveTimeout if how == "stays" else gs.RankFailed
+        return wait_until_told(kind)
+    else:
+        error = expect(gs.RankFailed if how == "closes" else gs.CollectiveTimeout, lambda: comm.recv(full(0, 3), 1))
+        if how == "closes":
+            assert error.rank == 1
+        else:
+            assert error.missing_ranks == (1,)
+        return str(error)
+    return wait_until_told(gs.GradsyncError)
+
+
+# -- Groups -----------------------------------------------------------------------------------------------------------
+
+
+def split_as_the_library_can(comm: Any, has_split: bool) -> None:
+    """Into groups, by ncclCommSplit where that is there, right after a collective; rank 0 joins none the last time."""
+    names: list[str] = []
+    call = comm._handle.call
+
+    def note(name: str, *arguments: Any) -> Any:
+        names.append(name)
+        return call(name, *arguments)
+
+    comm._handle.call = note
+    places: list[Callable[[int], tuple[int | None, int]]] = [
+        lambda rank: (rank % 2, 0),
+        lambda rank: (-(2**40) - rank // 2, -rank),
+        lambda rank: (7 if rank else None, 0),
+    ]
+    for place in places:
+        color, key = place(comm.rank)
+        array = full(1, 3)
+        comm.all_reduce(array)
+        group = comm.split(color, key)
+        assert_all(array, comm.world_size)
+        if color is None:
+            assert group is None
+            continue
+        members = sorted([r for r in ranks_of(comm) if place(r)[0] == color], key=lambda r: (place(r)[1], r))
+        assert group.ranks == tuple(members)
+        assert group.all_gather(full(comm.rank, 1)).get().tolist() == members
+        group.close()
+        assert not comm.closed
+    assert names.count("commSplit") == (3 if has_split else 0)
+    comm.barrier()
+
+
+def miss_a_rank_in_ncclcommsplit(comm: Any) -> str:
+    """Rank 1 does something else in place of the call that nothing can interrupt."""
+    from gradsync.communicators import nccl
+
+    def never_come(*arguments: Any) -> Any:
+        arguments[0].barrier("nccl/split")
+        wait_until_told()
+        raise gs.CommunicatorClosed("told")
+
+    if comm.rank == 1:
+        nccl.split_group = never_come
+        return str(expect(gs.CommunicatorClosed, lambda: comm.split(0)))
+    error = expect(gs.CollectiveTimeout, lambda: comm.split(0))
+    expect(gs.CommunicatorClosed, comm.barrier)
+    comm._handle.await_end(SECONDS)
+    assert comm._handle._has_ended.is_set()
+    return str(error)
+
+
+def take_turns_with_overlapping_groups(comm: Any) -> None:
+    """Collectives of groups with common members, in one order and on many streams, run in that order."""
+    pairs = [(low, high) for high in ranks_of(comm) for low in range(high)]
+    groups = {pair: comm.new_group(pair) for pair in pairs}
+    for step in range(20):
+        arrays = []
+        for pair in pairs if step % 2 else pairs[::-1]:
+            if comm.rank in pair:
+                array, side = full(comm.rank + step), side_stream()
+                if step == 0:
+                    with held_up(side):
+                        groups[pair].all_reduce(array, stream=side)
+                else:
+                    groups[pair].asynchronous.all_reduce(array)
+                arrays.append((array, sum(pair) + 2 * step))
+        comm.barrier()
+        bring_to_rest(comm)
+        for array, wanted in arrays:
+            assert_all(array, wanted)
+    for pair in pairs if comm.rank % 2 else pairs[::-1]:
+        if comm.rank in pair:
+            groups[pair].close()
+
+
+def launch_groups_in_one_order(comm: Any) -> None:
+    """What a group launches after another one waits for it, though it is ready: two streams would wait crosswise."""
+    first, second = comm.new_group(ranks_of(comm)), comm.new_group(ranks_of(comm))
+    for group in (first, second):
+        group.barrier()
+    early, late, side = full(1), full(1), side_stream()
+    with held_up(side):
+        first.all_reduce(early, stream=side)
+        future = second.asynchronous.all_reduce(late)
+        client().barrier("all ranks have launched both")
+        expect(gs.CollectiveTimeout, lambda: future._completion.wait(0.05))
+    assert_all(future.result(), comm.world_size)
+    assert_all(early, comm.world_size, side)
+
+
+def end_a_group_by_its_member(comm: Any) -> str:
+    """Rank 1 does not come to a collective of a group: the members are told, and so are all others."""
+    group = comm.new_group([0, 1])
+    if comm.rank == 0:
+        error = expect(gs.CollectiveTimeout, lambda: group.all_reduce(full(1)))
+        assert error.missing_ranks == (1,)
+        return str(error)
+    return wait_until_told(gs.CollectiveTimeout)

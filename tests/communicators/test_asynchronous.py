@@ -1,0 +1,483 @@
+"""communicator.asynchronous between ranks: the results of the synchronous form, one order, errors in futures."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from contract import expect
+from gradsync.communicators.asynchronous import Asynchronous
+from gradsync.communicators.base import Communicator
+from gradsync.communicators.collective_queue import pending
+from rank_processes import run_ranks, run_ranks_for_outcomes
+
+WAIT = 20.0
+METHODS = [name for name, _ in inspect.getmembers(Asynchronous, inspect.isfunction) if not name.startswith("_")]
+
+
+def test_every_collective_has_an_asynchronous_form() -> None:
+    made = {name.removeprefix("_").removesuffix("_call") for name in dir(Communicator) if name.endswith("_call")}
+    assert set(METHODS) == made
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_arguments_are_the_same(method: str) -> None:
+    ours, theirs = (inspect.signature(getattr(owner, method)) for owner in (Asynchronous, Communicator))
+    assert ours.parameters == theirs.parameters
+
+
+# -- Results ---------------------------------------------------------------------------------------------------------
+
+
+def calls(comm: Any, collectives: Any) -> list[Any]:
+    """Every collective, in several forms, through the communicator or its asynchronous face."""
+    n, rank = comm.world_size, comm.rank
+    rows = np.arange(6.0 * n).reshape(2 * n, 3) * (rank + 1)
+    right, left = (rank + 1) % n, (rank - 1) % n
+    uneven = np.full((rank + 1, 2), rank, np.int32)
+    sizes = [i + 1 for i in range(n)]
+    results = [
+        collectives.all_reduce(rows.copy()),
+        collectives.all_reduce(rows, "max", out=np.empty_like(rows)),
+        collectives.reduce(rows.copy(), "mean", n - 1),
+        collectives.reduce_scatter(rows),
+        collectives.reduce_scatter(rows, "min", sizes=[2 * n] + [0] * (n - 1)),
+        collectives.broadcast(rows.copy(), root=n - 1),
+        collectives.all_gather(np.float32(rank) * np.ones((2, 2), np.float32)),
+        collectives.all_gather(uneven, sizes=sizes),
+        collectives.all_gather(uneven, sizes="ask"),
+        collectives.gather(uneven, n - 1, sizes="ask"),
+        collectives.scatter(rows if rank == 0 else None, out=np.empty((2, 3))),
+        collectives.all_to_all(rows),
+        collectives.all_to_all(uneven, send_sizes=[0] * (n - 1) + [rank + 1]),
+        collectives.exchange(rows, right, np.empty_like(rows), left),
+        collectives.barrier(),
+    ]
+    if n > 1 and rank == 0:
+        results.append(collectives.send(rows, 1))
+    if n > 1 and rank == 1:
+        results.append(collectives.recv(np.empty_like(rows), 0))
+    return results
+
+
+def both_forms(comm: Any) -> None:
+    expected = calls(comm, comm)
+    futures = calls(comm, comm.asynchronous)
+    for number, (future, value) in enumerate(zip(futures, expected, strict=True)):
+        result = future.result(WAIT)
+        if value is None:
+            assert result is None, number
+        else:
+            assert (result.dtype, result.shape) == (value.dtype, value.shape), number
+            np.testing.assert_array_equal(result, value, str(number))
+        assert future.done()
+        assert future.exception() is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_are_those_of_the_synchronous_form(world_size: int) -> None:
+    run_ranks(world_size, both_forms)
+
+
+def test_results_are_those_of_the_synchronous_form_on_a_gpu() -> None:
+    run_ranks(2, both_forms, backend="nccl", stand_in=True)
+
+
+def beside_the_host(comm: Any) -> None:
+    import cupy
+
+    array, ended = cupy.ones(1000, cupy.float32), threading.Event()
+    for stream in (None, cupy.cuda.Stream(non_blocking=True)):
+        future = comm.asynchronous.all_reduce(array, stream=stream)
+        assert future.result() is array
+        future.add_done_callback(lambda _: ended.set())
+        assert ended.wait(WAIT)
+        ended.clear()
+    assert array.get().tolist() == [4.0] * 1000
+    bad = comm.asynchronous.all_reduce(cupy.ones(3 + comm.rank))
+    expect(gs.PlanMismatch, bad.result)
+    assert "gradsync-collectives" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_gpu_is_beside_the_host_by_itself() -> None:
+    run_ranks(2, beside_the_host, backend="nccl", stand_in=True)
+
+
+def in_place(comm: Any) -> None:
+    array, out = np.ones(3), np.empty(3)
+    assert comm.asynchronous.all_reduce(array).result() is array
+    assert comm.asynchronous.all_reduce(array, out=out).result() is out
+    assert comm.asynchronous.broadcast(array).result() is array
+    np.testing.assert_array_equal(out, comm.world_size**2)
+
+
+def test_results_are_the_callers_own_arrays() -> None:
+    run_ranks(2, in_place)
+
+
+def held_by_nobody_else(comm: Any) -> float:
+    futures = [comm.asynchronous.all_reduce(np.full(1000, float(i))) for i in range(50)]
+    return sum(future.result().sum() for future in futures)
+
+
+def test_arrays_are_held_until_the_end() -> None:
+    assert run_ranks(2, held_by_nobody_else) == [1000 * 2 * sum(range(50))] * 2
+
+
+# -- Beside the caller -----------------------------------------------------------------------------------------------
+
+
+def compute_meanwhile(comm: Any, path: str) -> int:
+    """Rank 1 comes late: when rank 0 lets it know, through a pipe, that it has computed all the while."""
+    if comm.rank == 0:
+        os.mkfifo(path)
+    comm.barrier()
+    pipe, computed = os.open(path, os.O_RDWR), 0
+    begun = comm.recorder.begun
+    if comm.rank == 0:
+        future = comm.asynchronous.all_reduce(np.ones(3))
+        while comm.recorder.begun == begun or computed < 50:
+            computed += int(np.ones((50, 50)).dot(np.ones(50)).sum() > 0)
+        assert not future.done()
+        os.write(pipe, b"x")
+    else:
+        assert os.read(pipe, 1) == b"x"
+        future = comm.asynchronous.all_reduce(np.ones(3))
+    assert future.result(WAIT)[0] == 2.0
+    os.close(pipe)
+    return computed
+
+
+def test_the_main_thread_computes_while_a_collective_waits_for_a_late_rank(tmp_path: Path) -> None:
+    assert run_ranks(2, compute_meanwhile, str(tmp_path / "pipe"))[0] >= 50
+
+
+# -- Order -----------------------------------------------------------------------------------------------------------
+
+
+def overlapping_groups(comm: Any) -> None:
+    """Without one order, rank 1 would meet rank 0 in one group while rank 2 waits for it in the other."""
+    pairs = [comm.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+    mine = [pair for pair in pairs if pair is not None]
+    expected, futures = [], []
+    for step in range(100):
+        for pair in mine:
+            futures.append(pair.asynchronous.all_reduce(np.full(10, float(comm.rank + step))))
+            expected.append(float(sum(pair.ranks) + 2 * step))
+        if step % 10 == 0:
+            comm.barrier()
+            assert all(future.done() for future in futures), "the world's barrier came before the groups' work"
+    assert [future.result(WAIT)[0] for future in futures] == expected
+    for pair in mine:
+        pair.close()
+
+
+def test_groups_that_overlap_keep_one_order() -> None:
+    run_ranks(3, overlapping_groups)
+
+
+def mixed(comm: Any, seed: int) -> None:
+    """What every rank calls is the same; when it does so, and where it waits, is its own affair."""
+    pair = comm.new_group([0, 1])
+    shared, own = random.Random(seed), random.Random(seed + comm.rank)
+    open_futures = []
+    for step in range(1000):
+        group = shared.choice([comm, pair])
+        kind = shared.choice(["all_reduce", "all_gather", "broadcast", "barrier"])
+        size, form = shared.choice([1, 100, 20_000]), own.choice(["synchronous", "asynchronous"])
+        if group is None:
+            continue
+        arguments = [] if kind == "barrier" else [np.full(size, float(step + group.rank))]
+        collectives = group if form == "synchronous" else group.asynchronous
+        result = getattr(collectives, kind)(*arguments)
+        check = checks(kind, step, group.world_size)
+        if form == "synchronous":
+            check(result)
+        else:
+            open_futures.append((result, check))
+        pause(own)
+        while open_futures and own.random() < 0.3:
+            future, check = open_futures.pop(own.randrange(len(open_futures)))
+            check(future.result(WAIT))
+    for future, check in open_futures:
+        check(future.result(WAIT))
+    comm.barrier()
+    assert not pending
+
+
+def pause(own: random.Random) -> None:
+    if own.random() < 0.05:
+        time.sleep(own.uniform(0, 0.003))  # nothing waits for it: the ranks shall drift apart
+
+
+def checks(kind: str, step: int, n: int) -> Callable[[Any], None]:
+    expected = {
+        "all_reduce": sum(step + rank for rank in range(n)),
+        "all_gather": np.arange(step, step + n),
+        "broadcast": step,
+    }
+
+    def check(result: Any) -> None:
+        if kind == "barrier":
+            assert result is None
+        else:
+            values = result.reshape(n, -1).T if kind == "all_gather" else result
+            assert (values == expected[kind]).all(), (kind, step)
+
+    return check
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_both_forms_mixed_with_random_pauses(world_size: int) -> None:
+    run_ranks(world_size, mixed, world_size)
+
+
+def crosswise(comm: Any) -> None:
+    """Two threads with a communicator each; on the ranks they submit in opposite orders."""
+    groups = [comm.new_group([0, 1]), comm.new_group([0, 1])]
+    turns = [threading.Event(), threading.Event()]
+    results: list[float] = []
+
+    def work(number: int) -> None:
+        group = groups[number]
+        if number != comm.rank:
+            assert turns[comm.rank].wait(WAIT)
+        future = group.asynchronous.all_reduce(np.ones(3))
+        turns[number].set()
+        results.append(future.result(WAIT)[0])
+        group.barrier()
+        results.extend(group.asynchronous.all_reduce(np.ones(3)).result(WAIT)[0] for _ in range(100))
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT)
+    assert results == [2.0] * 202
+    for group in groups:
+        group.close()
+
+
+def test_threads_that_submit_in_different_orders_on_the_ranks() -> None:
+    run_ranks(2, crosswise)
+
+
+def from_callbacks(comm: Any) -> list[float]:
+    """The callback's own collectives come right after the one that it is of, on every rank."""
+    results: list[float] = []
+
+    def after(future: gs.CollectiveFuture) -> None:
+        results.append(future.result()[0])
+        results.append(comm.all_reduce(np.full(2, 10.0))[0])
+        results.append(comm.asynchronous.all_reduce(np.full(5, 20.0)).result()[0])
+
+    for _ in range(20):
+        first = comm.asynchronous.all_reduce(np.full(3, 1.0))
+        first.add_done_callback(after)
+        comm.asynchronous.all_reduce(np.full(7, 0.0))
+        comm.all_reduce(np.full(4, 2.0))
+    return results
+
+
+def test_callbacks_that_call_collectives() -> None:
+    assert run_ranks(2, from_callbacks) == [[2.0, 20.0, 40.0] * 20] * 2
+
+
+# -- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def argument_errors(comm: Any) -> None:
+    submit = comm.asynchronous
+    expect(gs.InvalidArgument, lambda: submit.all_reduce("no array"))
+    expect(gs.InvalidArgument, lambda: submit.all_reduce(np.ones(3), "median"))
+    expect(gs.UnsupportedDtype, lambda: submit.all_reduce(np.ones(3, np.int32), "mean"))
+    expect(gs.InvalidArgument, lambda: submit.broadcast(np.ones(3), root=comm.world_size))
+    expect(gs.InvalidArgument, lambda: submit.all_gather(np.ones(3), out=np.ones(1)))
+    expect(gs.InvalidArgument, lambda: submit.send(np.ones(3), comm.rank))
+    assert not pending
+    comm.barrier()
+
+
+def test_wrong_arguments_are_refused_at_once() -> None:
+    run_ranks(2, argument_errors)
+
+
+def plan_mismatch(comm: Any) -> str:
+    bad = comm.asynchronous.all_reduce(np.ones(3 + comm.rank))
+    good = comm.asynchronous.all_reduce(np.ones(3))
+    assert good.result(WAIT)[0] == comm.world_size
+    assert bad.done()
+    bad.wait()
+    assert isinstance(bad.exception(), gs.PlanMismatch)
+    assert "failed" in repr(bad)
+    return str(expect(gs.PlanMismatch, bad.result))
+
+
+def test_a_mismatch_fails_its_future_and_nothing_else() -> None:
+    texts = run_ranks(2, plan_mismatch)
+    assert all("float64[3]" in text and "float64[4]" in text for text in texts)
+
+
+def others_end(comm: Any) -> list[str]:
+    group = comm.new_group([0, 1])
+    if comm.rank == 1:
+        comm.abort("the disk is full")
+        group.barrier()
+        return []
+    broken = [comm.asynchronous.all_reduce(np.ones(3)) for _ in range(2)]
+    fine = group.asynchronous.barrier()
+    assert fine.result(WAIT) is None
+    return [type(future.exception()).__name__ for future in broken]
+
+
+def test_a_rank_that_fails_breaks_the_futures_of_its_communicator() -> None:
+    assert run_ranks(2, others_end)[0] == ["RankFailed", "CommunicatorClosed"]
+
+
+def die(comm: Any) -> list[str]:
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    futures = [comm.asynchronous.all_reduce(np.ones(3)) for _ in range(3)]
+    for future in futures:
+        future.wait(timeout=WAIT)
+    return [type(future.exception()).__name__ for future in futures]
+
+
+def test_a_rank_that_dies_fails_all_futures() -> None:
+    survivor, _ = run_ranks_for_outcomes(2, die)
+    assert survivor.result == ["RankFailed", "CommunicatorClosed", "CommunicatorClosed"]
+
+
+def miss_the_deadline(comm: Any) -> None:
+    if comm.rank == 1:
+        ended = time.monotonic() + 1.0
+        while time.monotonic() < ended:  # not in the collective while the other's deadline passes
+            time.sleep(0.05)
+        expect(gs.CollectiveTimeout, comm.barrier)
+        return
+    futures = [comm.asynchronous.barrier() for _ in range(2)]
+    assert expect(gs.CollectiveTimeout, lambda: futures[0].result(WAIT)).missing_ranks == (1,)
+    expect(gs.CommunicatorClosed, lambda: futures[1].result(WAIT))
+
+
+def test_each_collective_has_its_deadline() -> None:
+    run_ranks(2, miss_the_deadline, collective_timeout_seconds=0.3)
+
+
+def abort_under_way(comm: Any) -> list[str]:
+    """Rank 0 aborts while its first collective waits for rank 1, and the others wait for the first."""
+    group = comm.new_group([0, 1])
+    if comm.rank == 1:
+        group.barrier()
+        expect(gs.RankFailed, comm.barrier, "asked to")
+        return []
+    begun = comm.recorder.begun
+    futures = [comm.asynchronous.barrier() for _ in range(4)]
+    while comm.recorder.begun == begun:
+        time.sleep(0.001)
+    comm.abort("asked to")
+    assert [future.done() for future in futures[1:]] == [True] * 3
+    futures[0].wait(timeout=1.0)
+    group.barrier()
+    return [type(future.exception()).__name__ for future in futures]
+
+
+def test_abort_with_collectives_under_way() -> None:
+    first, _ = run_ranks(2, abort_under_way)
+    assert first == ["RankFailed"] + ["CommunicatorClosed"] * 3
+
+
+def close_under_way(comm: Any) -> list[Any]:
+    group = comm.new_group([0, 1])
+    futures = [group.asynchronous.all_reduce(np.full(100_000, float(i))) for i in range(10)]
+    group.close()
+    return [future.result(0)[0] for future in futures]
+
+
+def test_close_lets_what_was_submitted_end() -> None:
+    assert run_ranks(2, close_under_way) == [[2.0 * i for i in range(10)]] * 2
+
+
+def interrupted(comm: Any) -> None:
+    group = comm.new_group([0, 1])
+    if comm.rank == 1:
+        group.barrier()
+    future = comm.asynchronous.all_reduce(np.ones(3))
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    future.result()
+
+
+def test_ctrl_c_ends_the_wait_for_a_future_and_tells_the_others() -> None:
+    first, second = run_ranks_for_outcomes(2, interrupted)
+    assert isinstance(first.error, KeyboardInterrupt)
+    assert isinstance(second.error, gs.RankFailed)
+    assert "KeyboardInterrupt" in str(second.error)
+
+
+# -- The end of the program ------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, time
+import numpy as np
+import gradsync as gs
+
+comm = gs.init_process_group("shm")
+group = comm.new_group([0, 1])
+if comm.rank == 0:
+    futures = [comm.asynchronous.all_reduce(np.ones(10)) for _ in range(3)]
+    print("ending at", time.time(), flush=True)
+    {ending}
+else:
+    try:
+        {other}
+    except gs.RankFailed:
+        try:
+            comm.barrier()
+        except gs.RankFailed as error:
+            print("heard:", error, flush=True)
+"""
+
+
+def run_program(tmp_path: Path, ending: str, other: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Runs two ranks, and returns also the seconds from the end of rank 0's program to the end of all."""
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(ending=ending, other=other))
+    command = [sys.executable, "-m", "gradsync", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done, time.time() - float(done.stdout.partition("ending at ")[2].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "reason"),
+    [
+        ("pass", 0, "the program ended with 3 asynchronous collectives under way"),
+        ("sys.exit(3)", 3, "SystemExit: 3"),
+        ("raise ValueError('the news')", 1, "ValueError: the news"),
+    ],
+)
+def test_a_rank_that_ends_with_collectives_under_way(tmp_path: Path, ending: str, code: int, reason: str) -> None:
+    done, seconds = run_program(tmp_path, ending, "group.barrier()")
+    assert done.returncode == code, done.stderr
+    assert f": {reason}" in done.stdout
+    assert seconds < 2.0
+
+
+def test_a_rank_that_ends_lets_the_others_have_what_comes_in_time(tmp_path: Path) -> None:
+    other = "time.sleep(0.3); print([comm.all_reduce(np.ones(10))[0] for _ in range(3)])"
+    done, seconds = run_program(tmp_path, "pass", other)
+    assert done.returncode == 0, done.stderr
+    assert "[2.0, 2.0, 2.0]" in done.stdout.replace("np.float64(", "").replace(")", "")
+    assert seconds < 2.0

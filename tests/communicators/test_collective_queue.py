@@ -1,0 +1,361 @@
+"""The FIFO of asynchronous collectives: order, threads, ends; without other ranks. With them: test_asynchronous.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from gradsync.communicators import collective_queue
+from gradsync.communicators.collective_queue import pending
+from gradsync.communicators.local import LocalCommunicator
+
+WAIT = 20.0
+
+
+@pytest.fixture
+def comm() -> Iterator[LocalCommunicator]:
+    with LocalCommunicator() as communicator:
+        yield communicator
+    assert not pending
+
+
+def submit(comm: Any, run: Callable[[], Any]) -> gs.CollectiveFuture:
+    return collective_queue.submit(comm.lifetime, "a test", "rank 0/1: a test", run)
+
+
+class Gate:
+    """A job that runs until it is let through."""
+
+    def __init__(self, comm: Any) -> None:
+        self._entered, self._open = threading.Event(), threading.Event()
+        self.future = submit(comm, self._run)
+
+    def _run(self) -> str:
+        self._entered.set()
+        assert self._open.wait(WAIT)
+        return "through"
+
+    def await_entered(self) -> None:
+        assert self._entered.wait(WAIT)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def serving_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gradsync-collectives"]
+
+
+def test_jobs_run_in_order_in_one_thread_beside_the_caller(comm: Any) -> None:
+    ran: list[tuple[int, int]] = []
+    futures = [submit(comm, lambda i=i: ran.append((i, threading.get_ident())) or i) for i in range(200)]
+    assert [future.result(WAIT) for future in futures] == list(range(200))
+    assert [number for number, _ in ran] == list(range(200))
+    assert len({thread for _, thread in ran} | {threading.get_ident()}) == 2
+
+
+def test_the_caller_goes_on(comm: Any) -> None:
+    gate = Gate(comm)
+    gate.await_entered()
+    assert not gate.future.done()
+    gate.open()
+    assert gate.future.result(WAIT) == "through"
+
+
+def test_a_collective_without_a_future_waits_until_all_is_over(comm: Any) -> None:
+    gate, seen = Gate(comm), []
+    later = submit(comm, lambda: seen.append("queued"))
+    later.add_done_callback(lambda _: seen.append("callback"))
+    gate.await_entered()
+    threading.Timer(0.1, gate.open).start()
+    with LocalCommunicator() as other:  # of whichever communicator
+        other.barrier()
+        seen.append("barrier")
+    assert seen == ["queued", "callback", "barrier"]
+
+
+def test_a_failed_job_fails_its_future_only(comm: Any) -> None:
+    failed = submit(comm, lambda: 1 / 0)
+    left = submit(comm, sys.exit)
+    fine = submit(comm, lambda: 3)
+    assert fine.result(WAIT) == 3
+    assert isinstance(failed.exception(), ZeroDivisionError)
+    assert isinstance(left.exception(), SystemExit)
+
+
+def test_a_callback_that_leaves_does_not_end_the_others(comm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate(comm)
+    gate.future.add_done_callback(lambda _: sys.exit(3))
+    fine = submit(comm, lambda: 3)
+    gate.open()
+    assert fine.result(WAIT) == 3
+    assert "a done-callback of rank 0/1: a test raised SystemExit" in caplog.text
+
+
+def test_callbacks_may_call_collectives(comm: Any) -> None:
+    gate, order = Gate(comm), []
+
+    def after(_: Any) -> None:
+        comm.barrier()
+        order.append("barrier")
+        inner = submit(comm, lambda: order.append("inner"))
+        assert inner.done(), "it runs at once: before what others have submitted"
+        inner.result()
+
+    gate.future.add_done_callback(after)
+    later = submit(comm, lambda: order.append("later"))
+    gate.open()
+    later.result(WAIT)
+    assert order == ["barrier", "inner", "later"]
+
+
+def test_a_callback_that_asks_for_a_later_result_is_told_at_once(comm: Any) -> None:
+    gate, errors = Gate(comm), []
+    later = submit(comm, lambda: 1)
+
+    def ask(_: Any) -> None:
+        try:
+            later.result()
+        except gs.FutureNotReady as error:
+            errors.append(str(error))
+
+    gate.future.add_done_callback(ask)
+    gate.open()
+    assert later.result(WAIT) == 1
+    assert "return from that first" in errors[0]
+
+
+def test_the_thread_ends_when_idle_and_comes_back(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_queue, "_IDLE_SECONDS", 0.01)
+    done: list[Any] = []
+
+    def use() -> None:  # in a thread of its own, which has a FIFO of its own
+        for number in range(2):
+            done.append(submit(comm, lambda number=number: number).result(WAIT))
+            for thread in serving_threads():
+                thread.join(WAIT)
+            done.append(serving_threads())
+
+    for thread in serving_threads():
+        thread.join(WAIT)
+    user = threading.Thread(target=use)
+    user.start()
+    user.join(2 * WAIT)
+    assert done == [0, [], 1, []]
+
+
+def test_arrays_and_communicators_are_let_go(comm: Any) -> None:
+    array = np.zeros(3)
+    other = LocalCommunicator()
+    gone = [weakref.ref(array), weakref.ref(other)]
+    submit(other, lambda array=array: array.sum()).result(WAIT)
+    other.close()
+    del array, other
+    comm.barrier()  # the job itself is over a moment after its result is there
+    deadline = time.monotonic() + WAIT
+    while any(ref() is not None for ref in gone) and time.monotonic() < deadline:
+        gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_nothing_is_looked_at_where_nothing_was_submitted(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hot path of every collective: one look at an empty dictionary."""
+    monkeypatch.setattr("gradsync.communicators.lifetime.await_earlier", lambda _: pytest.fail("looked"))
+    monkeypatch.setattr("gradsync.communicators.lifetime.await_submitted", lambda _: pytest.fail("looked"))
+    comm.barrier()
+    with LocalCommunicator() as other:
+        other.barrier()
+
+
+# -- Threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_threads_do_not_wait_for_each_other(comm: Any) -> None:
+    """Each has its own order: on another rank, the other one may come first."""
+    gate, done = Gate(comm), []
+
+    def use_another() -> None:
+        with LocalCommunicator() as other:
+            done.append(submit(other, lambda: "asynchronous").result(WAIT))
+            other.barrier()
+            done.append("synchronous")
+
+    thread = threading.Thread(target=use_another)
+    thread.start()
+    thread.join(WAIT)
+    assert done == ["asynchronous", "synchronous"]
+    gate.open()
+
+
+def test_the_jobs_of_one_communicator_keep_their_order_whoever_submits(comm: Any) -> None:
+    gate, order = Gate(comm), []
+    thread = threading.Thread(target=lambda: submit(comm, lambda: order.append("another thread's")))
+    thread.start()
+    thread.join(WAIT)
+    threading.Timer(0.05, gate.open).start()
+    comm.barrier()
+    order.append("barrier")
+    assert order == ["another thread's", "barrier"]
+
+
+# -- Ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_close_waits_for_what_was_submitted() -> None:
+    comm, ran = LocalCommunicator(), []
+    gate = Gate(comm)
+    futures = [submit(comm, lambda i=i: ran.append(i)) for i in range(3)]
+    threading.Timer(0.05, gate.open).start()
+    comm.close()
+    assert ran == [0, 1, 2]
+    assert [future.exception() for future in futures] == [None] * 3
+
+
+def test_abort_fails_what_has_not_begun_at_once_and_in_order() -> None:
+    comm, other, order = LocalCommunicator(), LocalCommunicator(), []
+    gate = Gate(other)
+    gate.await_entered()
+    futures = [submit(comm, lambda: pytest.fail("it ran")) for _ in range(3)]
+    for number, future in enumerate(futures):
+        future.add_done_callback(lambda _, number=number: order.append(number))
+    comm.abort("the disk is full")
+    assert order == [0, 1, 2]
+    for future in futures:
+        with pytest.raises(gs.CommunicatorClosed, match="a test on a local communicator .* the disk is full"):
+            future.result()
+    gate.open()
+    other.close()
+    assert gate.future.result() == "through"
+
+
+def test_a_callback_may_close_its_communicator() -> None:
+    comm = LocalCommunicator()
+    gate = Gate(comm)
+    gate.future.add_done_callback(lambda _: comm.close())
+    later = submit(comm, lambda: comm._run(comm._barrier_call(), None))
+    gate.open()
+    later.wait(timeout=WAIT)
+    with pytest.raises(gs.CommunicatorClosed, match="it was closed"):
+        later.result()
+
+
+def test_a_job_of_a_closed_communicator_fails_by_itself() -> None:
+    comm = LocalCommunicator()
+    comm.close()
+    future = submit(comm, lambda: comm._run(comm._barrier_call(), None))
+    with pytest.raises(gs.CommunicatorClosed, match="barrier on a local communicator"):
+        future.result(WAIT)
+
+
+@pytest.mark.parametrize("wait", ["result", "barrier", "close"])
+def test_ctrl_c_comes_through_while_the_main_thread_waits(wait: str) -> None:
+    comm = LocalCommunicator()
+    gate = Gate(comm)
+    gate.await_entered()
+    last = submit(comm, lambda: None)
+    waits = {"result": last.result, "barrier": comm.barrier, "close": comm.close}
+    timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        waits[wait]()
+    timer.join()
+    gate.open()
+    comm.close()
+    assert last.exception() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_the_child_of_a_fork_has_a_fifo_of_its_own(comm: Any) -> None:
+    gate = Gate(comm)
+    gate.await_entered()
+    queued = submit(comm, lambda: None)
+    called = []
+    queued.add_done_callback(called.append)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, report_of_child(gate.future, queued, called).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    gate.open()
+    queued.result(WAIT)
+    assert text == "CommunicatorClosed CommunicatorClosed 0 4"
+
+
+def report_of_child(running: gs.CollectiveFuture, queued: gs.CollectiveFuture, called: list[Any]) -> str:
+    try:
+        errors = [type(future.exception()).__name__ for future in (running, queued)]
+        with LocalCommunicator() as comm:
+            answer = submit(comm, lambda: 4).result(WAIT)
+            comm.barrier()
+        return f"{' '.join(errors)} {len(called)} {answer}"
+    except BaseException as error:
+        return repr(error)
+
+
+def run_to_the_end(script: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Runs a script; returns also the seconds from its last statement to its end."""
+    script = textwrap.dedent(script) + "\nprint(time.time(), flush=True)\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    return done, time.time() - float(done.stdout.split()[-1])
+
+
+IMPORTS = """
+    import threading, time
+    import gradsync as gs
+    from gradsync.communicators.collective_queue import submit
+    comm = gs.init_process_group("local")
+"""
+
+
+def test_the_end_of_the_program_waits_a_moment_for_what_is_under_way() -> None:
+    done, _ = run_to_the_end(
+        IMPORTS
+        + """
+    import sys, atexit
+    stop = threading.Event()
+    future = submit(comm.lifetime, "a test", "a test", lambda: stop.wait(20))
+    threading.Timer(0.2, stop.set).start()
+    future.add_done_callback(lambda future: print("done", future.result(), file=sys.stderr))
+    """
+    )
+    assert (done.returncode, done.stderr) == (0, "done True\n")
+
+
+def test_the_end_of_the_program_does_not_wait_for_what_never_ends() -> None:
+    done, seconds = run_to_the_end(
+        IMPORTS
+        + """
+    futures = [submit(comm.lifetime, "a test", "a test", threading.Event().wait) for _ in range(3)]
+    """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert seconds < 2.0
+
+
+def test_after_an_exception_the_program_does_not_wait_at_all() -> None:
+    script = textwrap.dedent(IMPORTS) + textwrap.dedent("""
+        future = submit(comm.lifetime, "a test", "a test", threading.Event().wait)
+        print(time.time(), flush=True)
+        raise ValueError("the news")
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: the news\n")
+    assert time.time() - float(done.stdout) < 1.0

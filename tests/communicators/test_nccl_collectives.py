@@ -1,0 +1,100 @@
+"""The collectives, messages and groups of the NCCL communicator, beyond the contract: streams, memory, failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from places import GPU, STAND_IN, STAND_IN_SLOW, STAND_IN_STUCK, Place, on
+
+STUCK = [*on(STAND_IN_STUCK, 3), *on(GPU, 3)]
+
+
+def check(comm: Any, name: str, *args: Any) -> Any:
+    """Runs a check; only ranks have a CuPy, so that only they import it."""
+    import nccl_collective_checks
+
+    return getattr(nccl_collective_checks, name)(comm, *args)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 4), *on(STAND_IN_SLOW, 2, 3), *on(GPU, 1, 2, 4)])
+@pytest.mark.parametrize("name", ["follow_slow_streams", "drop_results_at_once"])
+def test_streams(place: Place, world_size: int, name: str) -> None:
+    place.run(world_size, check, name)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2, 3), *on(GPU, 1, 2)])
+@pytest.mark.parametrize(
+    "name", ["stage_both_ways", "reuse_host_arrays_at_once", "broadcast_in_one_go", "leave_no_group_open"]
+)
+def test_arrays_and_calls(place: Place, world_size: int, name: str) -> None:
+    place.run(world_size, check, name)
+
+
+# Messages.
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2, 3), *on(STAND_IN_SLOW, 2), *on(GPU, 2)])
+def test_an_exchange_meets_plain_messages_in_any_order(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "meet_exchange_in_any_order")
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 3, 4), *on(STAND_IN_SLOW, 3), *on(GPU, 3)])
+@pytest.mark.parametrize("name", ["break_out_of_a_ring", "agree_on_one_message_of_two"])
+def test_rings(place: Place, world_size: int, name: str) -> None:
+    place.run(world_size, check, name)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2, 3), *on(GPU, 2)])
+def test_who_sends_ahead_of_a_rank_that_strays_is_told(place: Place, world_size: int) -> None:
+    told = place.run(world_size, check, "leave_the_messages_alone")
+    for text in told[:2]:
+        assert "the communicator is broken" in text
+        assert "float32[10]" in text
+        assert "float32[11]" in text
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+@pytest.mark.parametrize("how", ["stays", "closes"])
+def test_a_message_that_does_not_come(place: Place, world_size: int, how: str) -> None:
+    options = {"collective_timeout_seconds": 1.2 if how == "stays" else 20.0}
+    text, *others = place.run(world_size, check, "wait_for_a_message_in_vain", how, **options)
+    if how == "stays":
+        assert "for rank 1" in text.partition("\n")[0]
+        assert all("for rank 1" in other for other in others)
+    else:
+        assert "rank 1 closed the communicator while this rank still needed it" in text
+
+
+# Groups.
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2, 4), *on(STAND_IN_SLOW, 3), *on(GPU, 2, 4)])
+def test_split_by_nccl(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "split_as_the_library_can", True)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_split_without_nccls(world_size: int) -> None:
+    old = {"GRADSYNC_STAND_IN_NCCL_VERSION": "21706"}
+    STAND_IN.run(world_size, check, "split_as_the_library_can", False, environment=old)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2), *on(GPU, 2)])
+def test_a_rank_that_does_not_come_to_ncclcommsplit(place: Place, world_size: int) -> None:
+    text, _ = place.run(world_size, check, "miss_a_rank_in_ncclcommsplit", collective_timeout_seconds=1.0)
+    assert text.startswith("rank 0/2: ncclCommSplit on cuda:0 did not return within")
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2, 4), *on(STAND_IN_SLOW, 3), *on(GPU, 2, 3)])
+@pytest.mark.parametrize("name", ["take_turns_with_overlapping_groups", "launch_groups_in_one_order"])
+def test_groups_beside_each_other(place: Place, world_size: int, name: str) -> None:
+    place.run(world_size, check, name)
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_the_deadline_of_a_group_names_ranks_of_the_world(place: Place, world_size: int) -> None:
+    text, *others = place.run(world_size, check, "end_a_group_by_its_member", collective_timeout_seconds=1.2)
+    assert "for rank 1" in text.partition("\n")[0]
+    assert all("for rank 1" in other for other in others)

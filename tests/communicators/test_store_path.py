@@ -1,0 +1,162 @@
+"""Bytes through the rendezvous server's store: they arrive, little is stored at a time, and nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradsync as gs
+from gradsync.communicators import store_path
+from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.store_path import StorePath
+from gradsync.communicators.verdicts import Verdicts
+from gradsync.flight_recorder import FlightRecorder
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.keys import Keys
+from gradsync.rendezvous.server import RendezvousServer
+
+SECRET = bytes(range(32))
+MOVING: Agreement = agreement_on("objects.test", (), None, "")
+
+Work = Callable[[StorePath, RendezvousClient], Any]
+
+
+def nothing_seen() -> None:
+    pass
+
+
+def run_paths(
+    works: Sequence[Work], *, timeout_seconds: float = 30.0, look_around: Callable[[], None] = nothing_seen
+) -> list[Any]:
+    """Runs one rank for each work, in threads; returns results or errors by rank."""
+
+    def run(rank: int) -> Any:
+        with RendezvousClient.connect(server.address, secret=SECRET, rank=rank, world_size=len(works)) as client:
+            recorder = FlightRecorder("world")
+            recorder.begin(MOVING)
+            path = StorePath(client, "world", Verdicts(client, recorder), timeout_seconds, look_around)
+            try:
+                return works[rank](path, client)
+            except gs.GradsyncError as error:
+                return error
+
+    with RendezvousServer(len(works), secret=SECRET) as server, ThreadPoolExecutor(len(works)) as threads:
+        return list(threads.map(run, range(len(works))))
+
+
+def part(rank: int, size: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng([rank, size]).integers(0, 256, size, np.uint8)
+
+
+def check_moves(sizes: Sequence[int]) -> None:
+    n = len(sizes)
+    bounds = [0, *accumulate(sizes)]
+    parts = [part(rank, size) for rank, size in enumerate(sizes)]
+    whole = np.concatenate(parts)
+
+    def work(path: StorePath, client: RendezvousClient) -> None:
+        rank = client.rank
+        np.testing.assert_array_equal(path.all_gather(parts[rank], bounds, MOVING), whole)
+        assert path.share_numbers([rank, -rank], MOVING) == [[r, -r] for r in range(n)]
+        for root in range(n):
+            gathered = path.gather(parts[rank], bounds, root, MOVING)
+            assert (gathered is not None) == (rank == root)
+            if gathered is not None:
+                np.testing.assert_array_equal(gathered, whole)
+            scattered = path.scatter(whole if rank == root else None, bounds, root, MOVING)
+            np.testing.assert_array_equal(scattered, parts[rank])
+
+    assert run_paths([work] * n) == [None] * n
+
+
+@pytest.mark.parametrize("sizes", [[5], [3, 0], [0, 0], [70_000, 1, 61_440], [1, 130_000, 0, 7]])
+def test_bytes_arrive(sizes: list[int]) -> None:
+    check_moves(sizes)
+
+
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(st.integers(0, 400), min_size=1, max_size=3), window=st.integers(1, 300), piece=st.integers(1, 99)
+)
+def test_bytes_arrive_in_any_windows_and_pieces(sizes: list[int], window: int, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_path, "WINDOW_BYTES", max(window, max(sizes) // 8))
+        patch.setattr(store_path, "MAX_VALUE_BYTES", max(piece, max(sizes) // 8))
+        check_moves(sizes)
+
+
+def test_the_server_holds_a_window_at_most_and_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[int] = []
+    store = Keys._store
+
+    def watched(keys: Keys, key: str, value: bytes) -> bool:
+        done = store(keys, key, value)
+        stored.append(keys._stored_bytes)
+        left[:] = keys._values
+        return done
+
+    left: list[str] = []
+    deleted = Keys.discard
+
+    def discard(keys: Keys, key: str) -> bool:
+        done = deleted(keys, key)
+        left[:] = keys._values
+        return done
+
+    monkeypatch.setattr(Keys, "_store", watched)
+    monkeypatch.setattr(Keys, "discard", discard)
+    monkeypatch.setattr(store_path, "WINDOW_BYTES", 300_000)
+    check_moves([2_000_000, 500_000])
+    keys_bytes = 20_000
+    # A fast sender may begin the next window while a slow one removes its pieces of the last.
+    assert max(stored) <= 2 * 300_000 + keys_bytes
+    assert left == []
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def come(path: StorePath, client: RendezvousClient) -> Any:
+        return path.all_gather(part(client.rank, 10), [0, 10, 20], MOVING)
+
+    def stay_away(path: StorePath, client: RendezvousClient) -> Any:
+        client.get("never set")  # a rank that is alive, and elsewhere
+
+    waiting, absent = run_paths([come, stay_away], timeout_seconds=0.6)
+    for error in (waiting, absent):
+        assert isinstance(error, gs.CollectiveTimeout)
+        assert "objects.test" in str(error)
+
+
+def test_a_rank_that_fails_ends_the_wait_at_once() -> None:
+    def come(path: StorePath, client: RendezvousClient) -> Any:
+        return path.gather(part(client.rank, 10), [0, 10, 20], 0, MOVING)
+
+    def fail(path: StorePath, client: RendezvousClient) -> None:
+        client.report_failure("the disk is full")
+
+    error, _ = run_paths([come, fail])
+    assert isinstance(error, gs.RankFailed)
+    assert "the disk is full" in str(error)
+
+
+def test_who_waits_looks_around() -> None:
+    def look_around() -> None:
+        raise gs.CommunicatorClosed("it was aborted by another thread")
+
+    def come(path: StorePath, client: RendezvousClient) -> Any:
+        try:
+            return path.all_gather(part(client.rank, 10), [0, 10, 20], MOVING)
+        finally:
+            client.set("the end", b"")
+
+    def stay_away(path: StorePath, client: RendezvousClient) -> Any:
+        client.get("the end")
+
+    error, _ = run_paths([come, stay_away], look_around=look_around)
+    assert isinstance(error, gs.CommunicatorClosed)

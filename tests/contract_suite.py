@@ -1,0 +1,70 @@
+"""Runs the checks of the contract on one communicator; called on every rank."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import contract
+import contract_asynchronous
+import contract_disagreement
+import contract_groups
+import contract_messages
+import contract_movements
+import contract_objects
+import contract_reductions
+import contract_refusals
+import gradsync as gs
+from contract import KITS, expect
+
+#: The parts of the contract; each is run by itself.
+PARTS = {
+    "reductions": contract_reductions,
+    "movements": contract_movements,
+    "messages": contract_messages,
+    "groups": contract_groups,
+    "objects": contract_objects,
+    "asynchronous": contract_asynchronous,
+    "refusals": contract_refusals,
+    "disagreement": contract_disagreement,
+}
+
+
+class Findings(NamedTuple):
+    """What one rank found.
+
+    Attributes:
+        failure: the name of the check that failed with its traceback; empty where all passed.
+        notes: (collective, dtype, operator) of what was compared with its reference.
+    """
+
+    failure: str
+    notes: list[tuple[str, str, str]]
+
+
+def checks_of(part: str) -> list[Any]:
+    return [value for name, value in vars(PARTS[part]).items() if name.startswith("check_")]
+
+
+def run_part(comm: Any, part: str, kit_name: str = "numpy") -> Findings:
+    """Runs the checks of a part until one fails: then the ranks are no longer at the same place."""
+    contract.NOTES.clear()
+    kit = KITS[kit_name]()
+    for check in checks_of(part):
+        try:
+            check(comm, kit)
+        except Exception:
+            return Findings(f"{check.__name__}\n{traceback.format_exc()}", [])
+    comm.close()
+    assert_unusable(comm, kit)
+    return Findings("", sorted(contract.NOTES))
+
+
+def assert_unusable(comm: Any, kit: Any) -> None:
+    """Every collective of a closed communicator says so, whatever it has or has not been used for before."""
+    for dtype in (np.float64, np.float32, np.int8, np.bool_):
+        expect(gs.CommunicatorClosed, lambda d=dtype: comm.all_reduce(kit.put(np.zeros(1, d)), "max"), "closed")
+    for collective in contract_asynchronous.collectives(comm, kit, (3, 2)).values():
+        expect(gs.CommunicatorClosed, lambda c=collective: c(comm), "closed")

