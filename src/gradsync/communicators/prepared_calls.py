@@ -2,7 +2,7 @@
 
 The same protocols as the long ways (shared_reduction.py, shared_movement.py, shared_partial_reduction.py), so that
 ranks on either way meet; a quarter to a half of their time. Only what needs no copy on the way is taken: contiguous
-NumPy arrays of which one round of the slots holds all.
+NumPy arrays of which one round holds all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradsync.communicators.lifetime import Lifetime
 from gradsync.communicators.prepared_exchange import PreparedExchange, quiet_caller
 from gradsync.communicators.prepared_movement import PreparedMovement, PreparedReduceScatter
 from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_slots import Shares, Slots
+from gradsync.communicators.shared_rings import SharedRings, share_begin, shares_bytes
 from gradsync.reduction import Array, ReduceOp
 
 _MAX_PREPARED = 1024
@@ -33,34 +33,32 @@ class PreparedCalls:
     Args:
         lifetime: the communicator's.
         barrier: where the ranks meet.
-        slots: the shared buffers.
-        shares: how a slot is shared out.
+        rings: the shared memory.
         rank: this rank.
         world_size: number of ranks.
         exchange_bytes: up to which size arrays are all-reduced by exchange.
-        round_bytes: how much of an array goes through a slot at a time.
+        round_bytes, share_bytes: as for SharedMovement.
     """
 
     def __init__(
         self,
         lifetime: Lifetime,
         barrier: SharedBarrier,
-        slots: Slots,
-        shares: Shares,
+        rings: SharedRings,
         rank: int,
         world_size: int,
         exchange_bytes: int,
         round_bytes: int,
+        share_bytes: int,
     ) -> None:
         self._lifetime = lifetime
         self._barrier = barrier
-        self._slots = slots
-        self._shares = shares
+        self._rings = rings
         self._rank = rank
         self._world_size = world_size
         self._exchange_bytes = exchange_bytes
         self._round_bytes = round_bytes
-        self._share_bytes = min(shares.bytes, round_bytes)
+        self._share_bytes = share_bytes
         self._quietly = quiet_caller()
         self._known: dict[Any, _Prepared] = {}
         self._ways: dict[str, Callable[[Array, Any], _Prepared | None]] = {
@@ -108,30 +106,35 @@ class PreparedCalls:
         if array.nbytes > self._exchange_bytes or op not in _OPS or not PreparedExchange.suits(array, ReduceOp(op)):
             return None
         agreement = agreement_on("all_reduce", array.shape, array.dtype, op)
-        slots = self._slots.of(array.dtype)
         return PreparedExchange(
-            agreement, ReduceOp(op), array.shape, array.dtype, slots, self._barrier, self._rank, self._quietly
+            agreement, ReduceOp(op), array.shape, array.dtype, self._rings, self._barrier, self._rank, self._quietly
         )
 
-    def _movement(self, what: str, array: Array, detail: str, out_shape: tuple[int, ...] | None) -> PreparedMovement:
+    def _movement(
+        self, what: str, array: Array, detail: str, out_shape: tuple[int, ...] | None, region_bytes: int
+    ) -> PreparedMovement:
         agreement = agreement_on(what, array.shape, array.dtype, detail)
-        return PreparedMovement(agreement, array.dtype, out_shape, self._slots, self._barrier)
+        place = self._rings, self._barrier, self._rank
+        return PreparedMovement(agreement, array.dtype, out_shape, *place, region_bytes)
 
     def _broadcast(self, array: Array, root: int) -> PreparedMovement | None:
         if array.nbytes > self._round_bytes or type(root) is not int or not 0 <= root < self._world_size:
             return None
-        movement = self._movement("broadcast", array, f"root {root}", None)
+        movement = self._movement("broadcast", array, f"root {root}", None, array.nbytes)
         everything = slice(0, array.size)
-        (movement.publish if root == self._rank else movement.fetch)(everything, root)
+        if root == self._rank:
+            movement.publish(everything)
+        else:
+            movement.fetch(everything, root)
         return movement
 
     def _all_gather(self, array: Array, _: object) -> PreparedMovement | None:
         if array.nbytes > self._round_bytes:
             return None
         rows, *rest = array.shape or (1,)
-        movement = self._movement("all_gather", array, "", (rows * self._world_size, *rest))
+        movement = self._movement("all_gather", array, "", (rows * self._world_size, *rest), array.nbytes)
         size = array.size
-        movement.publish(slice(0, size), self._rank)
+        movement.publish(slice(0, size))
         movement.keep(slice(0, size), slice(self._rank * size, (self._rank + 1) * size))
         for peer in self._peers():
             movement.fetch(slice(peer * size, (peer + 1) * size), peer)
@@ -141,12 +144,14 @@ class PreparedCalls:
         parts = self._parts(array)
         if parts is None:
             return None
-        movement = self._movement("all_to_all", array, "", array.shape or (1,))
+        part_bytes = parts[0].stop * array.itemsize
+        region_bytes = shares_bytes(self._world_size, part_bytes)
+        movement = self._movement("all_to_all", array, "", array.shape or (1,), region_bytes)
         for peer in self._peers():
-            movement.publish(parts[peer], self._rank, self._shares.begin(self._rank, peer))
+            movement.publish(parts[peer], share_begin(self._rank, peer, part_bytes))
         movement.keep(parts[self._rank], parts[self._rank])
         for peer in self._peers():
-            movement.fetch(parts[peer], peer, self._shares.begin(peer, self._rank))
+            movement.fetch(parts[peer], peer, share_begin(peer, self._rank, part_bytes))
         return movement
 
     def _reduce_scatter(self, array: Array, op: str) -> PreparedReduceScatter | None:
@@ -155,7 +160,7 @@ class PreparedCalls:
             return None
         agreement = agreement_on("reduce_scatter", array.shape, array.dtype, op)
         return PreparedReduceScatter(
-            agreement, ReduceOp(op), array, parts, self._slots, self._shares, self._barrier, self._rank, self._quietly
+            agreement, ReduceOp(op), array, parts, self._rings, self._barrier, self._rank, self._quietly
         )
 
     def _parts(self, array: Array) -> list[slice] | None:
@@ -167,5 +172,5 @@ class PreparedCalls:
         return [slice(rank * size, (rank + 1) * size) for rank in range(self._world_size)]
 
     def _peers(self) -> list[int]:
-        """Returns the other ranks, the next one first: not all of them read the same slot at once."""
+        """Returns the other ranks, the next one first: not all of them read the same ring at once."""
         return [(self._rank + step) % self._world_size for step in range(1, self._world_size)]

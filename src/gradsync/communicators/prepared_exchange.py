@@ -5,15 +5,17 @@ The same protocol as Exchange of shared_reduction.py, so that ranks on either pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.host_copy import word_dtype
+from gradsync.communicators.host_copy import copy_words, word_dtype
 from gradsync.communicators.shared_barrier import SharedBarrier
+from gradsync.communicators.shared_rings import HOT_BYTES, SharedRings
 from gradsync.errors import UnsupportedDtype
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, check_operation, divide_into
 
@@ -29,7 +31,7 @@ class PreparedExchange:
         op: an operator that the dtype table allows.
         shape: of the arrays.
         dtype: of the arrays; adds up in itself.
-        slots: [parity][rank] -> the shared buffer as a 1-D array of the dtype.
+        rings: the shared memory.
         barrier: where the ranks meet.
         rank: this rank.
         quietly: calls a function so that overflow and NaN raise nothing.
@@ -44,25 +46,28 @@ class PreparedExchange:
         op: ReduceOp,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        slots: Sequence[Sequence[Array]],
+        rings: SharedRings,
         barrier: SharedBarrier,
         rank: int,
         quietly: Callable[..., Any],
     ) -> None:
-        self._quietly = quietly
-        size = int(np.prod(shape))
-        views = [[slot[:size].reshape(shape) for slot in half] for half in slots]
-        self._own = [half[rank] for half in views]
-        self._word = word_dtype(dtype)
-        self._own_words = [half[rank].view(self._word) for half in views]
-        self._first = [half[0] for half in views]
-        self._second = [half[1] for half in views]
-        self._rest = [half[2:] for half in views]
-        self._barrier = barrier
         self.agreement = agreement
+        self._rings = rings
+        self._barrier = barrier
+        self._rank = rank
+        self._quietly = quietly
+        self._shape = shape
+        self._size = size = int(np.prod(shape))
+        self._size_bytes = size * dtype.itemsize
+        self._values, self._words = rings.of(dtype), rings.of(word_dtype(dtype))
+        self._word = word_dtype(dtype)
         self._ufunc = UFUNCS[op]
-        self._divisor = len(slots[0]) if op is ReduceOp.MEAN else 1
-        self._copies_by_ufunc = size * dtype.itemsize > _ASSIGN_UP_TO_BYTES and self._word != dtype
+        self._divisor = len(self._values) if op is ReduceOp.MEAN else 1
+        self._hot: list[list[Array]] | None = None  # [parity][rank]
+        if self._size_bytes <= HOT_BYTES:
+            self._hot = [[place.reshape(shape) for place in half] for half in rings.hot(dtype, size)]
+            self._own_words = [half[rank].view(self._word) for half in self._hot]
+        self._copies_by_ufunc = self._size_bytes > _ASSIGN_UP_TO_BYTES and self._word != dtype
 
     @staticmethod
     def suits(array: Array, op: ReduceOp) -> bool:
@@ -81,18 +86,36 @@ class PreparedExchange:
 
     def run(self, array: Array, _target: Array) -> None:
         """Reduces the array in place; see Communicator.all_reduce."""
-        quietly = self._quietly
-        parity = self._barrier.next_parity
-        if self._copies_by_ufunc:
-            np.positive(array.view(self._word), self._own_words[parity])
+        if self._hot is None:
+            contributions = self._exchange(array)
         else:
-            self._own[parity][...] = array
-        self._barrier.meet(self.agreement)
-        quietly(self._ufunc, self._first[parity], self._second[parity], out=array)
-        for contribution in self._rest[parity]:
+            parity = self._barrier.next_parity
+            contributions = self._hot[parity]
+            if self._copies_by_ufunc:
+                np.positive(array.view(self._word), self._own_words[parity])
+            else:
+                contributions[self._rank][...] = array
+            self._barrier.meet(self.agreement)
+        quietly = self._quietly
+        quietly(self._ufunc, contributions[0], contributions[1], out=array)
+        for contribution in contributions[2:]:
             quietly(self._ufunc, array, contribution, out=array)
         if self._divisor > 1:
             quietly(divide_into, array, self._divisor, array)
+
+    def _exchange(self, array: Array) -> list[Array]:
+        """Returns the contributions of all ranks, from regions that are not at places known beforehand."""
+        size, itemsize = self._size, self._word.itemsize
+        begin = self._rings.take(self._size_bytes) // itemsize
+        began = time.perf_counter()
+        copy_words(array.reshape(-1).view(self._word), self._words[self._rank][begin : begin + size])
+        self._rings.wrote(self._size_bytes, began)
+        self._barrier.meet(self.agreement)
+        places = self._rings.places(self._size_bytes)
+        return [
+            ring[place // itemsize :][:size].reshape(self._shape)
+            for ring, place in zip(self._values, places, strict=True)
+        ]
 
 
 def quiet_caller() -> Callable[..., Any]:

@@ -1,7 +1,8 @@
-"""One movement, or one reduce_scatter, of small arrays over shared memory: slices of slots and arrays, made once."""
+"""One movement, or one reduce_scatter, of small arrays over shared memory: slices of rings and arrays, made once."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,10 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, word_dtype
 from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_slots import Shares, Slots
+from gradsync.communicators.shared_rings import SharedRings, share_begin, shares_bytes
 from gradsync.reduction import UFUNCS, Array, ReduceOp, divide_into
 
 Shape = tuple[int, ...]
-_PARITIES = (0, 1)
 
 
 class _Prepared:
@@ -56,50 +56,65 @@ class PreparedMovement(_Prepared):
 
     Args:
         agreement, dtype, out_shape: see _Prepared.
-        slots: the shared buffers.
+        rings: the shared memory.
         barrier: where the ranks meet.
+        rank: this rank.
+        region_bytes: what a call takes of the rings.
     """
 
     def __init__(
-        self, agreement: Agreement, dtype: np.dtype[Any], out_shape: Shape | None, slots: Slots, barrier: SharedBarrier
+        self,
+        agreement: Agreement,
+        dtype: np.dtype[Any],
+        out_shape: Shape | None,
+        rings: SharedRings,
+        barrier: SharedBarrier,
+        rank: int,
+        region_bytes: int,
     ) -> None:
         super().__init__(agreement, out_shape, dtype)
+        self._rings = rings
+        self._words = rings.of(self._word)
+        self._own_words = self._words[rank]
         self._barrier = barrier
-        self._slots = slots.of(self._word)
-        self._published: list[list[tuple[slice, Array]]] = [[], []]  # by parity
+        self._region_bytes = region_bytes
+        # Elements of an array, and where they lie in a rank's region.
+        self._published: list[tuple[slice, int, int]] = []
         self._kept: list[tuple[slice, slice]] = []
-        self._fetched: list[list[tuple[Array, slice]]] = [[], []]
+        self._fetched: list[tuple[slice, int, int, int]] = []
 
-    def publish(self, part: slice, owner: int, begin_bytes: int = 0) -> None:
-        """Adds elements of the array that go into a rank's slot, before the ranks meet."""
-        for parity in _PARITIES:
-            self._published[parity].append((part, self._place(parity, owner, begin_bytes, part)))
+    def publish(self, part: slice, begin_bytes: int = 0) -> None:
+        """Adds elements of the array that go to a place in this rank's region, before the ranks meet."""
+        begin = begin_bytes // self._word.itemsize
+        self._published.append((part, begin, begin + part.stop - part.start))
 
     def keep(self, part: slice, own: slice) -> None:
         """Adds elements of the array that stay on this rank."""
         self._kept.append((part, own))
 
     def fetch(self, part: slice, owner: int, begin_bytes: int = 0) -> None:
-        """Adds elements of the target that come from a rank's slot, after the ranks have met."""
-        for parity in _PARITIES:
-            self._fetched[parity].append((self._place(parity, owner, begin_bytes, part), part))
-
-    def _place(self, parity: int, owner: int, begin_bytes: int, part: slice) -> Array:
+        """Adds elements of the target that come from a place in a rank's region, after the ranks have met."""
         begin = begin_bytes // self._word.itemsize
-        return self._slots[parity][owner][begin : begin + part.stop - part.start]
+        self._fetched.append((part, owner, begin, begin + part.stop - part.start))
 
     def run(self, array: Array, target: Array) -> None:
         """Moves the parts; the arrays are what `target` has accepted and returned."""
-        parity = self._barrier.next_parity
+        region_bytes, itemsize, words = self._region_bytes, self._word.itemsize, self._words
+        at = self._rings.take(region_bytes) // itemsize
         source = array.reshape(-1).view(self._word)
         result = source if target is array else target.reshape(-1).view(self._word)
-        for part, place in self._published[parity]:
-            copy_words(source[part], place)
+        began = time.perf_counter()
+        for part, begin, end in self._published:
+            copy_words(source[part], self._own_words[at + begin : at + end])
+        if self._published:
+            self._rings.wrote(region_bytes, began)
         for part, own in self._kept:
             copy_words(source[part], result[own])
         self._barrier.meet(self.agreement)
-        for place, part in self._fetched[parity]:
-            copy_words(place, result[part])
+        places = self._rings.places(region_bytes)
+        for part, owner, begin, end in self._fetched:
+            at = places[owner] // itemsize
+            copy_words(words[owner][at + begin : at + end], result[part])
 
 
 class PreparedReduceScatter(_Prepared):
@@ -110,8 +125,7 @@ class PreparedReduceScatter(_Prepared):
         op: an operator that the dtype table allows.
         array: one of the arrays to come, for its shape and dtype; the dtype adds up in itself.
         parts: elements of each rank's part.
-        slots: the shared buffers.
-        shares: how a slot is shared out.
+        rings: the shared memory.
         barrier: where the ranks meet.
         rank: this rank.
         quietly: calls a function so that overflow and NaN raise nothing.
@@ -123,48 +137,53 @@ class PreparedReduceScatter(_Prepared):
         op: ReduceOp,
         array: Array,
         parts: Sequence[slice],
-        slots: Slots,
-        shares: Shares,
+        rings: SharedRings,
         barrier: SharedBarrier,
         rank: int,
         quietly: Callable[..., Any],
     ) -> None:
         rows, *rest = array.shape or (1,)
         super().__init__(agreement, (rows // len(parts), *rest), array.dtype)
-        size = parts[0].stop
+        self._rings = rings
+        self._values = rings.of(array.dtype)
+        self._own_words = rings.of(self._word)[rank]
         self._barrier = barrier
         self._quietly = quietly
         self._ufunc = UFUNCS[op]
         self._divisor = len(parts) if op is ReduceOp.MEAN else 1
-        self._own = parts[rank]
         self._rank = rank
-        others = [peer for peer in range(len(parts)) if peer != rank]
-        words, values = slots.of(self._word), slots.of(array.dtype)
+        self._own = parts[rank]
+        self._size = parts[0].stop
+        self._itemsize = array.itemsize
+        part_bytes = self._size * array.itemsize
+        ranks = range(len(parts))
+        self._region_bytes = shares_bytes(len(parts), part_bytes)
+        # In elements: where the others' parts go in this rank's region, and where its own lies in theirs.
         self._published = [
-            [(parts[peer], shares.part(words[parity][rank], rank, peer, size)) for peer in others]
-            for parity in _PARITIES
+            (parts[peer], share_begin(rank, peer, part_bytes) // array.itemsize) for peer in ranks if peer != rank
         ]
-        # In rank order; this rank's own comes from the array.
-        self._contributions: list[list[Array | None]] = [
-            [
-                None if peer == rank else shares.part(values[parity][peer], peer, rank, size)
-                for peer in range(len(parts))
-            ]
-            for parity in _PARITIES
-        ]
+        self._begins = [0 if peer == rank else share_begin(peer, rank, part_bytes) // array.itemsize for peer in ranks]
 
     def run(self, array: Array, target: Array) -> None:
         """Reduces; the arrays are what `target` has accepted and returned."""
-        parity = self._barrier.next_parity
+        region_bytes, itemsize = self._region_bytes, self._itemsize
+        at = self._rings.take(region_bytes) // itemsize
+        size, own_words, quietly = self._size, self._own_words, self._quietly
         source = array.reshape(-1)
         words = source.view(self._word)
-        for part, place in self._published[parity]:
-            copy_words(words[part], place)
+        began = time.perf_counter()
+        for part, begin in self._published:
+            copy_words(words[part], own_words[at + begin : at + begin + size])
+        self._rings.wrote(region_bytes, began)
         self._barrier.meet(self.agreement)
-        own, result, quietly = source[self._own], target.reshape(-1), self._quietly
-        first, second, *rest = [own if given is None else given for given in self._contributions[parity]]
-        quietly(self._ufunc, first, second, out=result)
-        for contribution in rest:
+        contributions = []
+        for ring, place, begin in zip(self._values, self._rings.places(region_bytes), self._begins, strict=True):
+            begin += place // itemsize
+            contributions.append(ring[begin : begin + size])
+        contributions[self._rank] = source[self._own]
+        result = target.reshape(-1)
+        quietly(self._ufunc, contributions[0], contributions[1], out=result)
+        for contribution in contributions[2:]:
             quietly(self._ufunc, result, contribution, out=result)
         if self._divisor > 1:
             quietly(divide_into, result, self._divisor, result)

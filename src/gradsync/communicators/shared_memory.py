@@ -25,9 +25,9 @@ from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_channels import SharedChannels
 from gradsync.communicators.shared_movement import SharedMovement
 from gradsync.communicators.shared_partial_reduction import PartialReduction
-from gradsync.communicators.shared_reduction import Exchange, Scratch, WriteBack
+from gradsync.communicators.shared_reduction import Exchange, Scratch, Stream
+from gradsync.communicators.shared_rings import SharedRings
 from gradsync.communicators.shared_segment import SegmentOffer, create_segment, map_segment, take_segment
-from gradsync.communicators.shared_slots import Shares, Slots
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.cores import begin_on_core
 from gradsync.errors import BackendUnavailable
@@ -36,7 +36,7 @@ from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
 # What is in flight between two barriers, for each rank. Measured: larger chunks leave the cache, smaller ones pay for
 # more barriers and NumPy calls.
-CHUNK_BYTES = 1024 * 1024
+CHUNK_BYTES = 512 * 1024
 # Likewise for what is only moved, or reduced on one rank: some write the next round while others read the last one.
 ROUND_BYTES = 256 * 1024
 # Up to here one barrier and n reads of everything beat two barriers and a share of the work.
@@ -77,24 +77,20 @@ class SharedMemoryCommunicator(Communicator):
         self._barrier = SharedBarrier(
             self._memory[:header], rank, world_size, timeout_seconds, verdicts, ranks=self.ranks, label=self.label
         )
-        self._exchange_slots = Slots(self._memory[header:], world_size, CHUNK_BYTES)
-        self._stream_slots = Slots(self._memory[header + self._exchange_slots.bytes :], world_size, CHUNK_BYTES)
-        channels = header + self._exchange_slots.bytes + self._stream_slots.bytes
-        self._channels = SharedChannels(self._memory[channels:], rank, world_size, self._barrier)
+        self._rings = SharedRings(self._memory[header:], rank, world_size, CHUNK_BYTES, self._barrier)
+        self._channels = SharedChannels(self._memory[header + self._rings.bytes :], rank, world_size, self._barrier)
         scratch = Scratch(CHUNK_BYTES)
-        self._small_reduction = Exchange(self._exchange_slots.of, self._barrier, scratch, rank)
-        shares = Shares(world_size, CHUNK_BYTES)
-        self._movement = SharedMovement(self._exchange_slots.of, self._barrier, rank, world_size, shares, ROUND_BYTES)
-        self._partial_reduction = PartialReduction(
-            self._exchange_slots.of, self._barrier, scratch, rank, world_size, shares, ROUND_BYTES
-        )
+        share_bytes = min(ROUND_BYTES, CHUNK_BYTES // max(world_size - 1, 1) // 64 * 64)
+        place = self._rings, self._barrier, scratch, rank
+        self._small_reduction = Exchange(*place)
+        self._large_reduction = Stream(*place, world_size, CHUNK_BYTES)
+        self._partial_reduction = PartialReduction(*place, world_size, ROUND_BYTES, share_bytes)
+        self._movement = SharedMovement(self._rings, self._barrier, rank, world_size, ROUND_BYTES, share_bytes)
         self._prepared: PreparedCalls | None = None  # of one rank, there is nothing to prepare
         if world_size > 1:
             self._prepared = PreparedCalls(
-                *(self.lifetime, self._barrier, self._exchange_slots, shares),
-                *(rank, world_size, SMALL_BYTES, ROUND_BYTES),
+                *(self.lifetime, self._barrier, self._rings, rank, world_size, SMALL_BYTES, ROUND_BYTES, share_bytes)
             )
-        self._write_back = WriteBack(self._stream_slots.of, self._barrier, scratch, rank, world_size, CHUNK_BYTES)
 
     def _all_reduce_list(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
@@ -106,7 +102,7 @@ class SharedMemoryCommunicator(Communicator):
                     np.copyto(target, source)
             return
         total_bytes = sum([source.nbytes for source in sources])
-        reduction = self._small_reduction if total_bytes <= SMALL_BYTES else self._write_back
+        reduction = self._small_reduction if total_bytes <= SMALL_BYTES else self._large_reduction
         # Overflow and NaN are the caller's business; as exceptions they would hit some ranks and not others.
         with np.errstate(all="ignore"):
             reduction.all_reduce(sources, targets, op, agreement)
@@ -168,11 +164,10 @@ class SharedMemoryCommunicator(Communicator):
 
     def _release(self) -> None:
         # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
-        del self._small_reduction, self._write_back, self._movement, self._partial_reduction
+        del self._small_reduction, self._large_reduction, self._movement, self._partial_reduction
         if self._prepared is not None:
             self._prepared.release()
-        self._exchange_slots.release()
-        self._stream_slots.release()
+        self._rings.release()
         self._channels.release()
         self._barrier.release()
         # Where a traceback still holds a view, the mapping goes with the last one.
@@ -184,8 +179,8 @@ class SharedMemoryCommunicator(Communicator):
 
 def segment_bytes(world_size: int) -> int:
     """Returns how much memory the ranks share."""
-    slots_bytes = Slots.bytes_for(world_size, CHUNK_BYTES)
-    return header_bytes(world_size) + 2 * slots_bytes + SharedChannels.bytes_for(world_size)
+    rings_bytes = SharedRings.bytes_for(world_size, CHUNK_BYTES)
+    return header_bytes(world_size) + rings_bytes + SharedChannels.bytes_for(world_size)
 
 
 def connect_shared_memory(

@@ -1,10 +1,11 @@
 """Reductions through shared memory of which each rank, or only one, gets a result: reduce_scatter and reduce.
 
-As in shared_reduction.py the operands are taken in rank order, so the bits are those of an all-reduce. The memory is
-used as shared_movement.py tells.
+As in shared_reduction.py the operands are taken in rank order, so the bits are those of an all-reduce.
 """
 
 from __future__ import annotations
+
+import time
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.host_copy import copy_words, word_dtype
 from gradsync.communicators.shared_barrier import SharedBarrier
 from gradsync.communicators.shared_reduction import Scratch
-from gradsync.communicators.shared_slots import Shares, SlotsOf
+from gradsync.communicators.shared_rings import SharedRings, share_begin, shares_bytes
 from gradsync.reduction import Array, ReduceOp, reduce_into
 
 
@@ -21,66 +22,74 @@ class PartialReduction:
     """reduce_scatter and reduce of one communicator.
 
     Args:
-        slots_of: the shared buffers, under a dtype.
+        rings: the shared memory.
         barrier: where the ranks meet.
         scratch: private memory.
         rank: this rank.
         world_size: number of ranks.
-        shares: how a slot is shared out.
-        round_bytes: how much of an array goes through a slot at a time.
+        round_bytes: how much of an array goes through a ring at a time.
+        share_bytes: likewise, of each of the parts of an array that are for different ranks.
     """
 
     def __init__(
         self,
-        slots_of: SlotsOf,
+        rings: SharedRings,
         barrier: SharedBarrier,
         scratch: Scratch,
         rank: int,
         world_size: int,
-        shares: Shares,
         round_bytes: int,
+        share_bytes: int,
     ) -> None:
-        self._slots_of = slots_of
+        self._rings = rings
         self._barrier = barrier
         self._scratch = scratch
         self._rank = rank
         self._world_size = world_size
         self._round_bytes = round_bytes
-        self._shares = shares
+        self._share_bytes = share_bytes
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         """Every rank publishes what others own, and reduces what it owns."""
         dtype = source.dtype
-        step = min(self._shares.bytes, self._round_bytes) // dtype.itemsize
         own = source[bounds[self._rank] : bounds[self._rank + 1]]
-        for begin in range(0, max(largest_part(bounds), 1), step):
-            slots = self._slots_of(dtype)[self._barrier.next_parity]
+        largest, step = largest_part(bounds), self._share_bytes // dtype.itemsize
+        for begin in range(0, max(largest, 1), step):
+            share_bytes = min(step, largest - begin) * dtype.itemsize
+            region_bytes = shares_bytes(self._world_size, share_bytes)
+            at = self._rings.take(region_bytes)
             for peer in range(self._world_size):
                 if peer != self._rank:
                     part = source[bounds[peer] : bounds[peer + 1]][begin : begin + step]
-                    self._publish(part, self._shares.part(slots[self._rank], self._rank, peer, part.size))
+                    self._publish(part, at + share_begin(self._rank, peer, share_bytes))
             self._barrier.meet(agreement)
             result = target[begin : begin + step]
             contributions = [
-                self._shares.part(slot, owner, self._rank, result.size) for owner, slot in enumerate(slots)
+                self._contribution(owner, place + share_begin(owner, self._rank, share_bytes), result)
+                for owner, place in enumerate(self._rings.places(region_bytes))
             ]
             contributions[self._rank] = own[begin : begin + step]
             self._reduce(op, contributions, result)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         """Every rank but the root publishes; the root reduces while they publish the next round."""
-        dtype = source.dtype
-        step = self._round_bytes // dtype.itemsize
+        step = self._round_bytes // source.dtype.itemsize
         for begin in range(0, max(source.size, 1), step):
-            slots = self._slots_of(dtype)[self._barrier.next_parity]
             part = source[begin : begin + step]
+            at = self._rings.take(part.nbytes)
             if target is None:
-                self._publish(part, slots[self._rank][: part.size])
+                self._publish(part, at)
             self._barrier.meet(agreement)
             if target is not None:
-                contributions = [slot[: part.size] for slot in slots]
+                places = self._rings.places(part.nbytes)
+                contributions = [self._contribution(owner, place, part) for owner, place in enumerate(places)]
                 contributions[root] = part
                 self._reduce(op, contributions, target[begin : begin + step])
+
+    def _contribution(self, owner: int, at: int, like: Array) -> Array:
+        """Returns what a rank has published at a place: as many elements as `like` has."""
+        begin = at // like.itemsize
+        return self._rings.of(like.dtype)[owner][begin : begin + like.size]
 
     def _reduce(self, op: ReduceOp, contributions: list[Array], result: Array) -> None:
         if not result.size:
@@ -93,7 +102,8 @@ class PartialReduction:
         with np.errstate(all="ignore"):  # see SharedMemoryCommunicator._all_reduce_list
             reduce_into(op, contributions, result, self._scratch.accumulator(result.dtype, result.size))
 
-    @staticmethod
-    def _publish(part: Array, place: Array) -> None:
+    def _publish(self, part: Array, at: int) -> None:
         word = word_dtype(part.dtype)
-        copy_words(part.view(word), place.view(word))
+        begin, began = at // word.itemsize, time.perf_counter()
+        copy_words(part.view(word), self._rings.of(word)[self._rank][begin : begin + part.size])
+        self._rings.wrote(part.nbytes, began)

@@ -2,8 +2,8 @@
 
 Exchange, for small lists: every rank publishes all its values, meets the others, and reduces everything. One barrier.
 
-Write-back, for large ones: every rank publishes what others own, reduces the slice that it owns, and writes the result
-back into the others' memory, from where they fetch it. Each rank reads and reduces 1/n of everything, whatever n.
+Stream, for large ones: chunk by chunk, every rank publishes what others own, reduces the slice that it owns, and
+publishes the result, which the others fetch. Each rank reads and reduces 1/n of everything, whatever n.
 
 Either way an element is reduced in rank order, so all ranks get the same bits, and the same inputs give the same bits
 from run to run. The size of the list does not matter either, but for complex products, which NumPy rounds differently
@@ -12,15 +12,16 @@ in vector and scalar code.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
+from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_slots import SlotsOf
+from gradsync.communicators.shared_rings import Rings, SharedRings
 from gradsync.communicators.stream_plan import Chunk, Region, plan_stream
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
 
@@ -32,14 +33,14 @@ class Exchange:
     """Publish, meet, reduce everything.
 
     Args:
-        slots_of: the shared buffers, under a dtype.
+        rings: the shared memory.
         barrier: where the ranks meet.
         scratch: private memory.
         rank: this rank.
     """
 
-    def __init__(self, slots_of: SlotsOf, barrier: SharedBarrier, scratch: Scratch, rank: int) -> None:
-        self._slots_of = slots_of
+    def __init__(self, rings: SharedRings, barrier: SharedBarrier, scratch: Scratch, rank: int) -> None:
+        self._rings = rings
         self._barrier = barrier
         self._scratch = scratch
         self._rank = rank
@@ -47,14 +48,20 @@ class Exchange:
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
-        """Reduces each source into its target; all of them together fit into a slot."""
+        """Reduces each source into its target; all of them together fit into a round."""
         dtype = sources[0].dtype
         word = word_dtype(dtype)
         total = sum([source.size for source in sources])
-        slots = self._slots_of(dtype)[self._barrier.next_parity]
-        pack_words([source.view(word) for source in sources], slots[self._rank][:total].view(word))
+        size_bytes = total * dtype.itemsize
+        begin = self._rings.take(size_bytes) // word.itemsize
+        began = time.perf_counter()
+        pack_words([source.view(word) for source in sources], self._rings.of(word)[self._rank][begin : begin + total])
+        self._rings.wrote(size_bytes, began)
         self._barrier.meet(agreement)
-        contributions = [slot[:total] for slot in slots]
+        contributions = [
+            ring[place // dtype.itemsize :][:total]
+            for ring, place in zip(self._rings.of(dtype), self._rings.places(size_bytes), strict=True)
+        ]
         accumulator = self._scratch.accumulator(dtype, total)
         if len(targets) == 1:
             reduce_into(op, contributions, targets[0], accumulator)
@@ -64,105 +71,111 @@ class Exchange:
         split_words(result.view(word), [target.view(word) for target in targets])
 
 
-class WriteBack:
-    """Publish what others own, reduce what this rank owns, write it back.
+class Stream:
+    """Publish what others own, reduce what this rank owns, publish the result.
 
     Args:
-        slots_of, barrier, scratch, rank: as for Exchange.
+        rings, barrier, scratch, rank: as for Exchange.
         world_size: number of ranks.
-        chunk_bytes: size of a slot: what is in flight between two barriers.
+        chunk_bytes: what is in flight between two barriers.
     """
 
     def __init__(
         self,
-        slots_of: SlotsOf,
+        rings: SharedRings,
         barrier: SharedBarrier,
         scratch: Scratch,
         rank: int,
         world_size: int,
         chunk_bytes: int,
     ) -> None:
-        self._slots_of = slots_of
+        self._rings = rings
         self._barrier = barrier
         self._scratch = scratch
         self._rank = rank
         self._world_size = world_size
         self._chunk_bytes = chunk_bytes
-        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._peers = [(rank + step) % world_size for step in range(1, world_size)]
 
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         """Reduces each source into its target; see Communicator.all_reduce_list.
 
-        Three chunks are in flight: one published, one reduced, one fetched between two barriers. A rank publishes
-        into its own slot only after fetching the chunk that was there two steps before, and others touch that slot
-        only between the barriers after its publication and after their reduction.
+        Three chunks are in flight: one published, one reduced, one fetched between two barriers. A chunk's region in a
+        ring has the layout of the chunk: the owner of the ring puts what it contributes to the others' slices there,
+        and later the result of its own.
         """
         dtype = sources[0].dtype
         word = word_dtype(dtype)
         source_words = [source.view(word) for source in sources]
-        slots, slot_words = self._slots_of(dtype), self._slots_of(word)
+        rings, own_words = self._rings.of(dtype), self._rings.of(word)[self._rank]
         sizes = tuple([source.size for source in sources])
         itemsize = dtype.itemsize
-        chunks = plan_stream(sizes, self._chunk_bytes // itemsize, itemsize, self._rank, self._world_size)
+        chunks = plan_stream(sizes, self._chunk_bytes // itemsize, itemsize, self._world_size)
         # The mean is a sum that is divided on its way into the targets: that spares a pass over the data. Half
         # precision is divided with the sum, in float32.
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
         delivery = _Delivery(targets, self._world_size if divides_late else 1)
         sum_op = ReduceOp.SUM if divides_late else op
+        places: list[list[int]] = []  # of the chunks, by rank, in elements
         count = len(chunks)
         for step in range(count + 2):
-            parity = step & 1
+            if 1 <= step <= count:  # told at the meeting just now
+                places.append([place // itemsize for place in self._rings.posted_places()])
             if step >= 2:
-                for region in chunks[step - 2].others:
-                    delivery.deliver(slots[parity][self._rank], region)
+                for peer in self._peers:
+                    delivery.deliver(rings[peer], places[step - 2][peer], chunks[step - 2][peer])
             if step < count:
-                self._publish(chunks[step], source_words, slot_words[parity][self._rank])
+                self._publish(chunks[step], source_words, own_words)
             if 1 <= step <= count:
-                self._reduce(chunks[step - 1].own, sources, slots[1 - parity], sum_op, delivery)
+                own_slice = chunks[step - 1][self._rank]
+                self._reduce(own_slice, sources, rings, places[step - 1], sum_op)
+                delivery.deliver(rings[self._rank], places[step - 1][self._rank], own_slice)
             if step <= count:
                 self._barrier.meet(agreement)
 
-    @staticmethod
-    def _publish(chunk: Chunk, source_words: Sequence[Array], own_slot: Array) -> None:
-        for begin, end, pieces in chunk.others:
-            pack_words([source_words[array][low:high] for array, low, high in pieces], own_slot[begin:end])
+    def _publish(self, chunk: Chunk, source_words: Sequence[Array], own_words: Array) -> None:
+        itemsize = own_words.itemsize
+        at = self._rings.take_for_two(chunk[-1].end * itemsize) // itemsize
+        began, size = time.perf_counter(), 0
+        for peer in self._peers:
+            begin, end, pieces = chunk[peer]
+            if pieces:
+                parts = [source_words[array][low:high] for array, low, high in pieces]
+                pack_words(parts, own_words[at + begin : at + end])
+                size += end - begin
+        self._rings.wrote(size * itemsize, began)
 
     def _reduce(
-        self, region: Region, sources: Sequence[Array], slots: Sequence[Array], op: ReduceOp, delivery: _Delivery
+        self, region: Region, sources: Sequence[Array], rings: Rings, places: Sequence[int], op: ReduceOp
     ) -> None:
-        """Reduces this rank's slice of a chunk into the slot of every peer, and delivers it here."""
+        """Reduces this rank's slice of a chunk into this rank's ring."""
         begin, end, pieces = region
-        if begin == end:
+        if not pieces:
             return
-        dtype = slots[0].dtype
+        dtype = rings[0].dtype
         if (end - begin) * dtype.itemsize >= _WORTH_A_CALL_BYTES * len(pieces):
             for array, low, high in pieces:
-                self._reduce_into_slots(begin, sources[array][low:high], slots, op)
+                self._reduce_into_ring(begin, sources[array][low:high], rings, places, op)
                 begin += high - low
         else:
             own = self._scratch.own(dtype, end - begin)
             word = word_dtype(dtype)
             pack_words([sources[array][low:high].view(word) for array, low, high in pieces], own.view(word))
-            self._reduce_into_slots(begin, own, slots, op)
-        delivery.deliver(slots[self._peers[0]], region)
+            self._reduce_into_ring(begin, own, rings, places, op)
 
-    def _reduce_into_slots(self, begin: int, own: Array, slots: Sequence[Array], op: ReduceOp) -> None:
-        """Reduces the elements from `begin` on, of which `own` is this rank's contribution, into the peers' slots."""
-        contributions = [slot[begin : begin + own.size] for slot in slots]
-        # Rank 0 or rank 1: in rank order, its contribution is read before the first result is written.
-        result = contributions[self._peers[0]]
-        others = [contributions[peer] for peer in self._peers[1:]]
+    def _reduce_into_ring(self, begin: int, own: Array, rings: Rings, places: Sequence[int], op: ReduceOp) -> None:
+        """Reduces the elements of a chunk from `begin` on, of which `own` is this rank's contribution."""
+        size = own.size
+        contributions = [ring[place + begin : place + begin + size] for ring, place in zip(rings, places, strict=True)]
+        result = contributions[self._rank]
         contributions[self._rank] = own
-        reduce_into(op, contributions, result, self._scratch.accumulator(own.dtype, own.size))
-        word = word_dtype(own.dtype)
-        for place in others:
-            copy_words(result.view(word), place.view(word))
+        reduce_into(op, contributions, result, self._scratch.accumulator(own.dtype, size))
 
 
 class _Delivery:
-    """Copies results out of slots into the targets, dividing them where that was put off.
+    """Copies results out of rings into the targets, dividing them where that was put off.
 
     Args:
         targets: 1-D arrays.
@@ -175,16 +188,18 @@ class _Delivery:
         self._word = targets[0].dtype if divisor > 1 else word
         self._targets = targets if divisor > 1 else [target.view(word) for target in targets]
 
-    def deliver(self, slot: Array, region: Region) -> None:
-        """Moves one region of a chunk from a slot to where it belongs."""
-        begin, end, pieces = region
+    def deliver(self, ring: Array, at: int, region: Region) -> None:
+        """Moves one region of a chunk, which begins at a place in a ring, to where it belongs."""
+        begin, end, pieces = at + region.begin, at + region.end, region.pieces
+        if not pieces:
+            return
         targets = [self._targets[array][low:high] for array, low, high in pieces]
         if self._divisor == 1:
-            split_words(slot.view(self._word)[begin:end], targets)
+            split_words(ring[begin:end].view(self._word), targets)
             return
         for target in targets:
             end = begin + target.size
-            divide_into(slot[begin:end], self._divisor, target)
+            divide_into(ring[begin:end], self._divisor, target)
             begin = end
 
 

@@ -1,7 +1,7 @@
 """How ranks that share memory wait for each other, and what they tell each other of their end.
 
 Each rank owns one cache line and one short text in shared memory; it writes only its own and reads all. In the line
-stands whether the rank has closed or aborted the communicator; its first words belong to the barrier, so that a rank
+stands whether the rank has closed or aborted the communicator; other words of it belong to the barrier, so that a rank
 which only arrives touches nothing else. Aligned 8-byte stores become visible in program order on x86-64, which is all
 the ordering that this protocol, and those built on it, need; shared_memory.py refuses other processors.
 """
@@ -17,7 +17,7 @@ from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import CollectiveTimeout, RankFailed
 
 # One 64-byte line of eight words for each rank, and one for all, of which the first word is not zero once any rank
-# has aborted. The first three words of a rank's line are the barrier's.
+# has aborted. The first three words of a rank's line, and the last two, are the barrier's.
 WORDS_PER_RANK = 8
 _STATE = 3
 _CULPRIT = 4  # of an aborted rank: the rank whose failure made it abort, often its own; as it is numbered in the world
