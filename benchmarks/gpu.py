@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 
 import gradsync as gs
-from gradsync.communicators.nccl_connection import count_devices
-from gradsync.communicators.nccl_library import NcclLibrary
+from gradsync.communicators.nccl.connection import count_devices
+from gradsync.communicators.nccl.library import NcclLibrary
 from measurement import provenance
 from on_gpu.rows import Row, table_of
 from on_gpu.scale import FULL, QUICK, TINY, Scale

@@ -136,8 +136,8 @@ def test_the_core_of_the_rendezvous_does_no_io(module: str) -> None:
 def test_the_callback_knows_no_concrete_communicator() -> None:
     concrete = {
         "communicators.local",
-        "communicators.shared_memory",
-        "communicators.nccl",
+        "communicators.shared_memory.communicator",
+        "communicators.nccl.communicator",
         "communicators.mpi",
     }
     assert not imports_of(modules()["bucketing.callback"]) & concrete

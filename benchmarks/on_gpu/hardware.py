@@ -7,7 +7,7 @@ from typing import Any
 
 import cupy
 
-from gradsync.communicators.nccl_library import NcclLibrary, library_path, version_text
+from gradsync.communicators.nccl.library import NcclLibrary, library_path, version_text
 
 
 def gpu() -> dict[str, Any]:

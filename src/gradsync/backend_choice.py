@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gradsync.communicators.nccl_connection import choose_device, count_devices, device_identity
-from gradsync.communicators.nccl_library import NcclLibrary
-from gradsync.communicators.shared_memory import check_platform
+from gradsync.communicators.nccl.connection import choose_device, count_devices, device_identity
+from gradsync.communicators.nccl.library import NcclLibrary
+from gradsync.communicators.shared_memory.communicator import check_platform
 from gradsync.environment import BACKEND, BACKENDS, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.rendezvous.client import RendezvousClient

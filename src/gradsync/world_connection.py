@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, share_gpu_offers, suitable_backend
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.nccl_connection import connect_nccl
-from gradsync.communicators.shared_memory import connect_shared_memory
+from gradsync.communicators.nccl.connection import connect_nccl
+from gradsync.communicators.shared_memory.communicator import connect_shared_memory
 from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, read_environment
 from gradsync.environment import collective_timeout_seconds as environment_timeout
 from gradsync.errors import BackendUnavailable, InvalidArgument

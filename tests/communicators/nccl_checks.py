@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 import gradsync as gs
-from gradsync.communicators.nccl_connection import connect_nccl
+from gradsync.communicators.nccl.connection import connect_nccl
 from kits import bring_to_rest
 
 SIZE = 5000

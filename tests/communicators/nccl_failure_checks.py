@@ -17,7 +17,7 @@ import numpy as np
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
-from gradsync.communicators import nccl_connection
+from gradsync.communicators.nccl import connection as nccl_connection
 
 SECONDS = 30.0  # for what must come at all
 SOON_SECONDS = 5.0  # the target is 1 s; a busy machine adds
@@ -191,7 +191,7 @@ def abort_a_stuck_collective(comm: Any) -> str:
 
 def close_beside_a_stuck_collective(comm: Any) -> str:
     """What cannot end any more ends with an error, never with undefined values."""
-    from gradsync.communicators import nccl
+    from gradsync.communicators.nccl import communicator as nccl
 
     nccl._DRAIN_SECONDS = 0.3
     future = launch_what_the_others_do_not(comm)

@@ -19,9 +19,9 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.communicators.asynchronous import Asynchronous
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collective_queue import pending
+from gradsync.communicators.collectives.asynchronous import Asynchronous
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 WAIT = 20.0

@@ -16,7 +16,7 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
-from gradsync.communicators.groups import Family, _listed
+from gradsync.communicators.collectives.groups import Family, _listed
 from gradsync.rendezvous import protocol
 from gradsync.rendezvous.forgetting import Forgetting
 from gradsync.rendezvous.generation import Generation
@@ -255,7 +255,7 @@ def test_a_member_dies_while_others_make_a_group(place: Place, victim: int) -> N
 
 
 def fail_in_the_making(comm: Any) -> str:
-    from gradsync.communicators import shared_memory
+    from gradsync.communicators.shared_memory import communicator as shared_memory
 
     if comm.rank == 2:
 

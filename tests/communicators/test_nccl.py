@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.nccl_connection import choose_device
-from gradsync.communicators.nccl_library import version_text
+from gradsync.communicators.nccl.connection import choose_device
+from gradsync.communicators.nccl.library import version_text
 from places import GPU, SHM, STAND_IN, Place, on
 
 

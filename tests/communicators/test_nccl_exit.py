@@ -20,8 +20,8 @@ import cupy
 
 import gradsync as gs
 from gradsync import process_group
-from gradsync.communicators import nccl
-from gradsync.communicators.nccl_connection import connect_nccl
+from gradsync.communicators.nccl import communicator as nccl
+from gradsync.communicators.nccl.connection import connect_nccl
 
 nccl._DRAIN_SECONDS = 0.3
 world = gs.init_process_group("nccl", timeout_seconds=30, allow_shared_gpu=True)

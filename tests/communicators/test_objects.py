@@ -243,7 +243,7 @@ def test_an_interrupt_while_pickling_comes_before_the_collective() -> None:
 
 
 def go_through_the_store() -> None:
-    from gradsync.communicators import path_beside_gpu
+    from gradsync.communicators.nccl import path_beside_gpu
 
     path_beside_gpu.machine_identity = lambda: ""  # as for a rank that cannot tell where it is
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from one_at_a_time import Baton, Client, Rendezvous
 
 import gradsync as gs
-from gradsync.communicators import predicted_agreement, verdicts
+from gradsync.communicators import verdicts
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.predicted_agreement import History, PredictedAgreement
+from gradsync.communicators.nccl import predicted_agreement
+from gradsync.communicators.nccl.predicted_agreement import History, PredictedAgreement
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.flight_recorder import FlightRecorder
 

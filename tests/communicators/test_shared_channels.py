@@ -17,12 +17,13 @@ from test_verdicts import Client
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
-from gradsync.communicators import shared_transfer, shared_waiting
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.backend import Message
-from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
-from gradsync.communicators.shared_channels import SharedChannels
-from gradsync.communicators.shared_transfer import PIECE_BYTES, SLOTS, Transfer
+from gradsync.communicators.shared_memory import transfer as shared_transfer
+from gradsync.communicators.shared_memory import waiting as shared_waiting
+from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
+from gradsync.communicators.shared_memory.channels import SharedChannels
+from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS, Transfer
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.flight_recorder import FlightRecorder
 from rank_processes import run_ranks, run_ranks_for_outcomes

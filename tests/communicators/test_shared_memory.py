@@ -13,7 +13,7 @@ import pytest
 
 import gradsync as gs
 from contract import contribution, expect
-from gradsync.communicators import shared_memory
+from gradsync.communicators.shared_memory import communicator as shared_memory
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -238,7 +238,7 @@ def test_abort_survives_any_text() -> None:
 
 def fail_while_joining(comm: Any) -> str:
     from gradsync import process_group
-    from gradsync.communicators import shared_memory
+    from gradsync.communicators.shared_memory import communicator as shared_memory
 
     gs.destroy_process_group()
     if comm.rank == 1:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.communicators import shared_rings
-from gradsync.communicators.shared_rings import HOT_BYTES, SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory import rings as shared_rings
+from gradsync.communicators.shared_memory.rings import HOT_BYTES, SharedRings, share_begin, shares_bytes
 from rank_processes import run_ranks
 
 ROUND_BYTES = 64 * 1024

@@ -10,8 +10,8 @@ import time
 import pytest
 
 import gradsync as gs
-from gradsync.communicators import shared_segment
-from gradsync.communicators.shared_segment import SegmentOffer, create_segment, map_segment, take_segment
+from gradsync.communicators.shared_memory import segment as shared_segment
+from gradsync.communicators.shared_memory.segment import SegmentOffer, create_segment, map_segment, take_segment
 
 
 def open_descriptors() -> int:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.communicators import store_path
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.store_path import StorePath
+from gradsync.communicators.nccl import store_path
+from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.flight_recorder import FlightRecorder
 from gradsync.rendezvous.client import RendezvousClient

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.communicators.stream_plan import plan_stream
+from gradsync.communicators.shared_memory.stream_plan import plan_stream
 
 sizes_lists = st.lists(st.integers(0, 300), min_size=1, max_size=12).map(tuple)
 

@@ -9,9 +9,10 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.communicators import shared_waiting, verdicts
+from gradsync.communicators import verdicts
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
+from gradsync.communicators.shared_memory import waiting as shared_waiting
+from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.flight_recorder import FlightRecorder
 
@@ -172,6 +173,6 @@ def test_a_verdict_does_not_stop_a_round_that_is_complete() -> None:
 
 
 def test_what_another_thread_has_heard_is_seen_before_any_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.communicators.shared_waiting._LOOK_FOR_FAILURES_EVERY_SECONDS", 1e9)
+    monkeypatch.setattr("gradsync.communicators.shared_memory.waiting._LOOK_FOR_FAILURES_EVERY_SECONDS", 1e9)
     clients = [Client(gs.RendezvousError("the server is gone")), Client()]
     expect(gs.RendezvousError, lambda: barriers(*clients)[0].meet(BARRIER))

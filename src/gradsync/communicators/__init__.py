@@ -1,1 +1,1 @@
-"""Communicators: the contract in base.py, and one file for each way of moving bytes."""
+"""How ranks move bytes: the contract, and a room for each backend."""

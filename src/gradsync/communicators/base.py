@@ -1,8 +1,7 @@
 """The contract of a communicator: public methods check, private hooks move bytes.
 
-The collectives stand in reductions.py, movements.py, all_to_all.py and messages.py, groups in groups.py; here are the
-barrier, what the layers above need, and life and death. A backend subclasses `Communicator` and writes the hooks of
-backend.py.
+The collectives and groups stand in the room collectives/; here are the barrier, what the layers above need, and life
+and death. A backend subclasses `Communicator` and writes the hooks of backend.py.
 
 All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
 same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
@@ -18,13 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.all_to_all import AllToAll
 from gradsync.communicators.collective_call import BYTE, CollectiveCall
-from gradsync.communicators.groups import Groups
+from gradsync.communicators.collectives.all_to_all import AllToAll
+from gradsync.communicators.collectives.groups import Groups
+from gradsync.communicators.collectives.messages import Messages
+from gradsync.communicators.collectives.movements import Movements
+from gradsync.communicators.collectives.reductions import Reductions
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.communicators.messages import Messages
-from gradsync.communicators.movements import Movements
-from gradsync.communicators.reductions import Reductions
 from gradsync.completion import Completion
 from gradsync.errors import PlanMismatch, describe
 from gradsync.flight_recorder import FlightRecorder
@@ -33,8 +32,8 @@ from gradsync.reduction import Array, ReduceOp
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from gradsync.communicators.asynchronous import Asynchronous
-    from gradsync.communicators.objects import Objects
+    from gradsync.communicators.collectives.asynchronous import Asynchronous
+    from gradsync.communicators.collectives.objects import Objects
 
 
 class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
@@ -92,14 +91,14 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
     @cached_property
     def asynchronous(self) -> Asynchronous:
         """The collectives as futures: `communicator.asynchronous.all_reduce(array)` returns at once."""
-        from gradsync.communicators.asynchronous import Asynchronous  # here: not every program needs it
+        from gradsync.communicators.collectives.asynchronous import Asynchronous  # here: not every program needs it
 
         return Asynchronous(self)
 
     @cached_property
     def objects(self) -> Objects:
         """Collectives on Python objects: `communicator.objects.all_gather(anything)`."""
-        from gradsync.communicators.objects import Objects
+        from gradsync.communicators.collectives.objects import Objects
 
         return Objects(self)
 

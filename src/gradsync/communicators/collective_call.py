@@ -1,7 +1,8 @@
 """A collective between the caller's arguments and the bytes: checked, described for the other ranks, ready to run.
 
 Every public collective first makes a CollectiveCall, which refuses what a caller can get wrong, in the same words on
-every backend, before any other rank is involved; then it runs it, at once or through the queue (asynchronous.py).
+every backend, before any other rank is involved; then it runs it, at once or through the queue
+(collectives/asynchronous.py).
 """
 
 from __future__ import annotations

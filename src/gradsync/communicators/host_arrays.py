@@ -1,7 +1,7 @@
 """Arrays in host memory: what is accepted, and how a layout becomes flat.
 
 `ArrayKind` says what the layers above need to know about arrays wherever they live; here is its form for the host,
-device_arrays.py has the one for a GPU.
+nccl/device_arrays.py has the one for a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How bytes of host memory travel between the ranks of a communicator: what Python objects need.
 
-A communicator on the CPU moves them by its own hooks; beside GPUs they keep off the GPU (path_beside_gpu.py).
+A communicator on the CPU moves them by its own hooks; beside GPUs they keep off the GPU (nccl/path_beside_gpu.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reductions through shared memory of which each rank, or only one, gets a result: reduce_scatter and reduce.
 
-As in shared_reduction.py the operands are taken in rank order, so the bits are those of an all-reduce.
+As in reduction.py the operands are taken in rank order, so the bits are those of an all-reduce.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, largest_part
-from gradsync.communicators.host_copy import copy_words, word_dtype
-from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_reduction import Scratch
-from gradsync.communicators.shared_rings import SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.host_copy import copy_words, word_dtype
+from gradsync.communicators.shared_memory.reduction import Scratch
+from gradsync.communicators.shared_memory.rings import SharedRings, share_begin, shares_bytes
 from gradsync.reduction import Array, ReduceOp, reduce_into
 
 

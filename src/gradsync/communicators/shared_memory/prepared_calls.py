@@ -1,6 +1,6 @@
 """Collectives on small arrays over shared memory, with everything prepared that stays from call to call.
 
-The same protocols as the long ways (shared_reduction.py, shared_movement.py, shared_partial_reduction.py), so that
+The same protocols as the long ways (reduction.py, movement.py, partial_reduction.py), so that
 ranks on either way meet; a quarter to a half of their time. Only what needs no copy on the way is taken: contiguous
 NumPy arrays of which one round holds all.
 """
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.host_copy import word_dtype
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.communicators.prepared_exchange import PreparedExchange, quiet_caller
-from gradsync.communicators.prepared_movement import PreparedMovement, PreparedReduceScatter
-from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_rings import SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.host_copy import word_dtype
+from gradsync.communicators.shared_memory.prepared_exchange import PreparedExchange, quiet_caller
+from gradsync.communicators.shared_memory.prepared_movement import PreparedMovement, PreparedReduceScatter
+from gradsync.communicators.shared_memory.rings import SharedRings, share_begin, shares_bytes
 from gradsync.reduction import Array, ReduceOp
 
 _MAX_PREPARED = 1024

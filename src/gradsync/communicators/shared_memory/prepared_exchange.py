@@ -1,6 +1,6 @@
 """The all-reduce of one small array over shared memory, with everything prepared that stays from call to call.
 
-The same protocol as Exchange of shared_reduction.py, so that ranks on either path meet; about a quarter of its time.
+The same protocol as Exchange of reduction.py, so that ranks on either path meet; about a quarter of its time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.host_copy import copy_words, word_dtype
-from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_rings import HOT_BYTES, SharedRings
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.host_copy import copy_words, word_dtype
+from gradsync.communicators.shared_memory.rings import HOT_BYTES, SharedRings
 from gradsync.errors import UnsupportedDtype
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, check_operation, divide_into
 

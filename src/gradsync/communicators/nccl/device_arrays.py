@@ -18,7 +18,7 @@ from gradsync.communicators.host_arrays import (
     kind_of,
     span,
 )
-from gradsync.communicators.nccl_launch import await_results_in
+from gradsync.communicators.nccl.launch import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name, part_dtype
 

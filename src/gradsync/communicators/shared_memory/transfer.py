@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradsync.communicators.backend import Message
-from gradsync.communicators.host_copy import copy_words
-from gradsync.communicators.shared_waiting import TextBoard
+from gradsync.communicators.shared_memory.host_copy import copy_words
+from gradsync.communicators.shared_memory.waiting import TextBoard
 from gradsync.reduction import Array
 
 # Words of a line, of which there are eight.

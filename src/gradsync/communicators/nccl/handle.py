@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import cupy
 
-from gradsync.communicators.nccl_library import NcclLibrary
+from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.errors import CommunicatorClosed, NcclError, describe
 
 DESTROY_SECONDS = 10.0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.collective_call import CollectiveCall
 from gradsync.communicators.collective_queue import submit
-from gradsync.communicators.movements import Sizes
+from gradsync.communicators.collectives.movements import Sizes
 from gradsync.reduction import ReduceOp
 
 if TYPE_CHECKING:

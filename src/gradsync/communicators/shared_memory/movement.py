@@ -13,10 +13,10 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, largest_part
-from gradsync.communicators.host_copy import copy_words, pack_words, split_words
-from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_rings import SharedRings, share_begin, shares_bytes
-from gradsync.communicators.stream_plan import pieces_between
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.host_copy import copy_words, pack_words, split_words
+from gradsync.communicators.shared_memory.rings import SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.stream_plan import pieces_between
 from gradsync.reduction import Array
 
 _BYTE = np.dtype(np.uint8)

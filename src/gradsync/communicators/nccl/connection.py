@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gradsync.communicators.nccl_library import NcclLibrary
+from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.errors import BackendUnavailable, InvalidArgument, RendezvousTimeout
 from gradsync.machine import boot_id
 from gradsync.rendezvous.group_client import CommunicatorClient
 
 if TYPE_CHECKING:
-    from gradsync.communicators.nccl import NcclCommunicator
+    from gradsync.communicators.nccl.communicator import NcclCommunicator
 
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
 # Ranks on one GPU wait for each other inside their kernels, so all of them must fit on it at once.
@@ -161,7 +161,7 @@ def _init_rank(
     """Returns CuPy's communicator."""
     import cupy
 
-    from gradsync.communicators.nccl_handle import call_with_deadline
+    from gradsync.communicators.nccl.handle import call_with_deadline
 
     label = client.label
 
@@ -188,8 +188,8 @@ def take_over(
     collective_timeout_seconds: float,
 ) -> NcclCommunicator:
     """Makes our communicator of CuPy's `raw`; the other arguments are as for meet_and_init."""
-    from gradsync.communicators.nccl import NcclCommunicator
-    from gradsync.communicators.nccl_handle import NcclHandle
+    from gradsync.communicators.nccl.communicator import NcclCommunicator
+    from gradsync.communicators.nccl.handle import NcclHandle
 
     handle = NcclHandle(library, raw, device_id, client.label)
     try:

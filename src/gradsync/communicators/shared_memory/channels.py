@@ -1,6 +1,6 @@
 """Messages between the ranks of a shared-memory communicator, each between two of them.
 
-What a message is for its sender and its receiver, shared_transfer.py says; here both directions of a rank are driven
+What a message is for its sender and its receiver, transfer.py says; here both directions of a rank are driven
 at once, so that ranks that exchange in pairs or rings of any size never wait for each other, and what a rank waits for
 is watched: for failures as at the barrier, and for what cannot come because the other rank waits for this one.
 """
@@ -16,10 +16,10 @@ from typing import NoReturn
 import numpy as np
 
 from gradsync.communicators.backend import Message
-from gradsync.communicators.host_copy import copy_words
-from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_transfer import PIECE_BYTES, SLOTS, Incoming, Outgoing, Side, Transfer
-from gradsync.communicators.shared_waiting import ANY_ROUND, SPINS, Rests, TextBoard
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.host_copy import copy_words
+from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS, Incoming, Outgoing, Side, Transfer
+from gradsync.communicators.shared_memory.waiting import ANY_ROUND, SPINS, Rests, TextBoard
 from gradsync.errors import PlanMismatch
 
 _LINE_WORDS = 8

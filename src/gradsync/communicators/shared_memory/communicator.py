@@ -1,7 +1,6 @@
 """The communicator between processes of one host without a GPU: NumPy over a shared memfd.
 
-What moves the bytes of a reduction is in shared_reduction.py; here are the segment's layout, the broadcast, and the
-way to a communicator.
+What moves the bytes is in the other files of this room; here are the segment's layout and the way to a communicator.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_path import OwnPath
-from gradsync.communicators.prepared_calls import PreparedCalls
-from gradsync.communicators.shared_barrier import SharedBarrier, header_bytes
-from gradsync.communicators.shared_channels import SharedChannels
-from gradsync.communicators.shared_movement import SharedMovement
-from gradsync.communicators.shared_partial_reduction import PartialReduction
-from gradsync.communicators.shared_reduction import Exchange, Scratch, Stream
-from gradsync.communicators.shared_rings import SharedRings
-from gradsync.communicators.shared_segment import SegmentOffer, create_segment, map_segment, take_segment
+from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
+from gradsync.communicators.shared_memory.channels import SharedChannels
+from gradsync.communicators.shared_memory.movement import SharedMovement
+from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
+from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
+from gradsync.communicators.shared_memory.reduction import Exchange, Scratch, Stream
+from gradsync.communicators.shared_memory.rings import SharedRings
+from gradsync.communicators.shared_memory.segment import SegmentOffer, create_segment, map_segment, take_segment
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.cores import begin_on_core
 from gradsync.errors import BackendUnavailable

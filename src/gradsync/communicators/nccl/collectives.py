@@ -1,6 +1,6 @@
 """What a collective between GPUs does within its launch: agrees, then hands its arrays to NCCL.
 
-nccl.py has the rest of the communicator: how a launch is made, looked after and ended.
+communicator.py has the rest of the communicator: how a launch is made, looked after and ended.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gradsync.bucketing.pack_kernels import FusedPacker, pack_layout
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.device_arrays import DeviceArrays
-from gradsync.communicators.nccl_agreements import Answer, NcclAgreements, Question
-from gradsync.communicators.nccl_handle import NcclHandle
-from gradsync.communicators.nccl_launch import Launch
-from gradsync.communicators.nccl_movement import NcclMovement
-from gradsync.communicators.nccl_reduction import NcclReduction
+from gradsync.communicators.nccl.agreements import Answer, NcclAgreements, Question
+from gradsync.communicators.nccl.device_arrays import DeviceArrays
+from gradsync.communicators.nccl.handle import NcclHandle
+from gradsync.communicators.nccl.launch import Launch
+from gradsync.communicators.nccl.movement import NcclMovement
+from gradsync.communicators.nccl.reduction import NcclReduction
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import GradsyncError, PlanMismatch
 from gradsync.reduction import ReduceOp
@@ -235,7 +235,7 @@ class NcclCollectives(Communicator):
             self._packer.pack(arrays, flat)
         return flat
 
-    # -- What nccl.py has ----------------------------------------------------------------------------------------
+    # -- What communicator.py has --------------------------------------------------------------------------------
 
     @abstractmethod
     def _launching(self, stream: Any, producers: Sequence[Any] | None = None) -> AbstractContextManager[Launch]:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import cupy
 
-from gradsync.communicators.nccl_connection import meet_and_init, take_over
-from gradsync.communicators.nccl_handle import NcclHandle, call_with_deadline
+from gradsync.communicators.nccl.connection import meet_and_init, take_over
+from gradsync.communicators.nccl.handle import NcclHandle, call_with_deadline
 from gradsync.errors import CollectiveTimeout
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
 if TYPE_CHECKING:
-    from gradsync.communicators.nccl import NcclCommunicator
+    from gradsync.communicators.nccl.communicator import NcclCommunicator
 
 
 def connect_group(

@@ -18,8 +18,12 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds
 from gradsync.communicators.host_path import HostPath, OwnPath
-from gradsync.communicators.shared_memory import SharedMemoryCommunicator, check_platform, connect_shared_memory
-from gradsync.communicators.store_path import StorePath
+from gradsync.communicators.nccl.store_path import StorePath
+from gradsync.communicators.shared_memory.communicator import (
+    SharedMemoryCommunicator,
+    check_platform,
+    connect_shared_memory,
+)
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import BackendUnavailable, GradsyncError
 from gradsync.machine import machine_identity
@@ -134,7 +138,7 @@ class PathBesideGpu(HostPath):
 
 
 def _memory_identity() -> bytes:
-    """Returns what is equal for ranks that can share memory as shared_memory.py does; zeros where that is not known."""
+    """Returns what is equal for ranks that can share memory as ../shared_memory does; zeros where that is not known."""
     try:
         check_platform()
         network = os.readlink("/proc/self/ns/net")  # the memory is handed over by a socket

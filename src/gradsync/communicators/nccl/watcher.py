@@ -14,9 +14,9 @@ from typing import NoReturn
 
 import cupy
 
-from gradsync.communicators.nccl_agreements import NcclAgreements
-from gradsync.communicators.nccl_handle import NcclHandle
-from gradsync.communicators.nccl_launch import Launch
+from gradsync.communicators.nccl.agreements import NcclAgreements
+from gradsync.communicators.nccl.handle import NcclHandle
+from gradsync.communicators.nccl.launch import Launch
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.flight_recorder import Entry

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.host_copy import copy_words, word_dtype
-from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_rings import SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.host_copy import copy_words, word_dtype
+from gradsync.communicators.shared_memory.rings import SharedRings, share_begin, shares_bytes
 from gradsync.reduction import UFUNCS, Array, ReduceOp, divide_into
 
 Shape = tuple[int, ...]

@@ -13,7 +13,7 @@ from typing import Any
 import cupy
 
 from gradsync.communicators.backend import Bounds
-from gradsync.communicators.nccl_handle import NcclHandle
+from gradsync.communicators.nccl.handle import NcclHandle
 
 
 class NcclMovement:

@@ -14,8 +14,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from gradsync.communicators.nccl_agreements import Agreed
-from gradsync.communicators.nccl_handle import NcclHandle
+from gradsync.communicators.nccl.agreements import Agreed
+from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.flight_recorder import Running, finish
 

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.predicted_agreement import PredictedAgreement
+from gradsync.communicators.nccl.predicted_agreement import PredictedAgreement
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import PlanMismatch
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient

@@ -13,8 +13,8 @@ import cupy
 import numpy as np
 
 from gradsync.communicators.backend import Bounds
-from gradsync.communicators.nccl_handle import NcclHandle
-from gradsync.communicators.nccl_movement import NcclMovement, current_stream, is_even
+from gradsync.communicators.nccl.handle import NcclHandle
+from gradsync.communicators.nccl.movement import NcclMovement, current_stream, is_even
 from gradsync.reduction import ReduceOp
 
 

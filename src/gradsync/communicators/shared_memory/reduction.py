@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
-from gradsync.communicators.shared_barrier import SharedBarrier
-from gradsync.communicators.shared_rings import Rings, SharedRings
-from gradsync.communicators.stream_plan import Chunk, Region, plan_stream
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.host_copy import pack_words, split_words, word_dtype
+from gradsync.communicators.shared_memory.rings import Rings, SharedRings
+from gradsync.communicators.shared_memory.stream_plan import Chunk, Region, plan_stream
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
 
 # Below, on average, pieces are gathered first: a NumPy call costs as much as some kilobytes.

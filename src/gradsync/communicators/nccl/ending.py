@@ -6,9 +6,9 @@ import threading
 import weakref
 from typing import Any
 
-from gradsync.communicators.nccl_agreements import NcclAgreements
-from gradsync.communicators.nccl_handle import NcclHandle
-from gradsync.communicators.nccl_watcher import Watcher
+from gradsync.communicators.nccl.agreements import NcclAgreements
+from gradsync.communicators.nccl.handle import NcclHandle
+from gradsync.communicators.nccl.watcher import Watcher
 from gradsync.errors import GradsyncError
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 

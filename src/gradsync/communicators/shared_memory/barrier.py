@@ -1,6 +1,6 @@
 """The meeting point of the ranks of a shared-memory communicator.
 
-A rank arrives by storing the number of the round in its line of shared_waiting.py. The 64-bit digest of what it is
+A rank arrives by storing the number of the round in its line of waiting.py. The 64-bit digest of what it is
 about to do lies in the same line, so that comparing the ranks' plans costs nothing; so does where its data are.
 """
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 from zlib import crc32
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
-from gradsync.communicators.shared_waiting import (
+from gradsync.communicators.shared_memory.waiting import (
     SPINS,
     WORDS_PER_RANK,
     Rests,

@@ -3,7 +3,7 @@
 Each rank owns one cache line and one short text in shared memory; it writes only its own and reads all. In the line
 stands whether the rank has closed or aborted the communicator; other words of it belong to the barrier, so that a rank
 which only arrives touches nothing else. Aligned 8-byte stores become visible in program order on x86-64, which is all
-the ordering that this protocol, and those built on it, need; shared_memory.py refuses other processors.
+the ordering that this protocol, and those built on it, need; communicator.py refuses other processors.
 """
 
 from __future__ import annotations

@@ -17,18 +17,18 @@ from typing import Any
 import cupy
 
 from gradsync.bucketing.pack_kernels import FusedPacker
-from gradsync.communicators.device_arrays import DeviceArrays
-from gradsync.communicators.launch_order import launch_order
-from gradsync.communicators.nccl_agreements import NcclAgreements
-from gradsync.communicators.nccl_collectives import NcclCollectives
-from gradsync.communicators.nccl_ending import call_if_alive, end_forgotten, tell_others
-from gradsync.communicators.nccl_groups import connect_group, split_group
-from gradsync.communicators.nccl_handle import NcclHandle
-from gradsync.communicators.nccl_launch import Launch, as_stream
-from gradsync.communicators.nccl_watcher import Watcher
-from gradsync.communicators.path_beside_gpu import PathBesideGpu
+from gradsync.communicators.nccl.agreements import NcclAgreements
+from gradsync.communicators.nccl.collectives import NcclCollectives
+from gradsync.communicators.nccl.device_arrays import DeviceArrays
+from gradsync.communicators.nccl.ending import call_if_alive, end_forgotten, tell_others
+from gradsync.communicators.nccl.groups import connect_group, split_group
+from gradsync.communicators.nccl.handle import NcclHandle
+from gradsync.communicators.nccl.launch import Launch, as_stream
+from gradsync.communicators.nccl.launch_order import launch_order
+from gradsync.communicators.nccl.path_beside_gpu import PathBesideGpu
+from gradsync.communicators.nccl.watcher import Watcher
+from gradsync.communicators.nccl.work_marks import WorkMarks
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.communicators.work_marks import WorkMarks
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
 from gradsync.rendezvous.group_client import CommunicatorClient
 
@@ -86,7 +86,7 @@ class NcclCommunicator(NcclCollectives):
             timeout_seconds=timeout_seconds,
             on_failure=lambda error: call_if_alive(failed, error),
         )
-        # Not at exit: the process group closes its communicator then, and what is left cannot hang (nccl_handle.py).
+        # Not at exit: the process group closes its communicator then, and what is left cannot hang (handle.py).
         weakref.finalize(self, end_forgotten, handle, self._watcher, self._agreements, client).atexit = False
 
     def mark_work(self) -> Any:

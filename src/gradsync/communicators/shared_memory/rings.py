@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.shared_barrier import SharedBarrier
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.reduction import Array
 
 #: Regions up to here lie at one of two places, in turn.

@@ -1,0 +1,1 @@
+"""The communicator between processes of one host without a GPU: NumPy over shared memory."""
