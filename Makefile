@@ -36,7 +36,7 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
-test: $(VENV)/.dev  ## run the tests (about two minutes on two cores)
+test: $(VENV)/.dev  ## run the tests (about five minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills (15 minutes)

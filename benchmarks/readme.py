@@ -152,6 +152,8 @@ def timings(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each thing measured, and what it is compared with."""
     lines = ["| measured | median | compared with | ratio |", "| --- | --- | --- | --- |"]
     for found in results["results"]:
+        if found["what"].endswith("busy cores"):  # shown beside the peers, in another table
+            continue
         seconds, baseline = found["seconds"]["median"], found["baseline_seconds"]
         against = f"{found['baseline']}, {1e3 * baseline['median']:.3g} ms" if baseline else ""
         ratio = f"{found['ratio']:.2f}" if found["ratio"] else ""
@@ -218,10 +220,16 @@ LAYOUTS = {
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
 METHODS = {
+    "full_speed": (
+        METHOD[0],
+        f"{METHOD[1]}. Beside busy processes a median may tell of rounds that met none: what is faster there than on "
+        "idle cores is noise",
+    ),
     "collectives": (
         METHOD[0],
         f"{METHOD[1]}. A size is that of what a rank gives (all_gather, all_to_all), of what it gets "
-        "(reduce_scatter), or of the array (broadcast)",
+        "(reduce_scatter), or of the array (broadcast). The samples and the limits are in "
+        "`benchmarks/results/collectives.json`",
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),

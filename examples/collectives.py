@@ -4,28 +4,28 @@ import gradsync as gs
 
 
 def tell(what, value):
-    if gs.comm.is_main_process():
+    if comm.rank == 0:
         print(f"{what:15} {np.asarray(value).tolist()}")
 
 
 with gs.init_process_group() as comm:
     rank, size = comm.rank, comm.world_size
-    rows = np.full((2, 2), rank)  # parts are rows, in rank order: the first axis
+    rows = np.full((size, 2), rank)  # parts are rows, in rank order: the first axis
 
-    tell("all_reduce", comm.all_reduce(rows.copy(), "max"))
+    tell("all_reduce", comm.all_reduce(rows.copy(), "max"))  # in place: of a copy
     tell("all_gather", comm.all_gather(rows))
     tell("uneven", comm.all_gather(np.full(rank + 1, rank), sizes="ask"))  # a row here, two rows there
-    tell("reduce_scatter", comm.reduce_scatter(rows, "sum", out=np.empty((2 // size, 2), rows.dtype)))
+    tell("reduce_scatter", comm.reduce_scatter(rows, "sum", out=np.empty((1, 2), rows.dtype)))
     tell("all_to_all", comm.all_to_all(rows))
 
-    came = comm.exchange(rows, (rank + 1) % size, np.empty_like(rows), (rank - 1) % size)  # a ring cannot deadlock
-    tell("exchange", came)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    tell("exchange", comm.exchange(rows, dest=after, out=np.empty_like(rows), source=before))  # a ring cannot deadlock
 
     pending = comm.asynchronous.all_reduce(np.ones(3))  # in the background, in the order of the calls
     tell("asynchronous", pending.result())
 
-    alone = comm.split(color=rank)  # groups: also comm.new_group([0, 2]) and comm.split_by_machine()
-    tell("group", alone.all_gather(rows[:1]))
+    half = comm.split(color=rank % 2)  # groups: the even ranks, and the odd ones
+    tell("group", half.all_gather(np.full(1, rank)))
 
     names = comm.objects.all_gather({"rank": rank})  # any object that pickles
     tell("objects", [name["rank"] for name in names])

@@ -97,6 +97,52 @@ def check_each_collective_of_other_arrays(comm: Any, kit: Any) -> None:
         assert_usable(comm, kit)
 
 
+def collectives_within(comm: Any, memory: Any, rows: int) -> list[Collective]:
+    """Returns calls whose sources and targets lie in one memory, and some of them on one another."""
+    n = comm.world_size
+    whole, part = memory[: n * rows], memory[rows // 2 : rows // 2 + rows]
+    next_whole, all_parts = memory[rows : (n + 1) * rows], memory[n * rows : 2 * n * rows]
+    sizes = [rows] * n
+    return [
+        lambda: comm.all_reduce(whole, out=next_whole),
+        lambda: comm.reduce(whole, "sum", comm.rank, out=next_whole),
+        lambda: comm.reduce_scatter(whole, out=part),
+        lambda: comm.broadcast(whole, (comm.rank + 1) % n),
+        lambda: comm.all_gather(part, out=all_parts),
+        lambda: comm.all_gather(part, out=whole),
+        lambda: comm.gather(part, comm.rank, out=all_parts),
+        lambda: comm.gather(part, comm.rank, sizes=sizes, out=whole),
+        lambda: comm.scatter(whole, comm.rank, out=part),
+        lambda: comm.all_to_all(whole, out=all_parts),
+        lambda: comm.all_to_all(whole, out=next_whole),
+        lambda: comm.all_to_all(whole, send_sizes=sizes, recv_sizes=sizes, out=all_parts),
+    ]
+
+
+def check_outs_and_overlapping_sources(comm: Any, kit: Any) -> None:
+    """Where one rank does something else, the others' outs are as they were, and so is what they were to send."""
+    if comm.world_size == 1:
+        return
+    for number, rows in enumerate((1, 5_000, 100_000)):
+        values = np.arange(2.0 * comm.world_size * rows)
+        memory = kit.put(values.copy())
+        for attempt in collectives_within(comm, memory, rows):
+            expect(gs.PlanMismatch, comm.barrier if comm.rank == number % comm.world_size else attempt)
+            assert_identical(kit.get(memory), values)
+        assert_usable(comm, kit)
+
+
+def check_the_advice_for_gathers_of_unequal_rows(comm: Any, kit: Any) -> None:
+    if comm.world_size == 1:
+        return
+    unequal, other = kit.put(np.zeros((3 + comm.rank, 2))), kit.put(np.zeros((3, 2 + comm.rank)))
+    expect(gs.PlanMismatch, lambda: comm.all_gather(unequal), 'pass sizes="ask"')
+    expect(gs.PlanMismatch, lambda: comm.gather(unequal), 'pass sizes="ask"')
+    assert "ask" not in str(expect(gs.PlanMismatch, lambda: comm.all_gather(other)))
+    error = expect(gs.PlanMismatch, lambda: comm.all_gather(other, sizes=[3] * comm.world_size))
+    assert f"float64[rows, {2 + comm.rank}]" in error.descriptions[comm.rank]
+
+
 def check_numbers_of_rows(comm: Any, kit: Any) -> None:
     """Rows that must be equal, and are not; sizes of which each rank believes others; rows that are not expected."""
     if comm.world_size == 1:

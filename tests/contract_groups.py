@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 import gradsync as gs
-from contract import assert_identical, contribution, expect
+from contract import assert_identical, contribution, expect, note
 
 
 def assert_works(group: Any, kit: Any, ranks: tuple[int, ...], call: int = 0) -> None:
@@ -22,7 +23,7 @@ def assert_works(group: Any, kit: Any, ranks: tuple[int, ...], call: int = 0) ->
     root = call % group.world_size
     assert_identical(kit.get(group.broadcast(kit.put(mine.copy()), root)), of_ranks[root])
     after, before = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
-    came = group.exchange(kit.put(mine), after, kit.put(np.zeros_like(mine)), before)
+    came = group.exchange(kit.put(mine), dest=after, out=kit.put(np.zeros_like(mine)), source=before)
     assert_identical(kit.get(came), of_ranks[before])
     group.barrier()
 
@@ -30,6 +31,19 @@ def assert_works(group: Any, kit: Any, ranks: tuple[int, ...], call: int = 0) ->
 def check_the_world_as_a_group(comm: Any, kit: Any) -> None:
     assert comm.ranks == tuple(range(comm.world_size))
     assert f"rank {comm.rank}/{comm.world_size}" in repr(comm)
+
+
+def check_a_barrier_holds_all(comm: Any, kit: Any) -> None:
+    """Nobody leaves before the last one has come, whoever that is: each rank in turn has work to do first."""
+    for late in range(2 * comm.world_size):
+        if comm.rank == late % comm.world_size:
+            kit.get(kit.put(np.sort(contribution(comm.rank, (200_000,), "float64", late))))
+        came = time.monotonic()  # one clock for all processes of a machine
+        comm.barrier()
+        went = time.monotonic()
+        times = comm.objects.all_gather((came, went))
+        assert max(came for came, _ in times) <= min(went for _, went in times)
+    note("barrier", "")
 
 
 def check_split_by_color_and_key(comm: Any, kit: Any) -> None:
@@ -40,8 +54,8 @@ def check_split_by_color_and_key(comm: Any, kit: Any) -> None:
     with closing(comm.split(7)) as group:  # equal keys: in the order of the ranks
         assert_works(group, kit, tuple(range(n)))
     group = comm.split(None if comm.rank == n - 1 else 1)
-    assert (group is None) == (comm.rank == n - 1)
-    if group is not None:
+    assert bool(group) == (comm.rank != n - 1)
+    if group:
         assert_works(group, kit, tuple(range(n - 1)))
         group.close()
     comm.barrier()
@@ -54,14 +68,14 @@ def check_new_groups_overlap(comm: Any, kit: Any) -> None:
     wanted = [ranks for ranks in map(tuple, every) if ranks]
     groups = [comm.new_group(ranks) for ranks in wanted]
     for ranks, group in zip(wanted, groups, strict=True):
-        assert (group is None) == (comm.rank not in ranks)
+        assert bool(group) == (comm.rank in ranks)
     for call in range(4):
         for ranks, group in zip(wanted, groups, strict=True):
-            if group is not None:
+            if group:
                 assert_works(group, kit, tuple(sorted(ranks)), call)  # numbered in ascending order
     # Each rank closes in an order of its own.
     for place in np.random.default_rng(comm.rank).permutation(len(groups)):
-        if groups[place] is not None:
+        if groups[place]:
             groups[place].close()
             groups[place].close()
             expect(gs.CommunicatorClosed, groups[place].barrier)
@@ -107,7 +121,7 @@ def check_disagreement_within_a_group(comm: Any, kit: Any) -> None:
     if n < 3:
         return
     group = comm.new_group([n - 1, 1])
-    if group is not None:
+    if group:
         error = expect(gs.PlanMismatch, lambda: group.all_reduce(kit.put(np.ones(3 + group.rank))))
         assert set(error.descriptions) == {1, n - 1}
         assert_works(group, kit, group.ranks)

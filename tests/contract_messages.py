@@ -49,7 +49,7 @@ def check_messages_of_memory_layouts(comm: Any, kit: Any) -> None:
             for step in range(n):
                 target = in_layout(np.zeros(shape, np.float32), kit, LAYOUTS[(number + comm.rank + 1) % len(LAYOUTS)])
                 dest, origin = (comm.rank + step) % n, (comm.rank - step) % n
-                assert comm.exchange(source, dest, target, origin) is target
+                assert comm.exchange(source, dest=dest, out=target, source=origin) is target
                 assert_identical(kit.get(target), contribution(origin, shape, "float32"))
             assert_identical(kit.get(source), contribution(comm.rank, shape, "float32"))
 
@@ -59,7 +59,8 @@ def check_exchange_of_every_dtype_in_a_ring(comm: Any, kit: Any) -> None:
     for name in kit.dtypes:
         for shape in (*_SHAPES, (200_003,)):
             target = kit.put(np.zeros(shape, dtype_of(name)))
-            assert comm.exchange(sealed(kit.put(contribution(comm.rank, shape, name))), after, target, before) is target
+            mine = sealed(kit.put(contribution(comm.rank, shape, name)))
+            assert comm.exchange(mine, dest=after, out=target, source=before) is target
             assert_identical(kit.get(target), contribution(before, shape, name))
         note("exchange", name)
 
@@ -69,10 +70,10 @@ def check_exchange_of_different_shapes_and_of_one_array(comm: Any, kit: Any) -> 
     after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
     source = kit.put(contribution(comm.rank, (100 * comm.rank, 3), "int32"))
     target = kit.put(np.zeros((100 * before, 3), np.int32))
-    comm.exchange(source, after, target, before)
+    comm.exchange(source, dest=after, out=target, source=before)
     assert_identical(kit.get(target), contribution(before, (100 * before, 3), "int32"))
     memory = kit.put(contribution(comm.rank, (70_001,), "float64"))
-    assert comm.exchange(memory, after, memory, before) is memory
+    assert comm.exchange(memory, dest=after, out=memory, source=before) is memory
     assert_identical(kit.get(memory), contribution(before, (70_001,), "float64"))
 
 
@@ -83,7 +84,7 @@ def check_exchange_meets_send_and_recv(comm: Any, kit: Any) -> None:
     mine = kit.put(contribution(comm.rank, (1000,), "float64"))
     other = kit.put(np.zeros(1000))
     if comm.rank == 0:
-        comm.exchange(mine, last, other, last)
+        comm.exchange(mine, dest=last, out=other, source=last)
         assert_identical(kit.get(other), contribution(last, (1000,), "float64"))
     elif comm.rank == last:
         comm.recv(other, 0)

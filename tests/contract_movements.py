@@ -215,6 +215,26 @@ def check_all_to_all_of_uneven_sizes(comm: Any, kit: Any) -> None:
             assert_identical(kit.get(source), values)
 
 
+def check_all_to_all_of_uneven_sizes_in_place(comm: Any, kit: Any) -> None:
+    """Rows leave from where others come, and from where the target lies a row further on."""
+    n = comm.world_size
+    for rows in (30, 3_000, 100_000):
+        sizes = [rows, 10, rows // 3, 5][:n]
+        send_sizes = [[sizes[(dest - rank) % n] for dest in range(n)] for rank in range(n)]
+        recv_sizes = [of_rank[comm.rank] for of_rank in send_sizes]
+        values = whole(blocks(comm.rank, send_sizes, (), "int64"))
+        want = received(comm, send_sizes, (), "int64")
+        for shift in (0, 1):
+            memory = kit.put(np.zeros(values.size + 1, np.int64))
+            source, out = memory[: values.size], memory[shift : values.size + shift]
+            source[...] = kit.put(values)
+            target = source if shift == 0 else out
+            assert (
+                comm.all_to_all(source, send_sizes=send_sizes[comm.rank], recv_sizes=recv_sizes, out=target) is target
+            )
+            assert_identical(kit.get(out), want)
+
+
 def check_all_to_all_into_out(comm: Any, kit: Any) -> None:
     n = comm.world_size
     send_sizes = [[30] * n] * n
@@ -228,6 +248,25 @@ def check_all_to_all_into_out(comm: Any, kit: Any) -> None:
     memory = kit.put(values.copy())  # source and target are one: the source must be copied first
     assert comm.all_to_all(memory, out=memory) is memory
     assert_identical(kit.get(memory), want)
+
+
+def check_equal_dtypes_of_different_types(comm: Any, kit: Any) -> None:
+    """A numpy.record equals the plain structured dtype; ranks with either meet, and each gets its own back."""
+    if "structured" not in kit.dtypes:
+        return
+    n = comm.world_size
+    plain = np.dtype([("weight", "<f4"), ("count", "<i4")])
+    of_records = np.dtype((np.record, plain))
+    for call in range(4):
+        dtype = of_records if (comm.rank + call) % 2 else plain
+        for rows in (2 * n, 50_000 * n):
+            mine = np.zeros(rows, dtype)
+            mine["count"] = comm.rank
+            gathered, dealt = comm.all_gather(mine), comm.all_to_all(mine)
+            assert gathered.dtype.type is dealt.dtype.type is dtype.type
+            np.testing.assert_array_equal(gathered["count"], np.repeat(np.arange(n), rows))
+            np.testing.assert_array_equal(dealt["count"], np.repeat(np.arange(n), rows // n))
+            assert (comm.broadcast(mine, n - 1)["count"] == n - 1).all()
 
 
 def check_the_same_small_call_again_and_again(comm: Any, kit: Any) -> None:

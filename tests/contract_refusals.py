@@ -52,8 +52,8 @@ def calls_with(comm: Any, array: Any) -> dict[str, Call]:
         "scatter": lambda: comm.scatter(array, comm.rank),
         "all_to_all": lambda: comm.all_to_all(array),
         **(messages if comm.world_size > 1 else {}),
-        "exchange": lambda: comm.exchange(array, comm.rank, part, comm.rank),
-        "exchange into": lambda: comm.exchange(part, comm.rank, array, comm.rank),
+        "exchange": lambda: comm.exchange(array, dest=comm.rank, out=part, source=comm.rank),
+        "exchange into": lambda: comm.exchange(part, dest=comm.rank, out=array, source=comm.rank),
     }
 
 
@@ -97,7 +97,9 @@ def check_operations_without_a_meaning(comm: Any, kit: Any) -> None:
         for dtype in HOST_ONLY_DTYPES.values():
             yield from refused_reductions(gs.UnsupportedDtype, comm, np.zeros(comm.world_size, dtype), "sum")
         for wrong in ("average", "", None, 1, np.add):
-            yield from refused_reductions(gs.InvalidArgument, comm, kit.put(np.zeros(comm.world_size)), wrong, "oper")
+            yield from refused_reductions(
+                gs.InvalidArgument, comm, kit.put(np.zeros(comm.world_size)), wrong, "op must be one of"
+            )
 
     interleaved(comm, kit, attempts())
 
@@ -108,32 +110,72 @@ def refused_reductions(kind: type[Exception], comm: Any, array: Any, op: Any, te
     yield from refused(kind, lambda: comm.reduce_scatter(array, op), text)
 
 
+def check_what_the_errors_advise(comm: Any, kit: Any) -> None:
+    array = kit.put(np.zeros(comm.world_size))
+
+    def attempts() -> Iterator[None]:
+        who = f"rank {comm.rank}/{comm.world_size}: "
+        out = "got an array: pass out= by name"
+        yield from refused(gs.InvalidArgument, lambda: comm.all_reduce(array, array), f"{who}all_reduce: op must be")
+        yield from refused(gs.InvalidArgument, lambda: comm.all_reduce(array, array), out)
+        yield from refused(gs.InvalidArgument, lambda: comm.gather(array, array), out)
+        booleans = kit.put(np.zeros(comm.world_size, bool))
+        yield from refused(gs.UnsupportedDtype, lambda: comm.reduce(booleans), f"{who}reduce: sum is not defined")
+        yield from refused(gs.InvalidArgument, lambda: comm.all_gather({"a": 1}), "got dict (comm.objects gathers")
+        yield from refused(gs.InvalidArgument, lambda: comm.all_gather([array]), "numpy.asarray(...)")
+        yield from refused(gs.UnsupportedDtype, lambda: comm.all_gather(np.array([None])), "comm.objects gathers")
+        done = comm.asynchronous.all_gather(array)
+        done.result()
+        yield from refused(gs.InvalidArgument, lambda: comm.all_reduce(done), "Future: pass its .result()")
+
+    interleaved(comm, kit, attempts())
+
+
 def check_wrong_roots(comm: Any, kit: Any) -> None:
     def attempts() -> Iterator[None]:
         array = kit.put(np.zeros(comm.world_size))
         for wrong in (-1, comm.world_size, "0", None, 0.0, True):
-            yield from refused(gs.InvalidArgument, lambda w=wrong: comm.broadcast(array, w), "root")
-            yield from refused(gs.InvalidArgument, lambda w=wrong: comm.reduce(array, "sum", w), "root")
-            yield from refused(gs.InvalidArgument, lambda w=wrong: comm.gather(array, w), "root")
-            yield from refused(gs.InvalidArgument, lambda w=wrong: comm.scatter(array, w, out=array[:1]), "root")
+            text = f"needs root from 0 to {comm.world_size - 1}, got {wrong!r}"
+            yield from refused(gs.InvalidArgument, lambda w=wrong: comm.broadcast(array, w), f"broadcast {text}")
+            yield from refused(gs.InvalidArgument, lambda w=wrong: comm.reduce(array, "sum", w), f"reduce {text}")
+            yield from refused(gs.InvalidArgument, lambda w=wrong: comm.gather(array, w), f"gather {text}")
+            yield from refused(
+                gs.InvalidArgument, lambda w=wrong: comm.scatter(array, w, out=array[:1]), f"scatter {text}"
+            )
 
     interleaved(comm, kit, attempts())
+
+
+def check_errors_of_a_group(comm: Any, kit: Any) -> None:
+    """They, and its repr, say which group it is, and that it numbers its ranks itself."""
+    with comm.new_group(range(comm.world_size)) as group:
+        if comm.backend != "local":
+            assert group.label in repr(group)
+            array, numbered = kit.put(np.zeros(3)), f"0 to {comm.world_size - 1}, numbered within the group"
+            expect(gs.InvalidArgument, lambda: group.broadcast(array, comm.world_size), numbered)
+            expect(gs.InvalidArgument, lambda: group.send(array, comm.world_size), numbered)
+        assert (kit.get(group.all_reduce(kit.put(np.ones(3)))) == comm.world_size).all()
 
 
 def check_wrong_peers(comm: Any, kit: Any) -> None:
     def attempts() -> Iterator[None]:
         array, n = kit.put(np.zeros(3)), comm.world_size
+
+        def exchange(dest: Any, source: Any) -> Any:
+            return comm.exchange(array, dest=dest, out=array, source=source)
+
         for wrong in (-1, n, "0", None, 0.0, True, comm.rank):
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.send(array, w), "dest")
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.recv(array, w), "source")
             if wrong is not comm.rank:
-                yield from refused(gs.InvalidArgument, lambda w=wrong: comm.exchange(array, w, array, 0), "dest")
-                yield from refused(gs.InvalidArgument, lambda w=wrong: comm.exchange(array, 0, array, w), "source")
+                yield from refused(gs.InvalidArgument, lambda w=wrong: exchange(w, 0), "dest")
+                yield from refused(gs.InvalidArgument, lambda w=wrong: exchange(0, w), "source")
         mine, other = comm.rank, (comm.rank + 1) % n
         if mine != other:
-            yield from refused(gs.InvalidArgument, lambda: comm.exchange(array, mine, array, other))
-            yield from refused(gs.InvalidArgument, lambda: comm.exchange(array, other, array, mine))
-        yield from refused(gs.InvalidArgument, lambda: comm.exchange(array, mine, kit.put(np.zeros(4)), mine))
+            yield from refused(gs.InvalidArgument, lambda: exchange(mine, other))
+            yield from refused(gs.InvalidArgument, lambda: exchange(other, mine))
+        larger = kit.put(np.zeros(4))
+        yield from refused(gs.InvalidArgument, lambda: comm.exchange(array, dest=mine, out=larger, source=mine))
 
     interleaved(comm, kit, attempts())
 
@@ -184,13 +226,17 @@ def check_wrong_targets(comm: Any, kit: Any) -> None:
 def check_read_only_arrays(comm: Any, kit: Any) -> None:
     def attempts() -> Iterator[None]:
         fixed, other = read_only(np.ones(3)), (comm.rank + 1) % comm.world_size
-        yield from refused(gs.InvalidArgument, lambda: comm.all_reduce(fixed), "read-only")
-        yield from refused(gs.InvalidArgument, lambda: comm.reduce(fixed, "sum", comm.rank), "read-only")
+        in_place = "which is read-only: pass out="
+        yield from refused(gs.InvalidArgument, lambda: comm.all_reduce(fixed), in_place)
+        yield from refused(gs.InvalidArgument, lambda: comm.reduce(fixed, "sum", comm.rank), in_place)
+        out = "all_reduce writes into out, which is read-only: pass another array"
+        yield from refused(gs.InvalidArgument, lambda: comm.all_reduce(np.ones(3), out=fixed), out)
         if other != comm.rank:
-            yield from refused(gs.InvalidArgument, lambda: comm.broadcast(fixed, other), "read-only")
-            yield from refused(gs.InvalidArgument, lambda: comm.recv(fixed, other), "read-only")
-        target = np.zeros(3)
-        yield from refused(gs.InvalidArgument, lambda: comm.exchange(target, comm.rank, fixed, comm.rank), "read-only")
+            yield from refused(gs.InvalidArgument, lambda: comm.broadcast(fixed, other), "read-only: pass a copy")
+            yield from refused(gs.InvalidArgument, lambda: comm.recv(fixed, other), "read-only: pass another array")
+        target, me = np.zeros(3), comm.rank
+        exchange = comm.exchange
+        yield from refused(gs.InvalidArgument, lambda: exchange(target, dest=me, out=fixed, source=me), "read-only")
 
     interleaved(comm, kit, attempts())
 
@@ -223,7 +269,28 @@ def check_sizes_that_do_not_fit(comm: Any, kit: Any) -> None:
         too_few, too_many = [2] * (n - 1), [2] * (n + 1)
         negative = [2] * n
         negative[0] = -2
-        for wrong in (too_few, too_many, [1] * n, negative, [2.0] * n, ["2"] * n, 2, "tell", [None] * n):
+        huge = [2] * n
+        huge[-1] = 2**70
+        yield from refused(
+            gs.InvalidArgument, lambda: comm.all_to_all(array, send_sizes=[2] * n, recv_sizes=huge), "recv_sizes"
+        )
+        if n > 1:
+            too_large = [2**59] * n
+            too_large[comm.rank] = 2
+            yield from refused(gs.InvalidArgument, lambda: comm.all_gather(array[:2], sizes=too_large), "2**63 bytes")
+        for wrong in (
+            too_few,
+            too_many,
+            [1] * n,
+            negative,
+            huge,
+            [2**62] * 4 * n,
+            [2.0] * n,
+            ["2"] * n,
+            2,
+            "tell",
+            [None] * n,
+        ):
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.reduce_scatter(array, sizes=w), "sizes")
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.scatter(array, comm.rank, sizes=w), "sizes")
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.all_to_all(array, send_sizes=w), "sizes")
@@ -243,7 +310,9 @@ def check_scatter_without_room(comm: Any, kit: Any) -> None:
     def attempts() -> Iterator[None]:
         root = (comm.rank + 1) % comm.world_size
         if root != comm.rank:
-            yield from refused(gs.InvalidArgument, lambda: comm.scatter(None, root), "out=")
-        yield from refused(gs.InvalidArgument, lambda: comm.scatter(None, comm.rank))
+            text = f"needs out= on every rank but its root, rank {root}"
+            yield from refused(gs.InvalidArgument, lambda: comm.scatter(None, root), text)
+        text = "needs an array on its root, which is this rank; got None"
+        yield from refused(gs.InvalidArgument, lambda: comm.scatter(None, comm.rank), text)
 
     interleaved(comm, kit, attempts())

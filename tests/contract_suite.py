@@ -62,6 +62,21 @@ def run_part(comm: Any, part: str, kit_name: str = "numpy") -> Findings:
     return Findings("", sorted(contract.NOTES))
 
 
+def run_part_anew(_comm: Any, part: str, kit_name: str, options: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Runs a part in a process group of its own, on ranks that stay, and returns its notes.
+
+    Raises:
+        AssertionError: with the check that failed.
+    """
+    gs.destroy_process_group()
+    world = gs.init_process_group(timeout_seconds=30.0, collective_timeout_seconds=30.0, **options)
+    findings = run_part(world, part, kit_name)
+    if findings.failure:
+        world.abort("a check failed")  # others may wait for this rank
+        raise AssertionError(findings.failure)
+    return findings.notes
+
+
 def assert_unusable(comm: Any, kit: Any) -> None:
     """Every collective of a closed communicator says so, whatever it has or has not been used for before."""
     for dtype in (np.float64, np.float32, np.int8, np.bool_):

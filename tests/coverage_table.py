@@ -1,17 +1,20 @@
 """Which collective was right on which communicator for which dtype: made of what the contract's checks note.
 
     python tests/coverage_table.py              # runs the contract, writes benchmarks/results/contract.json
+    python tests/coverage_table.py groups ...   # runs these parts only, and leaves the results of the others
 
-The README shows it as a table. NCCL is its stand-in as long as there is no GPU.
+The README shows it as a table. The tests compare their own runs with it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "contract.json"
@@ -19,12 +22,15 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 
 import measurement  # noqa: E402
 from conftest import why_no_gpu  # noqa: E402
-from contract_suite import PARTS, run_part  # noqa: E402
-from rank_processes import run_ranks  # noqa: E402
+from contract_suite import PARTS, run_part_anew  # noqa: E402
+from rank_pool import RankPool  # noqa: E402
 
 Note = tuple[str, str, str]
 #: collective -> dtype -> operators; none for what does not compute.
 Covered = dict[str, dict[str, list[str]]]
+
+
+STAND_IN = "nccl (stand-in)"
 
 
 class Runs(NamedTuple):
@@ -33,7 +39,7 @@ class Runs(NamedTuple):
     Attributes:
         world_sizes: numbers of ranks.
         kits: where the arrays live.
-        options: for run_ranks.
+        options: for the ranks.
     """
 
     world_sizes: tuple[int, ...]
@@ -44,15 +50,14 @@ class Runs(NamedTuple):
 COMMUNICATORS = {
     "local": Runs((1,), ("numpy",), {"backend": "local"}),
     "shm": Runs((1, 2, 3, 4), ("numpy",), {"backend": "shm"}),
+    STAND_IN: Runs((1, 2, 3, 4), ("cupy", "numpy"), {"backend": "nccl", "stand_in": True}),
 }
-ON_STAND_IN = Runs((1, 2, 3, 4), ("cupy", "numpy"), {"backend": "nccl", "stand_in": True})
 ON_GPU = Runs((1, 2, 4), ("cupy", "numpy"), {"backend": "nccl", "allow_shared_gpu": True, "timeout": 300.0})
 
 
-def runs() -> dict[str, Runs]:
+def communicators() -> dict[str, Runs]:
     """Returns the runs that this machine is able to make, by the name that the table gives the communicator."""
-    nccl = {"nccl (stand-in)": ON_STAND_IN} if why_no_gpu() else {"nccl": ON_GPU}
-    return {**COMMUNICATORS, **nccl}
+    return COMMUNICATORS if why_no_gpu() else {**COMMUNICATORS, "nccl": ON_GPU}
 
 
 def covered(notes: Iterable[Note]) -> Covered:
@@ -63,34 +68,68 @@ def covered(notes: Iterable[Note]) -> Covered:
     return found
 
 
-def committed(communicator: str, part: str) -> Covered:
-    """Returns what the committed results say of one part on one communicator."""
-    rows = json.loads(RESULTS.read_text())["results"]
-    return next(row["covered"] for row in rows if (row["communicator"], row["part"]) == (communicator, part))
+def committed(communicator: str, part: str, world_size: int, kit: str) -> Covered | None:
+    """Returns what the committed results say of one run; None where they do not have it."""
+    for row in json.loads(RESULTS.read_text())["results"]:
+        if (row["communicator"], row["part"]) == (communicator, part) and [world_size, kit] in row["runs"]:
+            return cast("Covered", row["covered"])
+    return None
 
 
-def run(part: str, planned: Runs) -> set[Note]:
-    """Runs one part at all world sizes, and returns what its checks noted."""
-    notes: set[Note] = set()
+class Ranks:
+    """Ranks on which one part of the contract runs after the other, each in a process group of its own.
+
+    Args:
+        world_size: number of ranks.
+        options: of a Runs.
+    """
+
+    def __init__(self, world_size: int, *, stand_in: bool = False, timeout: float = 60.0, **options: Any) -> None:
+        self._pool = RankPool(world_size, stand_in=stand_in, **options)
+        self._options = options
+        self._timeout = timeout
+
+    def run(self, part: str, kit: str) -> Covered:
+        """Returns what the checks of a part have covered.
+
+        Raises:
+            AssertionError: a check failed; the next run has new ranks.
+        """
+        by_rank = self._pool.run(run_part_anew, part, kit, self._options, timeout=self._timeout)
+        return covered({note for notes in by_rank for note in notes})
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._pool.close()
+
+
+def rows_of(communicator: str, planned: Runs, parts: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs parts on one communicator, and returns a row for each way in which one was covered."""
+    rows: list[dict[str, Any]] = []
     for world_size in planned.world_sizes:
-        for kit in planned.kits:
-            findings = run_ranks(world_size, run_part, part, kit, **planned.options)
-            failures = [found.failure for found in findings if found.failure]
-            if failures:
-                raise SystemExit(f"{part} on {planned.options}, {world_size} ranks:\n" + "\n".join(failures))
-            notes.update(*(map(tuple, found.notes) for found in findings))
-    return notes
+        print(f"{communicator}: world size {world_size} ...", flush=True)
+        with closing(Ranks(world_size, **planned.options)) as ranks:
+            for part, kit in product(parts, planned.kits):
+                found = ranks.run(part, kit)
+                row = next((row for row in rows if (row["part"], row["covered"]) == (part, found)), None)
+                if row is None:
+                    row = {"communicator": communicator, "part": part, "runs": [], "covered": found}
+                    rows.append(row)
+                row["runs"].append([world_size, kit])
+    return rows
 
 
 def main() -> int:
     """Writes the results."""
+    parts = sys.argv[1:] or list(PARTS)
+    kept = json.loads(RESULTS.read_text())["results"] if sys.argv[1:] else []
+    rows = [row for row in kept if row["part"] not in parts]
+    for communicator, planned in communicators().items():
+        rows += rows_of(communicator, planned, parts)
+    order = list(PARTS), list(communicators())
+    rows.sort(key=lambda row: (order[1].index(row["communicator"]), order[0].index(row["part"])))
     results = measurement.provenance("tests/coverage_table.py")
-    results["results"] = []
-    for communicator, planned in runs().items():
-        for part in PARTS:
-            print(f"{part} on {communicator} ...", flush=True)
-            row = {"communicator": communicator, "part": part, "world_sizes": planned.world_sizes}
-            results["results"].append({**row, "covered": covered(run(part, planned))})
+    results["results"] = rows
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 

@@ -74,7 +74,7 @@ class Gradsync:
 
     def _exchange(self, source: np.ndarray, case: Case) -> np.ndarray:
         after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        return self._call("exchange", source, after, np.empty_like(source), before)
+        return self._call("exchange", source, dest=after, out=np.empty_like(source), source=before)
 
     def _split(self, source: np.ndarray, case: Case) -> np.ndarray:
         with self._communicator.split(self.rank % 2, key=-self.rank) as group:

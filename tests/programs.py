@@ -301,7 +301,7 @@ def _exchange(p: Part) -> Work:
     array = p.source(given[p.me])
     if p.step.form == "in place" and p.step.sizes == "equal":
         array = room = p._laid_out(given[p.me], p.me)
-    return Work(lambda form: form.exchange(array, dest, room, source), given[source], room)
+    return Work(lambda form: form.exchange(array, dest=dest, out=room, source=source), given[source], room)
 
 
 def _barrier(p: Part) -> Work:
@@ -360,7 +360,7 @@ class Player:
         """Takes this rank's part in a step; a result that is still to come is looked at later."""
         self._calls += 1
         comm, call = self._groups[step.group], self._calls
-        if comm is None:
+        if not comm:
             return
         if step.kind == "objects":
             check_objects(comm, call, step.root)
@@ -394,7 +394,7 @@ class Player:
 
     def close(self) -> None:
         for group in self._groups[1:]:
-            if group is not None:
+            if group:
                 group.close()
 
 

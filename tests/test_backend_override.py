@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -33,7 +34,7 @@ def stay_as_it_is(comm: Any) -> None:
         assert same is comm
         assert gs.get_communicator() is gs.WORLD is comm
         assert total(1) == comm.world_size
-    assert process_group._siblings == {}
+    assert process_group._siblings._made == {}
 
 
 def test_the_backend_of_the_world_is_the_world() -> None:
@@ -42,7 +43,7 @@ def test_the_backend_of_the_world_is_the_world() -> None:
 
 def be_refused(comm: Any) -> list[str]:
     texts = []
-    for name, error in (("nccl", gs.BackendUnavailable), ("mpi", gs.BackendUnavailable), ("local", gs.InvalidArgument)):
+    for name, error in (("nccl", gs.BackendUnavailable), ("mpi", gs.InvalidArgument), ("local", gs.InvalidArgument)):
         for _ in range(2):
             started = time.monotonic()
             caught = expect(error, gs.override_backend(name).__enter__)
@@ -60,7 +61,7 @@ def test_what_cannot_run_is_refused_on_all_ranks() -> None:
         pytest.skip("there is a GPU here")
     for nccl, mpi, local in run_ranks(2, be_refused, backend="shm"):
         assert "backend 'nccl' cannot join these ranks" in nccl
-        assert "mpi" in mpi
+        assert "unknown backend 'mpi': use one of nccl, shm, local" in mpi
         assert "for one rank" in local
 
 
@@ -77,7 +78,7 @@ def stand_in(comm: Any, other: str) -> None:
             gs.bcast_list_([values], root=n - 1)
             assert values[0] == n - 1
             group = gs.new_group([0, n - 1])
-            assert group is None or group.backend == other
+            assert not group or group.backend == other
             with gs.override_backend(comm.backend):
                 assert gs.get_communicator() is comm
                 assert total(1) == n
@@ -97,7 +98,7 @@ def stand_in(comm: Any, other: str) -> None:
         assert gs.get_communicator() is comm  # the block was about another world
         assert total(1) == n
     assert sibling.closed
-    assert group is None or group.closed
+    assert not group or group.closed
     with gs.override_backend(other) as fresh:
         assert fresh is not sibling
         assert total(1) == n
@@ -168,3 +169,76 @@ def test_group_barrier_wants_a_communicator() -> None:
     gs.group_barrier()  # nothing is initialised
     with pytest.raises(gs.InvalidArgument, match="got str"):
         gs.group_barrier("world")  # type: ignore[arg-type]
+
+
+def find_no_memory(comm: Any) -> tuple[str, float]:
+    from gradsync.communicators.shared_memory import segment
+
+    if comm.rank == 0:
+        segment._available_memory_bytes = lambda: 0.0
+    started = time.monotonic()
+    error = expect(gs.BackendUnavailable, gs.override_backend("shm").__enter__)
+    assert total(1) == comm.world_size  # nothing has happened
+    return str(error).partition(": ")[2], time.monotonic() - started
+
+
+def test_what_one_rank_finds_out_is_told_to_all() -> None:
+    environment = {"GRADSYNC_LOCAL_WORLD_SIZE": "2"}
+    outcomes = STAND_IN.run(2, find_no_memory, timeout_seconds=30.0, environment=environment)
+    assert outcomes[0][0] == outcomes[1][0]
+    assert "backend 'shm' cannot join these ranks: rank 0: cannot allocate" in outcomes[0][0]
+    assert max(seconds for _, seconds in outcomes) < 15
+
+
+def fail_once_agreed(comm: Any) -> str:
+    from gradsync.communicators.shared_memory import communicator as shared_memory
+
+    if comm.rank == 1:
+
+        def refuse(ticket: bytes, seconds: float) -> int:
+            raise gs.BackendUnavailable("no descriptor is left")
+
+        shared_memory.take_segment = refuse
+    error = expect(gs.GradsyncError, gs.override_backend("shm").__enter__)
+    with contextlib.suppress(gs.RankFailed):  # the world has ended with it, and may be the first to tell
+        gs.destroy_process_group()
+    return str(error)
+
+
+def test_what_fails_after_that_is_reported() -> None:
+    first, second = STAND_IN.run(2, fail_once_agreed, timeout_seconds=30.0)
+    assert "rank 1" in first
+    assert "in override_backend: BackendUnavailable: no descriptor is left" in first
+    assert second == "no descriptor is left"
+
+
+def come_again_after_an_abort(comm: Any) -> None:
+    with gs.override_backend("shm") as sibling:
+        if comm.rank == 0:
+            sibling.abort("KeyError in the data loader")
+        else:
+            expect(gs.RankFailed, sibling.barrier, "KeyError in the data loader")
+    for _ in range(2):
+        expect(gs.CommunicatorClosed, gs.override_backend("shm").__enter__, "gs.destroy_process_group()")
+    assert gs.get_communicator() is comm
+    assert total(1) == comm.world_size
+
+
+def test_one_that_has_ended_is_not_handed_out() -> None:
+    STAND_IN.run(2, come_again_after_an_abort)
+
+
+def stay_outside(comm: Any) -> str:
+    if comm.rank == 1:
+        client: Any = process_group._client
+        deadline = time.monotonic() + 30
+        while not client.has_failed():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)  # as if it computed
+        return ""
+    return str(expect(gs.RendezvousTimeout, gs.override_backend("nccl").__enter__))
+
+
+def test_who_does_not_enter_is_named() -> None:
+    text, _ = run_ranks(2, stay_outside, backend="shm", stand_in=True, timeout_seconds=2.0)
+    assert "override_backend('nccl') waited 2 s: every rank of the world must enter the block; missing: rank 1" in text

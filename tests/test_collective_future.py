@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+import traceback
 
 import pytest
 
@@ -105,5 +108,120 @@ def test_it_says_what_it_is() -> None:
     future = made_elsewhere()
     assert repr(future) == f"<CollectiveFuture of {NAME}: pending>"
     future.fail(gs.RankFailed("rank 1 died"))
-    assert repr(future) == f"<CollectiveFuture of {NAME}: failed>"
+    assert repr(future) == f"<CollectiveFuture of {NAME}: failed with RankFailed>"
     assert future.name == NAME
+
+
+# -- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def failed() -> tuple[CollectiveFuture, gs.RankFailed]:
+    """A future, and the error that it failed with, raised elsewhere."""
+    future = made_elsewhere()
+    try:
+        raise gs.RankFailed("rank 1 died", rank=1, phase="all_gather") from ValueError("the cause")
+    except gs.RankFailed as error:
+        future.fail(error)
+        return future, error
+
+
+def raised_by(future: CollectiveFuture) -> gs.RankFailed:
+    with pytest.raises(gs.RankFailed) as caught:
+        future.result()
+    return caught.value
+
+
+def test_wait_raises_as_result_does() -> None:
+    future, _ = failed()
+    with pytest.raises(gs.RankFailed, match="rank 1 died"):
+        future.wait()
+
+
+def test_every_ask_raises_an_error_of_its_own_that_says_the_same() -> None:
+    future, error = failed()
+    first, second = raised_by(future), raised_by(future)
+    assert len({id(first), id(second), id(error)}) == 3
+    for each in (first, second, pickle.loads(pickle.dumps(first)), copy.copy(second)):
+        assert (type(each), str(each), each.rank, each.phase) == (gs.RankFailed, "rank 1 died", 1, "all_gather")
+    assert isinstance(second.__cause__, ValueError)
+    assert future.exception() is error
+
+
+def test_tracebacks_do_not_grow_and_tell_where_it_was_raised_first() -> None:
+    future, error = failed()
+    before = len(traceback.extract_tb(error.__traceback__))
+    lengths = {len(traceback.extract_tb(raised_by(future).__traceback__)) for _ in range(5)}
+    assert len(lengths) == 1
+    assert len(traceback.extract_tb(error.__traceback__)) == before
+    assert "failed" in [frame.name for frame in traceback.extract_tb(raised_by(future).__traceback__)]
+
+
+class Stubborn(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+
+
+def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
+    future, error = made_elsewhere(), Stubborn(3, "as it is")
+    future.fail(error)
+    with pytest.raises(Stubborn) as caught:
+        future.result()
+    assert caught.value is error
+
+
+# -- Callbacks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_that_leaves_does_not_keep_the_others_from_being_called() -> None:
+    future, seen = made_elsewhere(), []
+
+    def leave(_: CollectiveFuture) -> None:
+        raise SystemExit(3)
+
+    future.add_done_callback(leave)
+    future.add_done_callback(seen.append)
+    with pytest.raises(SystemExit, match="3"):
+        future.resolve(1)
+    assert seen == [future]
+    assert future.result() == 1
+
+
+# -- Failures that nobody asks for -----------------------------------------------------------------------------------
+
+
+class Untold:
+    """Notes that it was told."""
+
+    told = False
+
+    def forget(self) -> None:
+        self.told = True
+
+
+def ask_result(future: CollectiveFuture) -> None:
+    with pytest.raises(gs.RankFailed):
+        future.result()
+
+
+def ask_wait(future: CollectiveFuture) -> None:
+    with pytest.raises(gs.RankFailed):
+        future.wait()
+
+
+@pytest.mark.parametrize("ask", [ask_result, ask_wait, CollectiveFuture.exception])
+def test_who_asks_is_told(ask: object) -> None:
+    future, untold = made_elsewhere(), Untold()
+    future.fail(gs.RankFailed("rank 1 died"), untold)
+    assert "failed" in repr(future)
+    assert not untold.told, "its repr is not for the program"
+    ask(future)  # type: ignore[operator]
+    assert untold.told
+
+
+def test_a_failure_that_comes_second_is_nobodys() -> None:
+    future, untold = made_elsewhere(), Untold()
+    future.resolve(1)
+    future.fail(gs.RankFailed("rank 1 died"), untold)
+    assert untold.told

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +26,7 @@ SIZES = [1, 2, 3, 4]
 def leave_nothing() -> Iterator[None]:
     yield
     gs.destroy_process_group()
-    comm._local_group = comm._local_group_of = None
+    comm._alone = None
 
 
 # Alone.
@@ -361,3 +363,52 @@ def override(communicator: Any) -> None:
 
 def test_the_local_group_stays_within_an_override() -> None:
     run_ranks(2, override, backend="shm", stand_in=True)
+
+
+def make_within_override(communicator: Any) -> None:
+    with gs.override_backend("nccl"):
+        comm.create_local_process_group(2)
+        group = comm.get_local_process_group()
+        assert group.backend == "nccl"
+    assert comm.get_local_process_group() is group
+    assert (comm.get_local_rank(), comm.get_local_size()) == (communicator.rank, 2)
+    gs.destroy_process_group()
+    expect(gs.InvalidArgument, comm.get_local_process_group, "there is no local process group")
+
+
+def test_a_local_group_may_be_made_within_an_override() -> None:
+    run_ranks(2, make_within_override, backend="shm", stand_in=True)
+
+
+def test_a_world_that_was_destroyed_is_not_kept_alive() -> None:
+    world = gs.init_process_group("local")
+    comm.create_local_process_group(1)
+    comm.reduce_dict({"loss": 1.0})
+    kept = weakref.ref(world), weakref.ref(comm.get_local_process_group())
+    gs.destroy_process_group()
+    del world
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def reduce_large_integers(communicator: Any) -> None:
+    rank = communicator.rank
+    mean = comm.reduce_dict({"time": 2**62 + rank, "unsigned": np.uint64(2**64 - 1), "mixed": 2**63 if rank else 5})
+    assert mean == {"time": float(2**62), "unsigned": float(2**64), "mixed": (2**63 + 5) / 2}
+    total = comm.reduce_dict({"time": 2**62, "mixed": 2**63 if rank else 5, "negative": -(2**62)}, average=False)
+    assert {name: int(value) for name, value in total.items()} == {
+        "time": 2**63,
+        "mixed": 2**63 + 5,
+        "negative": -(2**63),
+    }
+    assert [value.dtype.name for value in total.values()] == ["uint64", "uint64", "int64"]
+    text = f"rank {rank}/2: reduce_dict: the sum of 'n' over the ranks, {2**64}, is no integer of 64 bits"
+    expect(gs.InvalidArgument, lambda: comm.reduce_dict({"n": 2**63}, average=False), text)
+    half = ml_dtypes.bfloat16(1) if rank else np.float16(1)
+    text = "'loss' is float16 on rank 0, bfloat16 on rank 1: these have no common type"
+    expect(gs.InvalidArgument, lambda: comm.reduce_dict({"loss": half}), text)
+    assert comm.all_gather(rank) == [0, 1]
+
+
+def test_integers_do_not_wrap_and_types_without_a_common_one_are_told() -> None:
+    run_ranks(2, reduce_large_integers)

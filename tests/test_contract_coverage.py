@@ -8,51 +8,90 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from contract_coverage import CLASSES, coverage
+from contract import HOST_ONLY_DTYPES
+from contract_coverage import CLASSES, OPERATORS, OTHERS, coverage
 from contract_suite import PARTS, checks_of
 from coverage_table import covered
+from gradsync.reduction import OPERATIONS_BY_DTYPE
 
-_FLOATING = {name: ["max", "sum"] for name in CLASSES["floating"]}
+_REDUCED = {name: list(OPERATORS[of_class]) for of_class, names in CLASSES.items() for name in names}
+_NUMBERS: dict[str, list[str]] = {name: [] for name in _REDUCED}
+_ALL = {**_NUMBERS, **{name: [] for name in OTHERS}}
+
+ON_SHM = [[2, "numpy"], [3, "numpy"], [4, "numpy"]]
+ON_NCCL = [[size, kit] for kit in ("cupy", "numpy") for size in (1, 2)]
 
 
-def row(communicator: str, world_sizes: list[int], of_collectives: dict[str, Any]) -> dict[str, Any]:
-    return {"communicator": communicator, "part": "any", "world_sizes": world_sizes, "covered": of_collectives}
+def row(communicator: str, runs: list[list[Any]], of_collectives: dict[str, Any]) -> dict[str, Any]:
+    return {"communicator": communicator, "part": "any", "runs": runs, "covered": of_collectives}
 
 
 def cells(*rows: dict[str, Any]) -> list[str]:
-    return coverage({"results": list(rows)})[2:]
+    return coverage({"results": list(rows)})[4:]
 
 
-def test_communicators_with_the_same_coverage_share_a_line() -> None:
-    same = {"reduce": {**_FLOATING, "bool": ["max"]}}
-    assert cells(row("local", [1], same), row("shm", [1, 2, 3], same)) == [
-        "| reduce | local, 1 rank; shm, 1 to 3 ranks | sum max |  |  | max |  |"
+def test_the_classes_are_those_of_the_library() -> None:
+    declared = {name: {op.value for op in ops} for name, ops in OPERATIONS_BY_DTYPE.items()}
+    assert declared == {name: set(ops) for name, ops in _REDUCED.items()}
+    assert set(OTHERS) == set(HOST_ONLY_DTYPES)
+
+
+def test_a_line_for_each_collective_and_a_column_for_each_communicator() -> None:
+    lines = coverage(
+        {
+            "results": [
+                row("local", [[1, "numpy"]], {"reduce": _REDUCED, "barrier": {"": []}}),
+                row("shm", ON_SHM, {"reduce": _REDUCED, "gather": _ALL}),
+                row("nccl", ON_NCCL, {"gather": _NUMBERS}),
+            ]
+        }
+    )
+    assert lines[0].startswith(
+        "Run on local: 1 rank; shm: 2 to 4 ranks; nccl: 1, 2 ranks, device arrays and host arrays. Every reduction: "
+        "float16, bfloat16, float32, float64: sum mean prod min max; complex64, complex128: sum mean prod; "
+    )
+    assert lines[0].endswith("Every dtype: those, and datetime64, structured, foreign byte order, text.")
+    assert lines[1:] == [
+        "",
+        "| collective | local | shm | nccl |",
+        "| --- | --- | --- | --- |",
+        "| reduce | every reduction | every reduction |  |",
+        "| barrier | yes |  |  |",
+        "| gather |  | every dtype | every number |",
     ]
 
 
-def test_a_communicator_that_covers_less_has_a_line_of_its_own() -> None:
-    less: Any = {"gather": {"float32": [], "bool": []}}
-    more: Any = {"gather": {**{name: [] for name in _FLOATING}, "bool": [], "text": []}}
-    other = {"scatter": {"bool": []}}
-    assert cells(row("shm", [1], more), row("nccl", [1, 2, 4], less), row("nccl", [2], other)) == [
-        "| gather | shm, 1 rank | yes |  |  | yes | text |",
-        "| gather | nccl, 1, 2, 4 ranks | float32 |  |  | yes |  |",
-        "| scatter | nccl, 2 ranks |  |  |  | yes |  |",
+def test_runs_that_covered_less_are_told_apart() -> None:
+    more, less = {"gather": _ALL}, {"gather": _NUMBERS}
+    assert cells(row("shm", ON_SHM[:1], less), row("shm", ON_SHM[1:], more)) == [
+        "| gather | every number (2 ranks); every dtype (3, 4 ranks) |"
+    ]
+    assert cells(row("nccl", ON_NCCL[:2], less), row("nccl", ON_NCCL[2:], more)) == [
+        "| gather | every number (device arrays); every dtype (host arrays) |"
+    ]
+    assert cells(row("nccl", ON_NCCL[1:2], less), row("nccl", ON_NCCL[2:], more), row("nccl", ON_NCCL[:1], {})) == [
+        "| gather | every number (device arrays, 2 ranks); every dtype (host arrays) |"
+    ]
+    assert cells(row("nccl", ON_NCCL[1::2], less), row("nccl", ON_NCCL[::2], {})) == [
+        "| gather | every number (2 ranks) |"
+    ]
+    assert cells(row("nccl", ON_NCCL[1:], less), row("nccl", ON_NCCL[:1], {})) == [
+        "| gather | every number (device arrays, 2 ranks; host arrays) |"
     ]
 
 
 def test_dtypes_of_a_class_that_differ_are_told_apart() -> None:
-    assert cells(row("shm", [2], {"reduce": {"complex64": ["sum"], "complex128": ["sum", "mean"]}})) == [
-        "| reduce | shm, 2 ranks |  | complex64: sum; complex128: sum, mean |  |  |  |"
+    assert cells(row("shm", ON_SHM, {"reduce": {"complex64": ["sum"], "complex128": ["sum", "mean"]}})) == [
+        "| reduce | complex64: sum; complex128: sum mean |"
     ]
-    assert cells(row("shm", [2], {"reduce": {"complex64": ["sum"]}})) == [
-        "| reduce | shm, 2 ranks |  | complex64: sum |  |  |  |"
-    ]
+    some = {**{name: ["max", "sum"] for name in CLASSES["floating"]}, "int8": ["sum", "max"], "bool": ["max"]}
+    assert cells(row("shm", ON_SHM, {"reduce": some})) == ["| reduce | floating, int8: sum max; bool: max |"]
+    assert cells(row("shm", ON_SHM, {"each": {"float32": []}})) == ["| each | float32 |"]
 
 
 def test_what_is_no_array_is_named() -> None:
-    assert cells(row("shm", [2], {"objects.gather": {"any that pickles": []}})) == [
-        "| objects.gather | shm, 2 ranks |  |  |  |  | any that pickles |"
+    assert cells(row("shm", ON_SHM, {"objects.gather": {"any that pickles": []}})) == [
+        "| objects.gather | any that pickles |"
     ]
 
 

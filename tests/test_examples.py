@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -63,6 +64,26 @@ def test_uneven_batches_end_with_one_model(ranks: int, batches: list[int]) -> No
     assert (code, told) == (0, "")
     found = f"batches by rank {batches}, {10 * batches[0]} steps: weights [1. 2. 3.], bias [4.]"
     assert shown.removeprefix("[rank 0] ") == found + "\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_collectives_on_any_number_of_ranks(ranks: int) -> None:
+    code, shown, told = run("-n", ranks, EXAMPLES / "collectives.py")
+    assert (code, told) == (0, "")
+    numbers = range(ranks)
+    wanted = {
+        "all_reduce": [[ranks - 1] * 2] * ranks,
+        "all_gather": [[rank] * 2 for rank in numbers for _ in numbers],
+        "uneven": [rank for rank in numbers for _ in range(rank + 1)],
+        "reduce_scatter": [[sum(numbers)] * 2],
+        "all_to_all": [[rank] * 2 for rank in numbers],
+        "exchange": [[ranks - 1] * 2] * ranks,
+        "asynchronous": [float(ranks)] * 3,
+        "group": list(numbers[::2]),
+        "objects": list(numbers),
+    }
+    lines = [line.removeprefix("[rank 0] ").split(maxsplit=1) for line in shown.splitlines()]
+    assert {name: json.loads(values) for name, values in lines} == wanted
 
 
 def test_every_failure_has_its_place_in_the_readme() -> None:

@@ -17,6 +17,7 @@ SOURCE = Path(gs.__file__).parent
 LAYERS = [
     ("errors",),
     ("reduction",),
+    ("scalars_by_name",),
     (
         "secret_file",
         "cores",
@@ -41,11 +42,12 @@ LAYERS = [
     ("visible_devices", "flight_recorder", "stack_report"),
     ("communicators",),
     ("bucketing.step_agreements", "bucketing.pending", "bucketing.claimed_memory", "bucketing.trees"),
-    ("bucketing.step_reduction",),
+    ("bucketing.step_reduction", "bucketing.array_lists"),
     ("bucketing.join",),
-    ("bucketing.callback", "bucketing.parameters", "consistency", "sharding"),
+    ("bucketing.callback", "bucketing.parameters", "bucketing.tree_broadcast", "consistency", "sharding"),
     ("bootstrap", "backend_choice"),
     ("world_connection",),
+    ("world_siblings",),
     ("process_group", "backend_override"),
     ("synchronising", "comm"),
     ("launching",),

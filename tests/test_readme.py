@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import json
 import os
 import re
@@ -12,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import gradsync as gs
+from gradsync.communicators.collectives.asynchronous import Asynchronous
+from gradsync.communicators.collectives.objects import Objects
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -59,6 +65,40 @@ def test_make_targets_exist() -> None:
     assert {"demo", "test", "lint"} <= set(targets)
     for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_make_soak_does_what_it_says() -> None:
+    [said] = re.findall(r"\$ make soak +# (.*)", TEXT)
+    assert f"  ## {said}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_every_collective_is_shown_as_it_is_called() -> None:
+    homes = {"asynchronous": Asynchronous, "objects": Objects}
+    shown = set()
+    for code in re.findall(r"`(comm\.[a-z_.]+\([^`]*\))`", TEXT):
+        call = ast.parse(code, mode="eval").body
+        assert isinstance(call, ast.Call)
+        *path, name = ast.unparse(call.func).split(".")[1:]
+        method = getattr(homes[path[0]] if path else gs.Communicator, name)
+        inspect.signature(method).bind("self", *call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
+        shown.add(name)
+    collectives = {name for name in vars(Asynchronous) if not name.startswith("_")}
+    assert collectives | {"new_group", "split", "split_by_machine"} <= shown
+
+
+def test_every_error_is_explained() -> None:
+    public = {name for name in gs.__all__ if name not in ("WORLD", "comm")}
+    errors = {
+        name for name in public if isinstance(getattr(gs, name), type) and issubclass(getattr(gs, name), Exception)
+    }
+    assert "RankFailed" in errors
+    assert [name for name in errors if f"{name}`" not in TEXT] == ["NonFiniteGradient"]  # which nothing raises
+
+
+def test_files_that_it_names_exist() -> None:
+    named = re.findall(r"`((?:benchmarks|examples|src|tests)/[\w/.]+\w)`", TEXT)
+    assert "benchmarks/results/full_speed.json" in named
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_make_demo_runs_the_demo() -> None:

@@ -94,6 +94,8 @@ def test_ranks_share_without_a_word() -> None:
         ((-1,), {}, "n must be an integer of 0 or more, got -1"),
         ((2.0,), {}, "n must be"),
         ((True,), {}, "n must be"),
+        ((2**63,), {}, "n must be at most"),
+        ((2**62,), {"shuffle": False}, "n must be at most"),
         ((4, -1), {}, "epoch must be"),
         ((4, 0, "x"), {}, "seed must be"),
         ((4,), {"uneven": "wrap"}, "uneven must be one of pad, drop, keep, got 'wrap'"),

@@ -15,7 +15,7 @@ from soak import soak
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_soak_over_shared_memory(world_size: int, seed: int) -> None:
-    assert run_ranks(world_size, soak, 700, seed, backend="shm") == [700] * world_size
+    assert run_ranks(world_size, soak, 350, seed, backend="shm") == [350] * world_size
 
 
 def test_eight_ranks() -> None:

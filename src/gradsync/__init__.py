@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from gradsync.bucketing.flat_buffer import param_pack_split as param_pack_split
     from gradsync.bucketing.future import GradientFuture as GradientFuture
     from gradsync.bucketing.parameters import bcast_list_ as bcast_list_
-    from gradsync.bucketing.parameters import broadcast_tree as broadcast_tree
     from gradsync.bucketing.parameters import pack_allreduce_split as pack_allreduce_split
+    from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_tree
     from gradsync.collective_future import CollectiveFuture as CollectiveFuture
     from gradsync.communicators.base import Communicator as Communicator
+    from gradsync.communicators.collectives.non_member import NonMember as NonMember
     from gradsync.consistency import check_consistency as check_consistency
     from gradsync.errors import AuthenticationError as AuthenticationError
     from gradsync.errors import BackendUnavailable as BackendUnavailable
@@ -67,7 +68,7 @@ _HOME = {
     "AllreduceCallback": "gradsync.bucketing.callback",
     "make_allreduce_cb": "gradsync.bucketing.callback",
     "bcast_list_": "gradsync.bucketing.parameters",
-    "broadcast_tree": "gradsync.bucketing.parameters",
+    "broadcast_tree": "gradsync.bucketing.tree_broadcast",
     "check_consistency": "gradsync.consistency",
     "shard_indices": "gradsync.sharding",
     "synchronized": "gradsync.synchronising",
@@ -78,6 +79,7 @@ _HOME = {
     "GradientFuture": "gradsync.bucketing.future",
     "CollectiveFuture": "gradsync.collective_future",
     "Communicator": "gradsync.communicators.base",
+    "NonMember": "gradsync.communicators.collectives.non_member",
     "init_process_group": "gradsync.process_group",
     "destroy_process_group": "gradsync.process_group",
     "is_initialized": "gradsync.process_group",

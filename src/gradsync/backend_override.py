@@ -11,7 +11,7 @@ from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.process_group import world_over
 
-_NAMES = tuple(name for name in BACKENDS if name != "auto")
+_NAMES = tuple(name for name in BACKENDS if name not in ("auto", "mpi"))  # "mpi" is not part of this version
 
 
 @contextmanager
@@ -31,8 +31,10 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
 
     Raises:
         InvalidArgument: no backend has that name, or "local" for several ranks.
-        BackendUnavailable: it cannot join these ranks; raised on all of them.
-        NcclError, RendezvousTimeout, RankFailed: from the connection; then the process group has failed.
+        BackendUnavailable: it cannot join these ranks; raised on all of them, which can go on as they were.
+        CommunicatorClosed: the communicator that an earlier block has made was closed, aborted, or has failed.
+        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: from the connection, once the ranks had agreed
+            that it is possible; then the process group has failed.
     """
     if name not in _NAMES:
         raise InvalidArgument(f"unknown backend {name!r}: use one of {', '.join(_NAMES)}")

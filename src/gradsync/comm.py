@@ -8,23 +8,20 @@ for what that means (peers that trust each other).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
-
-import numpy as np
+from collections.abc import Mapping
+from typing import Any, cast
 
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.world import get_initial_world, get_world, group_or_world
-from gradsync.errors import InvalidArgument, PlanMismatch, describe
+from gradsync.communicators.world import get_world, group_or_world
+from gradsync.errors import InvalidArgument
 from gradsync.process_group import group_barrier, place_on_machine
-from gradsync.reduction import OPERATIONS_BY_DTYPE
+from gradsync.scalars_by_name import reduce_told, tell
 
 _SEED_BYTES, _SEED_BITS = 4, 31
 
-_local_group: Communicator | None = None
-_local_group_of: Communicator | None = None  # the world that it belongs to; None: nothing was initialised
+_alone: Communicator | None = None  # the local group of a process that has initialised nothing
 
 
 def get_world_size() -> int:
@@ -46,15 +43,17 @@ def get_local_rank() -> int:
     LOCAL_RANK of torchrun or `gradsync run`, or its like (see environment.py). Where there is no such word, all ranks
     count as those of one machine.
     """
-    if _has_local_group():
-        return get_local_process_group().rank
+    group = _local_group()
+    if group is not None:
+        return group.rank
     return 0 if get_world() is None else place_on_machine()[0]
 
 
 def get_local_size() -> int:
     """Returns the number of ranks on this machine, known as in get_local_rank(). 1 when not initialised."""
-    if _has_local_group():
-        return get_local_process_group().world_size
+    group = _local_group()
+    if group is not None:
+        return group.world_size
     return 1 if get_world() is None else place_on_machine()[1]
 
 
@@ -70,10 +69,10 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
         InvalidArgument: it does not divide, or the group exists already.
         PlanMismatch: the ranks pass different numbers.
     """
-    global _local_group, _local_group_of
+    global _alone
     n, world_size, rank = num_workers_per_machine, get_world_size(), get_rank()
     who = f"rank {rank}/{world_size}: create_local_process_group"
-    if _has_local_group():
+    if _local_group() is not None:
         raise InvalidArgument(f"{who} was called before: get_local_process_group() gives the group")
     if not isinstance(n, int) or isinstance(n, bool) or n < 1 or world_size % n:
         raise InvalidArgument(
@@ -82,11 +81,11 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
         )
     world = get_world()
     if world is None:
-        _local_group, _local_group_of = LocalCommunicator(), None
+        _alone = LocalCommunicator()
         return
     world.agree(agreement_on("create_local_process_group", (), None, f"{n} on each machine"))
     first = rank - rank % n
-    _local_group, _local_group_of = world.new_group(range(first, first + n)), get_initial_world()
+    world.family.local_group = cast("Communicator", world.new_group(range(first, first + n)))  # this rank is in it
 
 
 def get_local_process_group() -> Communicator:
@@ -95,12 +94,13 @@ def get_local_process_group() -> Communicator:
     Raises:
         InvalidArgument: it was not made.
     """
-    if _local_group is None or not _has_local_group():
+    group = _local_group()
+    if group is None:
         raise InvalidArgument(
             "there is no local process group: call gs.comm.create_local_process_group(num_workers_per_machine) on "
             "every rank first, after gs.init_process_group()"
         )
-    return _local_group
+    return group
 
 
 def is_main_process() -> bool:
@@ -125,7 +125,7 @@ def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
         InvalidArgument: a rank's data does not pickle (on every rank), or does not unpickle.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
     """
-    communicator = _ranks_of(group)
+    communicator = _ranks_of(group, "all_gather")
     return [data] if communicator is None else communicator.objects.all_gather(data)
 
 
@@ -141,7 +141,7 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
         InvalidArgument: there is no rank `dst`; or as all_gather.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
     """
-    communicator = _ranks_of(group)
+    communicator = _ranks_of(group, "gather")
     if communicator is None:
         if dst != 0:
             raise InvalidArgument(f"rank 0/1: gather needs dst to be 0, the only rank, got {dst!r}")
@@ -156,8 +156,8 @@ def shared_random_seed() -> int:
     the operating system, whatever generators have been seeded with.
     """
     seed = int.from_bytes(os.urandom(_SEED_BYTES), "little") >> (8 * _SEED_BYTES - _SEED_BITS)
-    world = _ranks_of(None)
-    return seed if world is None else int(world.objects.broadcast(seed, what="shared_random_seed"))
+    world = _ranks_of(None, "shared_random_seed")
+    return seed if world is None else int(world.objects.broadcast_for("shared_random_seed", seed))
 
 
 def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any, Any]:
@@ -172,106 +172,29 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 
     Returns:
         NumPy scalars (`.item()` makes Python's) in the order of input_dict. Floating and complex numbers keep their
-        precision; the sum of integers is an integer, of 64 bits, and their mean a float64.
+        precision; the sum of integers is an integer, of 64 bits, and their mean a float64, made of the exact sum.
 
     Raises:
         PlanMismatch: the ranks have different names, or differ in `average`: on every rank, with what each one lacks.
-        InvalidArgument: a value is no scalar: on every rank.
+        InvalidArgument: a value is no scalar, a sum of integers needs more than 64 bits, or the ranks' types have none
+            in common: on every rank.
         RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
     """
-    told = _tell(input_dict)
-    world = _ranks_of(None)
+    told = tell(input_dict)
+    world = _ranks_of(None, "reduce_dict")
     what = f"reduce_dict({'mean' if average else 'sum'})"
-    everything = [told] if world is None else world.objects.all_gather(told, what=what)
-    label = "rank 0/1" if world is None else world.label
-    refusals = [f"rank {rank}: {theirs.refusal}" for rank, theirs in enumerate(everything) if theirs.refusal]
-    if refusals:
-        raise InvalidArgument(f"{label}: reduce_dict needs scalars by name: {'; '.join(refusals)}")
-    _check_names(label, [list(theirs.scalars) for theirs in everything])
-    return {
-        name: _reduce([theirs.scalars[name] for theirs in everything], average=bool(average)) for name in told.scalars
-    }
+    everything = [told] if world is None else world.objects.all_gather_for(what, told)
+    label, ranks = ("rank 0/1", (0,)) if world is None else (world.label, world.ranks)
+    return reduce_told(told, dict(zip(ranks, everything, strict=True)), average=bool(average), label=label)
 
 
-class _Told(NamedTuple):
-    """What one rank tells the others in reduce_dict: its scalars, or why it has none to tell."""
-
-    scalars: dict[Any, np.generic]
-    refusal: str = ""
-
-
-def _ranks_of(group: Communicator | None) -> Communicator | None:
+def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
     """Returns the communicator of a group, the world's for None; None where it is one rank alone."""
-    communicator = get_world() if group is None else group_or_world(group)
+    communicator = get_world() if group is None else group_or_world(group, what)
     return None if communicator is None or communicator.world_size == 1 else communicator
 
 
-def _has_local_group() -> bool:
-    return _local_group is not None and _local_group_of is get_initial_world()
-
-
-def _tell(input_dict: Mapping[Any, Any]) -> _Told:
-    if not isinstance(input_dict, Mapping):
-        return _Told({}, f"got a {type(input_dict).__name__}")
-    try:
-        return _Told({name: _scalar(name, value) for name, value in input_dict.items()})
-    except InvalidArgument as error:
-        return _Told({}, str(error))
-    except Exception as error:  # the others wait to hear of this rank
-        return _Told({}, describe(error))
-
-
-def _scalar(name: Any, value: Any) -> np.generic:
-    """Returns a NumPy scalar of the value's precision; waits for the GPU where it is there."""
-    if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
-        array = np.asarray(value)
-    elif hasattr(value, "__dlpack__") and not tuple(value.shape):
-        array = np.asarray(value.item(), _numpy_dtype(value.dtype)) if hasattr(value, "item") else np.from_dlpack(value)
-    else:
-        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-        raise InvalidArgument(f"{name!r} is a {type(value).__name__}{shape}")
-    if array.shape:
-        raise InvalidArgument(f"{name!r} is an array of shape {array.shape}")
-    if array.dtype.name not in OPERATIONS_BY_DTYPE:
-        raise InvalidArgument(f"{name!r} has dtype {array.dtype}")
-    return cast("np.generic", array[()])
-
-
-def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Returns NumPy's dtype of the same name ("torch.float32"); None, NumPy's own choice, where it has none."""
-    try:
-        return np.dtype(str(dtype).rpartition(".")[2])
-    except TypeError:
-        return None
-
-
-def _check_names(label: str, names_by_rank: Sequence[list[Any]]) -> None:
-    if all(set(names) == set(names_by_rank[0]) for names in names_by_rank):
-        return
-    every_name = dict.fromkeys(name for names in names_by_rank for name in names)
-    described = {rank: f"has {_listed(names)}" for rank, names in enumerate(names_by_rank)}
-    for rank, names in enumerate(names_by_rank):
-        lacking = [name for name in every_name if name not in names]
-        if lacking:
-            described[rank] += f", lacks {_listed(lacking)}"
-    shown = "".join(f"\n  rank {rank} {text}" for rank, text in described.items())
-    raise PlanMismatch(
-        f"{label}: reduce_dict needs the same names on all ranks; nothing was reduced:{shown}", descriptions=described
-    )
-
-
-def _listed(names: Sequence[Any]) -> str:
-    return ", ".join(map(repr, names)) or "nothing"
-
-
-def _reduce(scalars: Sequence[np.generic], *, average: bool) -> np.generic:
-    """Reduces one value of each rank, in the order of the ranks, so that the result is the same everywhere."""
-    dtype = np.result_type(*[scalar.dtype for scalar in scalars])
-    values = np.array(scalars, dtype)
-    if dtype.kind in "biu":
-        total = np.sum(values)
-        return np.float64(total / len(values)) if average else cast("np.generic", total)
-    with np.errstate(all="ignore"):  # overflow and NaN are the caller's business
-        total = np.sum(values, dtype=np.complex128 if dtype.kind == "c" else np.float64)
-        result = np.asarray(total / len(values) if average else total).astype(dtype)
-    return cast("np.generic", result[()])
+def _local_group() -> Communicator | None:
+    """Returns the group of this machine's ranks, where it was made; the same one within override_backend()."""
+    world = get_world()
+    return _alone if world is None else world.family.local_group

@@ -48,7 +48,7 @@ def check_consistency(named_arrays: Any, communicator: Communicator | None = Non
         InvalidArgument: not arrays, or a name that comes twice.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the exchange.
     """
-    communicator = group_or_world(communicator)
+    communicator = group_or_world(communicator, "check_consistency", "communicator")
     prints = {name: _print_of(native, communicator) for name, native in _named(named_arrays, communicator).items()}
     by_rank: list[_Prints] = communicator.objects.all_gather(prints)
     names = list(dict.fromkeys(name for of_rank in by_rank for name in of_rank))

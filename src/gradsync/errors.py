@@ -148,6 +148,11 @@ class GradientCancelled(GradsyncError, RuntimeError):
     """The backward pass that this gradient belongs to ended with an exception; the gradient was not reduced."""
 
 
+def shown(value: object) -> str:
+    """Returns a wrong argument for an error: its repr; of an array never the elements, but what it was meant to be."""
+    return "an array: pass out= by name" if hasattr(value, "shape") and hasattr(value, "dtype") else repr(value)
+
+
 def describe(error: BaseException) -> str:
     """Returns "ValueError: text" for telling other ranks; never raises, whatever the error's own __str__ does."""
     try:

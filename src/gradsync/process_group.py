@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from gradsync.bootstrap import Host, join
 from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
+from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.world import (
     get_initial_world,
@@ -25,23 +26,17 @@ from gradsync.communicators.world import (
     set_world,
 )
 from gradsync.environment import configure_logging
-from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, PlanMismatch, describe
+from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.world_connection import (
-    WorldSettings,
-    check_sibling,
-    choose_backend,
-    connect_sibling,
-    connect_world,
-    read_settings,
-)
+from gradsync.world_connection import WorldSettings, choose_backend, connect_world, read_settings
+from gradsync.world_siblings import Siblings
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
 
 _client: RendezvousClient | None = None
 _host: Host | None = None  # kept from one generation to the next: others may come back to it before this rank does
 _settings: WorldSettings | None = None
-_siblings: dict[str, Communicator] = {}  # by backend: the world's ranks, over another one than the world's
+_siblings = Siblings()
 
 
 def init_process_group(
@@ -153,20 +148,20 @@ def get_communicator() -> Communicator:
     Raises:
         InvalidArgument: the process group is not initialised.
     """
-    return group_or_world(None)
+    return group_or_world(None, "get_communicator")
 
 
-def new_group(ranks: Iterable[int]) -> Communicator | None:
+def new_group(ranks: Iterable[int]) -> Communicator | NonMember:
     """Makes a group of some ranks of the world: `gs.get_communicator().new_group(ranks)`, see there.
 
     Returns:
-        The group; None on a rank that is no member.
+        The group; a NonMember, which is false, on a rank that is not in it.
 
     Raises:
         InvalidArgument: the process group is not initialised, or ranks that it does not have.
         RendezvousTimeout, RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: it cannot be made.
     """
-    return group_or_world(None).new_group(ranks)
+    return group_or_world(None, "new_group").new_group(ranks)
 
 
 def is_distributed() -> bool:
@@ -186,7 +181,7 @@ def group_barrier(communicator: Communicator | None = None) -> None:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
     """
     if communicator is not None or get_world() is not None:
-        group_or_world(communicator).barrier()
+        group_or_world(communicator, "group_barrier", "communicator").barrier()
 
 
 def place_on_machine() -> tuple[int, int]:
@@ -195,7 +190,7 @@ def place_on_machine() -> tuple[int, int]:
     Raises:
         InvalidArgument: the process group is not initialised.
     """
-    group_or_world(None)
+    group_or_world(None, "place_on_machine")
     settings = _settings
     return (0, 1) if settings is None else (settings.place.local_rank, settings.place.local_world_size)
 
@@ -205,17 +200,13 @@ def world_over(backend: str) -> Communicator | None:
 
     Raises:
         InvalidArgument, BackendUnavailable: it cannot run here; on all ranks.
+        CommunicatorClosed: it was made before, and has ended.
         NcclError, RendezvousTimeout, RankFailed: from the connection.
     """
     world, settings = get_initial_world(), _settings
     if world is None or settings is None or world.backend == backend:
         return world
-    if backend not in _siblings:
-        check_sibling(backend, settings)
-        sibling = LocalCommunicator() if backend == "local" else _connect_sibling(backend, world, settings)
-        world.family.add(sibling)
-        _siblings[backend] = sibling
-    return _siblings[backend]
+    return _siblings.over(backend, world, settings, lambda: _client or _meet(settings))  # one rank may have met nobody
 
 
 def world_attribute() -> Communicator:
@@ -232,18 +223,6 @@ def _meet(settings: WorldSettings) -> RendezvousClient:
     _client, _host = join(settings.place, settings.address, settings.timeout_seconds, _host)
     _client.describe_with(status.positions, status.report)
     return _client
-
-
-def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings) -> Communicator:
-    client = _client or _meet(settings)  # a world of one may have met nobody yet
-    name = world.family.new_name(backend)
-    try:
-        return connect_sibling(backend, client, world.ranks, name, settings)
-    except BackendUnavailable:
-        raise  # on all ranks
-    except BaseException as error:
-        client.report_failure(f"in override_backend: {describe(error)}")
-        raise
 
 
 def _destroy_because_of(error: BaseException | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradsync.errors import InvalidArgument, UnsupportedDtype
+from gradsync.errors import InvalidArgument, UnsupportedDtype, shown
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +37,7 @@ class ReduceOp(str, enum.Enum):
         """
         op = _find(value)
         if op is None:
-            raise InvalidArgument(f"unknown reduce operation {value!r}: use one of {', '.join(op.value for op in cls)}")
+            raise InvalidArgument(f"op must be one of {', '.join(op.value for op in cls)}, got {shown(value)}")
         return op
 
 

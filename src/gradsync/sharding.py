@@ -12,6 +12,7 @@ from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
 
 _UNEVEN = ("pad", "drop", "keep")
+_MOST_SAMPLES = 2**59  # no array could hold the order of more
 
 
 def shard_indices(
@@ -42,11 +43,13 @@ def shard_indices(
         The indices, int64, in the order in which they are to be used. No two ranks share one, but for padding.
 
     Raises:
-        InvalidArgument: a number below 0 or none at all, or another word for `uneven`.
+        InvalidArgument: a number below 0, too large or none at all, or another word for `uneven`.
 
     Source: dealt out as by torch.utils.data.DistributedSampler.
     """
     n, epoch, seed = _natural("n", n), _natural("epoch", epoch), _natural("seed", seed)
+    if n > _MOST_SAMPLES:
+        raise InvalidArgument(f"shard_indices: n must be at most {_MOST_SAMPLES}, got {n}")
     if uneven not in _UNEVEN:
         raise InvalidArgument(f"shard_indices: uneven must be one of {', '.join(_UNEVEN)}, got {uneven!r}")
     rank, world_size = _place(communicator)
@@ -83,5 +86,5 @@ def _place(communicator: Communicator | None) -> tuple[int, int]:
     """Returns this process's rank, and the number of ranks."""
     if communicator is None and get_world() is None:
         return 0, 1
-    communicator = group_or_world(communicator)
+    communicator = group_or_world(communicator, "shard_indices", "communicator")
     return communicator.rank, communicator.world_size

@@ -6,18 +6,17 @@ For process_group.py, which holds what is made here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, share_gpu_offers, suitable_backend
+from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, suitable_backend
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.nccl.connection import connect_nccl
 from gradsync.communicators.shared_memory.communicator import connect_shared_memory
 from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, read_environment
 from gradsync.environment import collective_timeout_seconds as environment_timeout
-from gradsync.errors import BackendUnavailable, InvalidArgument
+from gradsync.errors import InvalidArgument
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.visible_devices import count_gpus
 
 _log = logging.getLogger("gradsync")
@@ -128,57 +127,11 @@ def connect_world(wanted: str, client: RendezvousClient, settings: WorldSettings
         allow_shared_gpu=settings.allow_shared_gpu,
     )
     _tell(settings.place, chosen, reason)
-    return _connect(chosen, client, settings, "world")
+    return connect_over(chosen, client, settings, "world")
 
 
-def check_sibling(backend: str, settings: WorldSettings) -> None:
-    """Refuses a backend for the world's ranks, as far as every rank finds the same by itself.
-
-    Raises:
-        InvalidArgument: "local" for several ranks.
-        BackendUnavailable: it cannot run here.
-    """
-    place = settings.place
-    if backend != "nccl":  # whether that can run, each rank has to say
-        check_backend(backend, place, None)
-    if backend == "shm" and place.local_world_size != place.world_size:
-        raise BackendUnavailable(
-            f"backend 'shm' joins the ranks of one host; of {place.world_size} ranks {place.local_world_size} are on "
-            "this one"
-        )
-
-
-def connect_sibling(
-    backend: str, client: RendezvousClient, ranks: Sequence[int], name: str, settings: WorldSettings
-) -> Communicator:
-    """Makes a communicator of the world's ranks over another backend; not for "local". Every rank must call it.
-
-    Args:
-        backend: that check_sibling has let pass.
-        client: this rank's connection.
-        ranks: all ranks.
-        name: not used before.
-        settings: of the world.
-
-    Raises:
-        BackendUnavailable: on all ranks, where one of them cannot use it.
-        NcclError, RendezvousTimeout, RankFailed: from the connection.
-    """
-    if backend == "shm":
-        return _connect(backend, GroupClient(client, ranks, name), settings, name)
-    device = None if settings.device == "cpu" else settings.device
-    settings = replace(settings, device=device)
-    asking = GroupClient(client, ranks, f"{name}/offers")
-    try:
-        share_gpu_offers(
-            asking, settings.place, device, settings.timeout_seconds, allow_shared_gpu=settings.allow_shared_gpu
-        )
-    finally:
-        asking.close()
-    return _connect(backend, GroupClient(client, ranks, name), settings, name)
-
-
-def _connect(backend: str, client: CommunicatorClient, settings: WorldSettings, group: str) -> Communicator:
+def connect_over(backend: str, client: CommunicatorClient, settings: WorldSettings, group: str) -> Communicator:
+    """Makes the communicator of a client's ranks over "shm" or "nccl"; `group` is its name, not used before."""
     if backend == "shm":
         return connect_shared_memory(
             client,

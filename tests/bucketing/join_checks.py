@@ -220,7 +220,7 @@ def join_in_a_group(comm: Any, kit_name: str) -> list[float] | None:
     """Ranks 0 and 2 of the world have 1 and 3 batches; rank 1 is not of their group."""
     kit = make_kit(comm, kit_name)
     group = comm.new_group([0, 2])
-    if group is None:
+    if not group:
         return None
     callback = gs.AllreduceCallback("mean", group)
     weights = kit.put(np.zeros(2))

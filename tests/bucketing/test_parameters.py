@@ -46,6 +46,7 @@ def broadcast_everything(comm: Any, kit_name: str) -> None:
     gs.bcast_list_([])
     gs.bcast_list_(array for array in [kit.put(np.ones(2))])
     gs.bcast_list_([kit.put(np.ones(2))], communicator=comm)
+    gs.bcast_list_([kit.put(np.ones(2))], group=comm)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,12 @@ def broadcast_wrongly(comm: Any, kit_name: str) -> str:
     expect(gs.InvalidArgument, lambda: gs.bcast_list_([1.0]), "array 0")
     expect(gs.InvalidArgument, lambda: gs.bcast_list_({"w": first}), "pass list(parameters.values())")
     expect(gs.InvalidArgument, lambda: gs.bcast_list_(first), "pass [array]")
+    expect(gs.InvalidArgument, lambda: gs.bcast_list_([first], comm), "pass it by name, communicator=")
+    expect(gs.InvalidArgument, lambda: gs.broadcast_tree([first], comm), "pass it by name, communicator=")
+    expect(gs.InvalidArgument, lambda: gs.bcast_list_([first], 0, comm, group=comm), "two names for one thing")
+    last = comm.new_group([1])
+    if last:
+        expect(gs.InvalidArgument, lambda: gs.bcast_list_([first], 1, last), "root must be 0 to 0, numbered within")
     gs.bcast_list_([first])
     assert (kit.get(first) == 0).all()
     return str(error).partition(":")[2]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
+import sys
+import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -150,3 +153,133 @@ def write_where_it_cannot(comm: Any) -> str:
     assert got["a"]["b"] is fixed
     assert (fixed == 0).all()
     return str(error).partition(":")[2] if comm.rank == 1 else ""
+
+
+class Unreadable:
+    """Its pickle cannot be read on rank 1, and would end that process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return end_unless_first, ()
+
+
+def end_unless_first() -> str:
+    if os.environ["GRADSYNC_RANK"] != "0":
+        sys.exit("an extension is missing")
+    return "read"
+
+
+class Pair(tuple[Any, ...]):
+    """Wants other arguments than its items."""
+
+    def __new__(cls, first: Any, second: Any) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+@dataclasses.dataclass
+class Lazy:
+    weights: Any
+    cache: Any = dataclasses.field(init=False)
+
+
+@dataclasses.dataclass
+class Spec:
+    """Describes an array, and is none."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def send_what_cannot_be_read(comm: Any) -> str:
+    weights = np.full(3, float(comm.rank))
+    error = expect(gs.PlanMismatch, lambda: gs.broadcast_tree({"w": weights, "s": Unreadable()}), "does not unpickle")
+    assert (weights == comm.rank).all()
+    assert comm.objects.all_gather(comm.rank) == list(range(comm.world_size))  # all are at the same place
+    error_of_object = (
+        gs.InvalidArgument,
+        lambda: comm.objects.broadcast(Unreadable()),
+        "object of rank 0 that does not",
+    )
+    if comm.rank:
+        expect(*error_of_object)
+    else:
+        comm.objects.broadcast(Unreadable())
+    assert comm.objects.all_gather(comm.rank) == list(range(comm.world_size))
+    return str(error).partition(":")[2]
+
+
+def broadcast_odd_containers(comm: Any) -> None:
+    rank = comm.rank
+    mine = [np.full(2, float(rank)) for _ in range(4)]
+    pair = Pair(mine[0], rank)
+    pair.name = f"of {rank}"  # type: ignore[attr-defined]
+    lazy = Lazy(mine[1])
+    tree = {"pair": pair, "lazy": lazy, "spec": Spec((rank, 2), "float32"), "date": time.gmtime(rank)}
+    got = gs.broadcast_tree(tree)
+    assert type(got["pair"]) is Pair
+    assert got["pair"][0] is mine[0]
+    assert got["pair"][1] == 0
+    assert got["lazy"].weights is mine[1]
+    assert not hasattr(got["lazy"], "cache")
+    assert got["spec"] == Spec((0, 2), "float32")
+    assert got["date"] == time.gmtime(0)
+    assert not mine[0].any()
+    assert not mine[1].any()
+    if rank == 1:
+        lazy.cache = 1
+    expect(gs.PlanMismatch, lambda: gs.broadcast_tree(lazy), "rank 1: cache: nothing against an int")
+
+
+def refuse_before_anything_is_sent(comm: Any) -> None:
+    """On one rank only: the others hear nothing, and it can still take part."""
+    weights = np.full(2, float(comm.rank))
+    if comm.rank == 1:
+        circle: list[Any] = [weights]
+        circle.append({"again": circle})
+        deep: Any = weights
+        for _ in range(5000):
+            deep = [deep]
+        for tree, text in [
+            ({"c": circle}, "rank 1/2: broadcast_tree: c/1/again: this list is in itself"),
+            ({"n": {float("nan"): weights}}, "n: a dict has the key nan, which is not equal to itself"),
+            ({"o": Only.the_one}, "o: no other Only can be made like this one: TypeError"),
+            (deep, "nested too deep"),
+        ]:
+            expect(gs.InvalidArgument, partial(gs.broadcast_tree, tree), text)
+    gs.broadcast_tree([weights])
+    assert not weights.any()
+
+
+class Only(dict[str, Any]):
+    """There is one, which nobody can copy."""
+
+    the_one: Only
+
+    def __copy__(self) -> Only:
+        raise TypeError("there is one only")
+
+
+Only.the_one = Only(a=1)
+
+
+def share_memory_between_leaves(comm: Any) -> str:
+    """Arrays of one memory are fine where they are so on the root too; else it would get two values."""
+    first, second = (np.full(4, comm.rank + value) for value in (1.0, 2.0))
+    base = np.arange(6.0) + 10 * comm.rank
+    for tree in ([first, first], [base[:4], base[2:]], [base[::2], base[1::2]], [first.reshape(2, 2), first]):
+        gs.broadcast_tree(tree)
+    assert (first == 1).all()
+    assert (base == np.arange(6.0)).all()
+    gs.broadcast_tree([first, first] if comm.rank == 0 else [first, second])  # tied on the root only
+    assert (second == (2 if comm.rank == 0 else 1)).all()
+    second[:] = comm.rank
+    tied = [second, second] if comm.rank == 1 else [first, second]
+    error = expect(gs.PlanMismatch, lambda: gs.broadcast_tree({"a": tied[0], "b": {"c": tied[1]}}))
+    assert (second == comm.rank).all()
+    shifted = base[:4], (base[1:5] if comm.rank == 1 else base[2:])
+    expect(
+        gs.PlanMismatch, lambda: gs.broadcast_tree(shifted), "1: memory shared otherwise against memory shared with 0"
+    )
+    square = np.full((3, 3), float(comm.rank))
+    turned = [square, square if comm.rank == 1 else square.T]
+    expect(gs.PlanMismatch, lambda: gs.broadcast_tree(turned), "memory shared otherwise")
+    return str(error).partition(":")[2]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -54,7 +54,7 @@ def collectives_of(comm: Any, source: Any) -> dict[str, tuple[Callable[..., Any]
         "scatter": (lambda **o: comm.scatter(source, last, out=cupy.empty(ROWS // n, np.float32), **o), [last + 1.0]),
         "all_to_all": (lambda **o: comm.all_to_all(source, **o), values),
         "uneven all_to_all": (lambda **o: comm.all_to_all(source, send_sizes=sizes, **o), values),
-        "exchange": (lambda **o: comm.exchange(source, after, room(), before, **o), [before + 1.0]),
+        "exchange": (lambda **o: comm.exchange(source, dest=after, out=room(), source=before, **o), [before + 1.0]),
     }
 
 
@@ -117,7 +117,7 @@ def stage_both_ways(comm: Any) -> None:
             block = make((n, 3), np.int16)
             comm.all_to_all(source, out=block)
             assert as_host(block)[:, 0].tolist() == [peer + 1 for peer in ranks_of(comm)]
-            comm.exchange(source, (rank + 1) % n, block, (rank - 1) % n)
+            comm.exchange(source, dest=(rank + 1) % n, out=block, source=(rank - 1) % n)
             assert (as_host(block) == (rank - 1) % n + 1).all()
         for collective in (lambda s: comm.all_gather(s, sizes="ask"), lambda s: comm.reduce_scatter(s, "max")):
             assert type(collective(source)) is type(source)
@@ -210,7 +210,7 @@ def meet_exchange_in_any_order(comm: Any) -> None:
             mine, other = arrays.full(size, comm.rank + step), arrays.full(size, -1)
             plain = [lambda m=mine: comm.send(m, 0), lambda o=other: comm.recv(o, 0)]
             if comm.rank == 0:
-                comm.exchange(mine, 1, other, 1)
+                comm.exchange(mine, dest=1, out=other, source=1)
             elif comm.rank == 1:
                 for index in order:
                     plain[index]()
@@ -224,16 +224,35 @@ def break_out_of_a_ring(comm: Any) -> None:
     after, before = (rank + 1) % n, (rank - 1) % n
     for step in range(2 * n):
         mine, other = full(rank + step, 10), full(-1, 10)
-        if rank == step % n:
-            if step < n:
-                time.sleep(0.05)  # longer than messages wait to be launched together
-                comm.exchange(mine, after, other, before)
-            else:
-                comm.send(mine, after)
-                comm.recv(other, before)
+        if rank != step % n:
+            with telling_of_launches(comm, f"rank {rank} launches in step {step}"):
+                comm.exchange(mine, dest=after, out=other, source=before)
+        elif step < n:
+            for neighbour in (before, after):  # by then it waits no longer to launch both of its messages together
+                client().get(f"rank {neighbour} launches in step {step}", timeout_seconds=SECONDS)
+            comm.exchange(mine, dest=after, out=other, source=before)
         else:
-            comm.exchange(mine, after, other, before)
+            comm.send(mine, after)
+            comm.recv(other, before)
         assert_all(other, before + step)
+
+
+@contextmanager
+def telling_of_launches(comm: Any, key: str) -> Iterator[None]:
+    """Tells the other ranks when this one is about to launch the first messages on which it has agreed."""
+    on_messages = comm._agreements.on_messages
+
+    def tell(questions: Any) -> Iterator[Any]:
+        for number, answers in enumerate(on_messages(questions)):
+            if number == 0:
+                client().set(key, b"")
+            yield answers
+
+    comm._agreements.on_messages = tell
+    try:
+        yield
+    finally:
+        del comm._agreements.on_messages
 
 
 def agree_on_one_message_of_two(comm: Any) -> None:
@@ -243,7 +262,7 @@ def agree_on_one_message_of_two(comm: Any) -> None:
     mine, other = full(rank, 10), full(-1, 9 if rank == 0 else 10)  # rank 0 expects another size
     errors = []
     try:
-        comm.exchange(mine, after, other, before)
+        comm.exchange(mine, dest=after, out=other, source=before)
     except gs.PlanMismatch as error:
         errors.append(error)
     assert len(errors) == (rank in (0, n - 1))
@@ -252,7 +271,7 @@ def agree_on_one_message_of_two(comm: Any) -> None:
         assert set(error.descriptions) == {0, n - 1}
     assert_all(other, -1 if rank == 0 else before)
     comm.barrier()
-    assert_all(comm.exchange(mine, after, full(-1, 10), before), before)
+    assert_all(comm.exchange(mine, dest=after, out=full(-1, 10), source=before), before)
 
 
 def leave_the_messages_alone(comm: Any) -> str:
@@ -326,7 +345,7 @@ def split_as_the_library_can(comm: Any, has_split: bool) -> None:
         group = comm.split(color, key)
         assert_all(array, comm.world_size)
         if color is None:
-            assert group is None
+            assert not group
             continue
         members = sorted([r for r in ranks_of(comm) if place(r)[0] == color], key=lambda r: (place(r)[1], r))
         assert group.ranks == tuple(members)

@@ -18,6 +18,7 @@ import gradsync as gs
 from contract import expect
 from gradsync import process_group
 from gradsync.communicators.nccl import connection as nccl_connection
+from gradsync.communicators.nccl import joining as nccl_joining
 
 SECONDS = 30.0  # for what must come at all
 SOON_SECONDS = 5.0  # the target is 1 s; a busy machine adds
@@ -189,6 +190,65 @@ def abort_a_stuck_collective(comm: Any) -> str:
     return ""
 
 
+def abort_beside_a_wait_at_the_server(comm: Any, what: str) -> None:
+    """Rank 1 waits for what rank 0 does not come to; another thread of its own aborts."""
+
+    def abort() -> None:
+        wait_until(lambda: bool(client()._requests._inbox._pending))
+        comm.abort("enough")
+
+    if comm.rank == 0:
+        assert "enough" in wait_until_told()
+        return
+    began = time.monotonic()
+    aborting = threading.Thread(target=abort)
+    aborting.start()
+    expect(gs.CommunicatorClosed, (lambda: comm.new_group([0, 1])) if what == "new_group" else comm.barrier, "enough")
+    aborting.join()
+    assert time.monotonic() - began < SOON_SECONDS
+
+
+def close_before_a_group(comm: Any) -> None:
+    if comm.rank == 1:
+        comm.close()
+        client().set("closed", b"")
+        with contextlib.suppress(gs.RankFailed):
+            client().get("done", timeout_seconds=SECONDS)
+        return
+    client().get("closed", timeout_seconds=SECONDS)
+    began = time.monotonic()
+    assert expect(gs.RankFailed, lambda: comm.new_group([0, 1]), "rank 1 closed the communicator").rank == 1
+    assert time.monotonic() - began < SOON_SECONDS
+    client().set("done", b"")
+    comm.close()
+
+
+def wait_for_each_other(comm: Any, first: str) -> None:
+    """Two ranks both send, or both receive first: they are told, and can go on; the third one has no part in it."""
+    if comm.rank < 2:
+        peer = 1 - comm.rank
+        for _ in range(2):
+            array = cupy.full(3, comm.rank)
+            began = time.monotonic()
+            meet = (lambda a=array: comm.send(a, peer)) if first == "send" else (lambda a=array: comm.recv(a, peer))
+            error = expect(gs.PlanMismatch, meet, "ranks 0 and 1 wait for each other")
+            assert time.monotonic() - began < SOON_SECONDS
+            assert not error.broken
+            assert set(error.descriptions) == {0, 1}
+            for sender in (0, 1):
+                comm.send(array, peer) if comm.rank == sender else comm.recv(array, peer)
+            assert array.get().tolist() == [0] * 3
+    comm.barrier()
+
+
+def abort_because_of_another_rank(comm: Any) -> None:
+    if comm.rank == 1:
+        comm.abort("rank 2 told me nonsense", culprit=2)
+        return
+    assert "nonsense" in wait_until_told()
+    assert expect(gs.RankFailed, client().check).rank == 2
+
+
 def close_beside_a_stuck_collective(comm: Any) -> str:
     """What cannot end any more ends with an error, never with undefined values."""
     from gradsync.communicators.nccl import communicator as nccl
@@ -222,7 +282,7 @@ def begin_without_a_peer(comm: Any, where: str, how: str, seconds: float) -> str
     gs.destroy_process_group()
     if comm.rank == 1:
         replacement: Callable[..., Any] = {"refuse": _refuse, "die": _die, "stay away": _never_come}[how]
-        setattr(nccl_connection, where, replacement)
+        setattr(nccl_joining if hasattr(nccl_joining, where) else nccl_connection, where, replacement)
     began = time.monotonic()
     options: dict[str, Any] = {"timeout_seconds": seconds, "allow_shared_gpu": True}
     error = expect(gs.GradsyncError, lambda: gs.init_process_group("nccl", **options))

@@ -1,4 +1,4 @@
-"""The FIFO of asynchronous collectives: order, threads, ends; without other ranks. With them: test_asynchronous.py."""
+"""The queue of asynchronous collectives: order, threads, ends; without other ranks. With them: test_asynchronous.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import pytest
 
 import gradsync as gs
 from gradsync.communicators import collective_queue
-from gradsync.communicators.collective_queue import pending
 from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.queued_jobs import pending
 
 WAIT = 20.0
 
@@ -98,11 +98,14 @@ def test_a_failed_job_fails_its_future_only(comm: Any) -> None:
 
 def test_a_callback_that_leaves_does_not_end_the_others(comm: Any, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(comm)
+    called: list[Any] = []
     gate.future.add_done_callback(lambda _: sys.exit(3))
+    gate.future.add_done_callback(called.append)
     fine = submit(comm, lambda: 3)
     gate.open()
     assert fine.result(WAIT) == 3
     assert "a done-callback of rank 0/1: a test raised SystemExit" in caplog.text
+    assert called == [gate.future]
 
 
 def test_callbacks_may_call_collectives(comm: Any) -> None:
@@ -142,7 +145,7 @@ def test_the_thread_ends_when_idle_and_comes_back(comm: Any, monkeypatch: pytest
     monkeypatch.setattr(collective_queue, "_IDLE_SECONDS", 0.01)
     done: list[Any] = []
 
-    def use() -> None:  # in a thread of its own, which has a FIFO of its own
+    def use() -> None:  # in a thread of its own, which has a queue of its own
         for number in range(2):
             done.append(submit(comm, lambda number=number: number).result(WAIT))
             for thread in serving_threads():
@@ -211,6 +214,243 @@ def test_the_jobs_of_one_communicator_keep_their_order_whoever_submits(comm: Any
     assert order == ["another thread's", "barrier"]
 
 
+def test_a_callback_that_asks_for_what_another_thread_has_submitted_is_told_at_once(comm: Any) -> None:
+    """That comes after it, on the same communicator: waiting would never end, and neither would close()."""
+    gate, errors = Gate(comm), []
+    others: list[gs.CollectiveFuture] = []
+
+    def ask(_: Any) -> None:
+        thread = threading.Thread(target=lambda: others.append(submit(comm, lambda: 1)))
+        thread.start()
+        thread.join(WAIT)
+        for wait in (others[0].result, others[0].wait):
+            try:
+                wait()
+            except gs.FutureNotReady as error:
+                errors.append(str(error))
+
+    gate.future.add_done_callback(ask)
+    gate.open()
+    assert gate.future.result(WAIT) == "through"
+    comm.barrier()
+    assert len(errors) == 2
+    assert others[0].result(WAIT) == 1
+
+
+def test_two_threads_submit_for_one_communicator_one_after_the_other(comm: Any) -> None:
+    """Else both could find the same job before theirs, and both would run at once."""
+    inside, most = [0], [0]
+
+    def alone() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0)  # whoever could be inside too, has a chance
+        inside[0] -= 1
+
+    def use() -> None:
+        futures = [submit(comm, alone) for _ in range(300)]
+        for future in futures:
+            future.result(WAIT)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * WAIT)
+    finally:
+        sys.setswitchinterval(before)
+    assert most == [1]
+
+
+def test_who_submits_waits_while_another_thread_does(comm: Any) -> None:
+    ended = threading.Event()
+    with comm.lifetime.submitting:
+        thread = threading.Thread(target=lambda: (submit(comm, lambda: None), ended.set()))
+        thread.start()
+        assert not ended.wait(0.05)
+    assert ended.wait(WAIT)
+    thread.join(WAIT)
+
+
+# -- Callbacks that come late ----------------------------------------------------------------------------------------
+
+
+def refused(comm: Any, add: Callable[[Callable[[Any], None]], None]) -> list[str]:
+    """Adds a callback that tries collectives; returns how they were refused."""
+    answers: list[str] = []
+    over = threading.Event()
+
+    def call(_: Any) -> None:
+        for attempt in (comm.barrier, lambda: submit(comm, lambda: None), lambda: comm.asynchronous.barrier()):
+            try:
+                attempt()
+            except gs.InvalidArgument as error:
+                answers.append(str(error))
+        over.set()
+
+    add(call)
+    assert over.wait(WAIT)
+    return answers
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_callback_that_is_added_late_must_not_call_collectives(comm: Any, is_done: bool) -> None:
+    """It would run before what was submitted meanwhile on this rank, and after it on another."""
+    gate = Gate(comm)
+    later = submit(comm, lambda: None)
+    if is_done:
+        gate.open()
+        later.result(WAIT)
+
+    def add(function: Callable[[Any], None]) -> None:
+        gate.future.add_done_callback(function)
+        gate.open()
+
+    answers = refused(comm, add)
+    assert len(answers) == 3
+    assert all("add the callback right after submitting its own collective" in answer for answer in answers)
+    comm.barrier()
+
+
+def test_a_callback_that_another_thread_adds_must_not_call_collectives(comm: Any) -> None:
+    gate = Gate(comm)
+
+    def add(function: Callable[[Any], None]) -> None:
+        thread = threading.Thread(target=gate.future.add_done_callback, args=[function])
+        thread.start()
+        thread.join(WAIT)
+        gate.open()
+
+    assert len(refused(comm, add)) == 3
+
+
+def test_a_callback_in_order_may_find_the_future_done(comm: Any) -> None:
+    order: list[str] = []
+    done = submit(comm, lambda: None)
+    done.result(WAIT)
+
+    def call(_: Any) -> None:
+        comm.barrier()
+        submit(comm, lambda: order.append("inner"))
+
+    done.add_done_callback(call)
+    submit(comm, lambda: order.append("later"))
+    comm.barrier()
+    assert order == ["inner", "later"]
+
+
+# -- What is left behind ---------------------------------------------------------------------------------------------
+
+
+def test_the_last_result_is_not_kept(comm: Any) -> None:
+    future = submit(comm, lambda: np.zeros(3))
+    gone = weakref.ref(future.result(WAIT))
+    del future
+    comm.barrier()  # after which the job is over
+    assert comm.lifetime.last_job is None
+    deadline = time.monotonic() + WAIT
+    while gone() is not None and time.monotonic() < deadline:  # the thread lets its job go a moment later
+        time.sleep(0.001)
+    assert gone() is None
+
+
+class Held:
+    """Something that can be seen to go."""
+
+
+def test_a_failed_future_holds_no_arrays(comm: Any) -> None:
+    seen: list[weakref.ref[Held]] = []
+
+    def run() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+        raise gs.RankFailed("rank 1 died")
+
+    future = submit(comm, run)
+    assert isinstance(future.exception() if future.done() else wait_for_error(future), gs.RankFailed)
+    assert seen[0]() is None
+
+
+def wait_for_error(future: gs.CollectiveFuture) -> BaseException | None:
+    with pytest.raises(gs.GradsyncError):
+        future.result(WAIT)
+    return future.exception()
+
+
+def fail() -> None:
+    raise gs.RankFailed("rank 1 died")
+
+
+LOST = "a test has failed, and nobody has asked its future: RankFailed: rank 1 died"
+
+
+def test_a_failure_that_nobody_asks_for_is_logged_when_its_future_goes(comm: Any, caplog: Any) -> None:
+    submit(comm, fail)
+    comm.barrier()
+    deadline = time.monotonic() + WAIT
+    while LOST not in caplog.text and time.monotonic() < deadline:
+        gc.collect()
+    assert caplog.text.count(LOST) == 1
+
+
+def test_a_failure_that_nobody_asks_for_is_logged_at_the_close(caplog: Any) -> None:
+    comm = LocalCommunicator()
+    future = submit(comm, fail)
+    comm.close()
+    assert caplog.text.count(LOST) == 1
+    del future
+    assert caplog.text.count(LOST) == 1
+
+
+def asked_by_callback(comm: Any) -> None:
+    gate = Gate(comm)
+    submit(comm, fail).add_done_callback(gs.CollectiveFuture.exception)
+    gate.open()
+
+
+def asked_afterwards(comm: Any) -> None:
+    wait_for_error(submit(comm, fail))
+
+
+@pytest.mark.parametrize("ask", [asked_by_callback, asked_afterwards])
+def test_a_failure_that_was_asked_for_is_not_logged(ask: Callable[[Any], None], caplog: Any) -> None:
+    comm = LocalCommunicator()
+    ask(comm)
+    comm.close()
+    gc.collect()
+    assert "nobody has asked" not in caplog.text
+
+
+def test_what_only_comes_after_an_end_is_not_logged(caplog: Any) -> None:
+    comm, other = LocalCommunicator(), LocalCommunicator()
+    gate = Gate(other)
+    futures = [submit(comm, lambda: None) for _ in range(2)]
+    comm.abort("the disk is full")
+    gate.open()
+    other.close()
+    del futures
+    gc.collect()
+    assert "nobody has asked" not in caplog.text
+
+
+def test_a_failure_that_nobody_asks_for_is_logged_at_the_end_of_the_program() -> None:
+    done, _ = run_to_the_end(
+        IMPORTS
+        + """
+    def fail():
+        raise gs.RankFailed("rank 1 died")
+    future = submit(comm.lifetime, "a test", "a test", fail)
+    limit = time.monotonic() + 20
+    while not future.done() and time.monotonic() < limit:  # to look is not to ask why it failed
+        time.sleep(0.01)
+    """
+    )
+    assert (done.returncode, done.stderr.count(LOST)) == (0, 1)
+
+
 # -- Ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -247,9 +487,8 @@ def test_a_callback_may_close_its_communicator() -> None:
     gate.future.add_done_callback(lambda _: comm.close())
     later = submit(comm, lambda: comm._run(comm._barrier_call(), None))
     gate.open()
-    later.wait(timeout=WAIT)
     with pytest.raises(gs.CommunicatorClosed, match="it was closed"):
-        later.result()
+        later.wait(timeout=WAIT)
 
 
 def test_a_job_of_a_closed_communicator_fails_by_itself() -> None:
@@ -278,7 +517,7 @@ def test_ctrl_c_comes_through_while_the_main_thread_waits(wait: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_the_child_of_a_fork_has_a_fifo_of_its_own(comm: Any) -> None:
+def test_the_child_of_a_fork_has_a_queue_of_its_own(comm: Any) -> None:
     gate = Gate(comm)
     gate.await_entered()
     queued = submit(comm, lambda: None)
@@ -346,7 +585,7 @@ def test_the_end_of_the_program_does_not_wait_for_what_never_ends() -> None:
     """
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert seconds < 2.0
+    assert seconds < WAIT
 
 
 def test_after_an_exception_the_program_does_not_wait_at_all() -> None:
@@ -358,4 +597,4 @@ def test_after_an_exception_the_program_does_not_wait_at_all() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.endswith("ValueError: the news\n")
-    assert time.time() - float(done.stdout) < 1.0
+    assert time.time() - float(done.stdout) < WAIT

@@ -2,45 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from contract_suite import PARTS, run_part
-from coverage_table import Covered, committed, covered
-from rank_processes import run_ranks
+from contract_suite import PARTS
+from coverage_table import COMMUNICATORS, ON_GPU, STAND_IN, Covered, Ranks, committed
 
 
-def run(part: str, world_size: int, kit: str, **options: Any) -> Covered:
-    """Returns what the checks of the part have covered."""
-    findings = run_ranks(world_size, run_part, part, kit, **options)
-    assert not any(found.failure for found in findings), "\n".join(found.failure for found in findings)
-    return covered({note for found in findings for note in found.notes})
+class Contract:
+    """Runs parts of the contract, on the same ranks for as long as they are to be such."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+        self._which: Any = None
+
+    def run(self, part: str, world_size: int, kit: str, options: dict[str, Any]) -> Covered:
+        """Returns what the checks of the part have covered."""
+        if self._ranks is None or self._which != (world_size, options):
+            self.close()
+            self._ranks, self._which = Ranks(world_size, **options), (world_size, options)
+        return self._ranks.run(part, kit)
+
+    def run_and_compare(self, communicator: str, part: str, world_size: int, kit: str) -> None:
+        """Runs a part, and compares what it has covered with what the README's table is made of."""
+        found = self.run(part, world_size, kit, COMMUNICATORS[communicator].options)
+        assert found == committed(communicator, part, world_size, kit), f"run `python tests/coverage_table.py {part}`"
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+@pytest.fixture(scope="module")
+def contract() -> Iterator[Contract]:
+    made = Contract()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("backend", "world_size"), [("local", 1), ("shm", 1), ("shm", 2), ("shm", 3), ("shm", 4)])
-def test_contract(part: str, backend: str, world_size: int) -> None:
-    found = run(part, world_size, "numpy", backend=backend)
-    if (backend, world_size) in (("local", 1), ("shm", 2)):
-        assert found == committed(backend, part), "run `python tests/coverage_table.py`"
+def test_contract(contract: Contract, part: str, backend: str, world_size: int) -> None:
+    contract.run_and_compare(backend, part, world_size, "numpy")
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_contract_on_the_stand_in_for_nccl(part: str, world_size: int) -> None:
-    run(part, world_size, "cupy", backend="nccl", stand_in=True)
+def test_contract_on_the_stand_in_for_nccl(contract: Contract, part: str, world_size: int) -> None:
+    contract.run_and_compare(STAND_IN, part, world_size, "cupy")
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_contract_of_host_arrays_on_the_stand_in_for_nccl(part: str, world_size: int) -> None:
-    run(part, world_size, "numpy", backend="nccl", stand_in=True)
+def test_contract_of_host_arrays_on_the_stand_in_for_nccl(contract: Contract, part: str, world_size: int) -> None:
+    contract.run_and_compare(STAND_IN, part, world_size, "numpy")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kit", ["cupy", "numpy"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_contract_on_nccl(part: str, world_size: int, kit: str) -> None:
-    run(part, world_size, kit, backend="nccl", allow_shared_gpu=True, timeout=300.0)
+def test_contract_on_nccl(contract: Contract, part: str, world_size: int, kit: str) -> None:
+    contract.run(part, world_size, kit, ON_GPU.options)

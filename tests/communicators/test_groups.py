@@ -41,7 +41,7 @@ def every_subset(comm: Any) -> None:
         for members in itertools.combinations(range(comm.world_size), size):
             group = comm.new_group(reversed(members))
             if comm.rank not in members:
-                assert group is None
+                assert not group
                 continue
             assert group.ranks == members
             assert (group.rank, group.world_size) == (members.index(comm.rank), size)
@@ -68,11 +68,11 @@ def split_and_count(comm: Any) -> None:
     assert halves.rank == expected.index(rank)
     assert total(halves, rank) == sum(expected)
     some = comm.split(None if rank == 0 else -(2**63), key=2**63 - 1)
-    assert (some is None) == (rank == 0)
-    if some is not None:
+    assert bool(some) == (rank != 0)
+    if some:
         assert some.ranks == tuple(range(1, n))
         some.barrier()
-    assert comm.split(None) is None
+    assert not comm.split(None)
     alone = halves.split(halves.rank)
     assert (alone.ranks, alone.world_size) == ((rank,), 1)
     machine = comm.split_by_machine()
@@ -89,7 +89,7 @@ def test_groups_of_one_process() -> None:
     with gs.init_process_group("local") as comm:
         assert comm.ranks == (0,)
         for group in (comm.new_group([0]), comm.split(7), comm.split_by_machine(), gs.new_group([0])):
-            assert group is not None
+            assert group
             assert group.ranks == (0,)
             assert total(group, 5) == 5
     assert group.closed
@@ -137,7 +137,7 @@ def alternate(comm: Any, rounds: int) -> None:
     order = np.random.default_rng(3)
     for step in range(rounds):
         index = int(order.integers(0, len(subsets)))
-        if groups[index] is not None:
+        if groups[index]:
             assert total(groups[index], comm.rank + step) == sum(subsets[index]) + step * len(subsets[index])
         if step % 50 == 0:
             assert total(comm, 1) == n
@@ -175,9 +175,10 @@ def begin_anew(comm: Any) -> None:
         assert total(group, 1) == n
         gs.destroy_process_group()
         assert group.closed
-        assert pair is None or pair.closed
+        assert not pair or pair.closed
         expect(gs.CommunicatorClosed, group.barrier)
         comm = gs.init_process_group(comm.backend, timeout_seconds=LATER, collective_timeout_seconds=LATER)
+    gs.destroy_process_group()  # in order: another rank may still be on its way out of init_process_group
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *on(STAND_IN, 2)])
@@ -207,7 +208,7 @@ def come_and_go(comm: Any, cycles: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize(("place", "world_size"), on(SHM, 3))
 def test_nothing_leaks(place: Place, world_size: int) -> None:
-    for counts in place.run(world_size, come_and_go, 200, timeout=100.0):
+    for counts in place.run(world_size, come_and_go, 60):
         assert len(set(counts[10:])) == 1, set(counts[10:])
 
 
@@ -265,7 +266,7 @@ def fail_in_the_making(comm: Any) -> str:
 
         shared_memory.map_segment = refuse
     group = None if comm.rank == 1 else lambda: comm.new_group([0, 2])
-    if group is None:
+    if not group:
         return str(expect(gs.RankFailed, comm.barrier))
     return str(expect(gs.GradsyncError, group))
 
@@ -324,11 +325,11 @@ def test_a_member_that_dies_in_a_collective_has_its_number_in_the_world(place: P
 def go_on_without(comm: Any, rounds: int) -> int:
     """Rank 0 has no part in the group: it comes to its end without any collective, and the members to theirs."""
     group = comm.new_group(range(1, comm.world_size))
-    for _ in range(rounds if group is not None else 0):
+    for _ in range(rounds if group else 0):
         assert total(group, 1) == comm.world_size - 1
     assert comm.recorder.begun == begun_at_start(comm)
     assert total(comm, 1) == comm.world_size
-    return 0 if group is None else group.recorder.begun
+    return group.recorder.begun if group else 0
 
 
 def begun_at_start(comm: Any) -> int:
@@ -373,7 +374,7 @@ def test_who_is_absent_has_its_number_in_the_world(place: Place, world_size: int
 
 def disagree(comm: Any) -> tuple[list[int], str]:
     group = comm.new_group([0, 2])
-    if group is None:
+    if not group:
         return [], ""
     error = expect(gs.PlanMismatch, lambda: group.all_reduce(np.ones(2 + comm.rank)))
     assert total(group, 1) == 2

@@ -47,10 +47,21 @@ def test_ranks_may_leave_the_plan_together(place: Place, world_size: int) -> Non
 def test_ranks_that_all_stray_are_unharmed(place: Place, world_size: int) -> None:
     told = place.run(world_size, check, "leave_the_plan_apart")
     assert set(told) == {told[0]}, "the ranks tell different stories"
-    assert "nothing was reduced" in told[0]
+    assert "no data was moved" in told[0]
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2, 3), *on(GPU, 2)])
+@pytest.mark.parametrize("first", ["send", "receive"])
+def test_ranks_that_wait_for_each_other_are_told(place: Place, world_size: int, first: str) -> None:
+    place.run(world_size, check, "wait_for_each_other", first)
 
 
 # Ranks that die, or do not come.
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
+def test_a_rank_that_closed_before_a_group_is_named(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "close_before_a_group")
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
@@ -94,6 +105,17 @@ def test_a_rank_that_closes_early_is_named(place: Place, world_size: int, next_c
 def test_abort_does_not_wait(place: Place, world_size: int) -> None:
     _, told = place.run(world_size, check, "abort_a_stuck_collective")
     assert "enough" in told
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
+@pytest.mark.parametrize("what", ["new_group", "barrier"])
+def test_abort_ends_what_this_rank_waits_for_at_the_server(place: Place, world_size: int, what: str) -> None:
+    place.run(world_size, check, "abort_beside_a_wait_at_the_server", what)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 3), *on(GPU, 3)])
+def test_abort_names_its_culprit(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "abort_because_of_another_rank")
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)

@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
+from rank_pool import RankPool
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 LARGE = 25_000_000  # float64: 200 MB
@@ -55,10 +57,14 @@ def move_trees(comm: Any, examples: list[list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@settings(max_examples=3)
-@given(examples=st.lists(st.lists(trees, min_size=4, max_size=4), min_size=20, max_size=30))
-def test_trees_arrive_as_they_left(n: int, examples: list[list[Any]]) -> None:
-    run_ranks(n, move_trees, examples)
+def test_trees_arrive_as_they_left(n: int) -> None:
+    @settings(max_examples=10, deadline=None)
+    @given(examples=st.lists(st.lists(trees, min_size=4, max_size=4), min_size=1, max_size=6))
+    def check(examples: list[list[Any]]) -> None:
+        pool.run(move_trees, examples)
+
+    with closing(RankPool(n)) as pool:
+        check()
 
 
 def move_large(comm: Any) -> tuple[int, ...]:
@@ -176,7 +182,7 @@ def disagree(comm: Any) -> list[str]:
     for first, second in [
         (lambda: comm.objects.all_gather(1), lambda: comm.objects.gather(1)),
         (lambda: comm.objects.broadcast(1, 0), lambda: comm.objects.broadcast(1, 1)),
-        (lambda: comm.objects.all_gather(1), lambda: comm.objects.all_gather(1, what="reduce_dict")),
+        (lambda: comm.objects.all_gather(1), lambda: comm.objects.all_gather_for("reduce_dict", 1)),
         (lambda: comm.objects.all_gather(1), comm.barrier),
         (lambda: comm.objects.scatter([1, 2]), lambda: comm.all_gather(np.ones(3))),
     ]:
@@ -194,7 +200,7 @@ def test_different_collectives_are_told_apart() -> None:
 
 def name_by_world(comm: Any) -> str:
     group = comm.new_group([0, 2])
-    if group is None:
+    if not group:
         return ""
     assert group.objects.all_gather(comm.rank) == [0, 2]
     error = expect(gs.InvalidArgument, lambda: group.objects.all_gather(open if comm.rank == 0 else (lambda: 0)))

@@ -57,10 +57,18 @@ def test_a_disagreement_begins_a_new_context() -> None:
     for digest in [7, 7, 7, 7, 7, 7]:
         history.append(digest)
     assert history.predicts(7)
-    history.break_off()
-    assert history.predicts(7)  # as at the very beginning
-    history.append(8)
-    assert not history.predicts(7)
+    for _ in range(2):
+        history.break_off()
+        for _ in range(4):
+            assert not history.predicts(7)  # a context that there never was, whatever followed the last break
+            history.append(7)
+        assert history.predicts(7)
+
+
+def test_ranks_that_differed_once_are_not_sure_to_go_on_alike() -> None:
+    # The first event came from the very beginning only: it must not be expected again after the mismatch.
+    ranks, _ = play([[3, 5, 3, 7], [3, 6, 9, 7]], [0, 1] * 100)
+    assert [rank.events for rank in ranks] == [["launched", "refused", "refused", "launched"]] * 2
 
 
 def test_a_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

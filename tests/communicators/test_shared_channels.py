@@ -95,6 +95,14 @@ def run(ranks: list[Rank], *functions: Callable[[Rank], Any]) -> list[Any]:
     return outcomes
 
 
+def until(holds: Callable[[], Any]) -> None:
+    """Returns once something holds that another thread is about to do."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
 def values(size: int, seed: int = 0) -> Any:
     return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
 
@@ -326,8 +334,7 @@ def test_a_peer_may_take_a_message_while_this_rank_looks(size: int, then: str, m
         if who is looking and later.ident is None:
             other.receive(np.zeros(size, np.uint8), 0)
             later.start()
-            while not look(who, *args):
-                time.sleep(0)
+            until(lambda: look(who, *args))
         return bool(look(who, *args))
 
     monkeypatch.setattr(owner, name, look_late)
@@ -399,8 +406,7 @@ def test_who_has_given_up_waits_for_nothing_else() -> None:
     assert outgoing[1].is_over
     later = threading.Thread(target=other.meet, daemon=True)
     later.start()
-    while not mine.barrier.is_ahead(1):
-        time.sleep(0)
+    until(lambda: mine.barrier.is_ahead(1))
     mine.channels._look_for_deadlocks(outgoing[:1])
     assert outgoing[0].advance()
     assert outgoing[0].is_over
@@ -438,16 +444,25 @@ def test_a_chain_of_messages_behind_a_collective_is_told_too() -> None:
     is_usable(ranks)
 
 
-def test_who_is_in_a_collective_does_not_stop_what_else_goes_on() -> None:
+def test_who_is_in_a_collective_does_not_stop_what_else_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 sends to 1, which is in the barrier, and receives from 2, which comes late: that arrives first."""
     received = np.zeros(10**6, np.uint8)
+    ranks = ranks_of(3)
+    look = ranks[0].channels._look_for_deadlocks
+    has_looked = threading.Event()
+
+    def look_and_tell(pending: Any) -> None:
+        is_ahead = ranks[0].barrier.is_ahead(1)
+        look(pending)
+        if is_ahead:
+            has_looked.set()
 
     def come_late(rank: Rank) -> None:
-        time.sleep(0.05)
+        assert has_looked.wait(30)
         rank.send(values(10**6), 0)
         rank.meet()
 
-    ranks = ranks_of(3)
+    monkeypatch.setattr(ranks[0].channels, "_look_for_deadlocks", look_and_tell)
     errors = run(ranks, lambda rank: rank.exchange(values(4), 1, received, 2), lambda rank: rank.meet(), come_late)
     told(errors, 0, 1, 2)
     assert (received == values(10**6)).all()
@@ -620,7 +635,7 @@ def talk(comm: Any, steps: int) -> None:
             assert (comm.recv(room, first) == first + step).all(), step
         elif 0.6 <= kind < 0.8:
             source = (rank - 1) % n
-            assert (comm.exchange(mine, (rank + 1) % n, room, source) == source + step).all(), step
+            assert (comm.exchange(mine, dest=(rank + 1) % n, out=room, source=source) == source + step).all(), step
         elif kind >= 0.8:
             comm.all_reduce(mine)
             assert (mine == n * step + n * (n - 1) // 2).all(), step
@@ -628,7 +643,7 @@ def talk(comm: Any, steps: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_soak(world_size: int) -> None:
-    run_ranks(world_size, talk, 2000, timeout=100)
+    run_ranks(world_size, talk, 1000)
 
 
 def die(comm: Any, victim: int, size: int) -> None:
@@ -660,13 +675,8 @@ def test_a_killed_rank_is_noticed_quickly(victim: int, size: int) -> None:
 def stay_away(comm: Any) -> Any:
     array = np.ones(10**6, np.float32)
     if comm.rank == 1:
-        is_told = False
-        while not is_told:
-            time.sleep(0.02)  # between two looks at what there is no way to wait for
-            try:
-                process_group._client.check()  # type: ignore[union-attr]
-            except gs.CollectiveTimeout:
-                is_told = True
+        client: Any = process_group._client
+        expect(gs.CollectiveTimeout, lambda: client.get("nobody sets this", timeout_seconds=30.0))
         error = expect(gs.CollectiveTimeout, lambda: comm.recv(array, 0))
     else:
         error = expect(gs.CollectiveTimeout, lambda: comm.send(array, 1))
@@ -684,7 +694,7 @@ def test_the_deadline_is_told_on_both_ranks() -> None:
 def send_to_each_other(comm: Any) -> Any:
     mine, room = np.full(3, comm.rank), np.zeros(3, int)
     error = expect(gs.PlanMismatch, lambda: comm.send(mine, 1 - comm.rank))
-    comm.exchange(mine, 1 - comm.rank, room, 1 - comm.rank)
+    comm.exchange(mine, dest=1 - comm.rank, out=room, source=1 - comm.rank)
     assert (room == 1 - comm.rank).all()
     return error.descriptions
 

@@ -17,6 +17,9 @@ ROUND_BYTES = 64 * 1024
 SLOW, FAST = 1e9, 0.0  # how long a write took, in seconds
 
 
+REFUSED: list[tuple[int, int]] = [(-1, -1)]
+
+
 class Barrier:
     """What the rings use of one."""
 
@@ -36,11 +39,20 @@ class Barrier:
         return [self.place]
 
 
-def make_rings(world_size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SharedRings, Barrier]:
+def make_rings(
+    world_size: int, monkeypatch: pytest.MonkeyPatch, allocated: list[tuple[int, int]] | None = None
+) -> tuple[SharedRings, Barrier]:
+    def allocate(begin: int, end: int) -> bool:
+        if allocated is REFUSED:
+            return False
+        if allocated is not None:
+            allocated.append((begin, end))
+        return True
+
     monkeypatch.setattr(shared_rings, "_LONG_BYTES", 12 * ROUND_BYTES)
     barrier = Barrier()
     memory = memoryview(bytearray(SharedRings.bytes_for(world_size, ROUND_BYTES)))
-    return SharedRings(memory, 0, world_size, ROUND_BYTES, barrier), barrier  # type: ignore[arg-type]
+    return SharedRings(memory, world_size, ROUND_BYTES, barrier, 0, allocate), barrier  # type: ignore[arg-type]
 
 
 rounds = st.lists(
@@ -104,6 +116,30 @@ def test_slow_writing_makes_the_ring_long_for_a_while(monkeypatch: pytest.Monkey
     clock[0] += 1.0
     lap()
     assert lap() == short
+
+
+def test_the_long_ring_is_allocated_once_and_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[tuple[int, int]] = []
+    rings, _ = make_rings(2, monkeypatch, allocated)
+    ((begin, end), _) = SharedRings.parts_in_use(2, ROUND_BYTES)
+    assert begin == 0
+    for _ in range(3):
+        assert len(allocated) < 2
+        find_slow(rings, monkeypatch)
+    assert allocated == [(end, rings.bytes // 2)]
+
+
+def test_without_memory_for_it_the_ring_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    rings, _ = make_rings(2, monkeypatch, REFUSED)
+    find_slow(rings, monkeypatch)
+    (_, end), _ = SharedRings.parts_in_use(2, ROUND_BYTES)
+    assert max(rings.take_for_two(ROUND_BYTES) for _ in range(30)) + ROUND_BYTES <= end
+
+
+def find_slow(rings: SharedRings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_rings.time, "perf_counter", lambda: 1.0)
+    for _ in range(shared_rings._SLOW_IN_A_ROW):
+        rings.wrote(ROUND_BYTES, 0.0)
 
 
 def test_shares_lie_one_after_the_other_without_the_owners() -> None:

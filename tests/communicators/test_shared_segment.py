@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 import secrets
 import threading
 import time
@@ -11,7 +13,14 @@ import pytest
 
 import gradsync as gs
 from gradsync.communicators.shared_memory import segment as shared_segment
-from gradsync.communicators.shared_memory.segment import SegmentOffer, create_segment, map_segment, take_segment
+from gradsync.communicators.shared_memory.segment import (
+    SegmentOffer,
+    allocate,
+    create_segment,
+    map_segment,
+    populate,
+    take_segment,
+)
 
 
 def open_descriptors() -> int:
@@ -28,6 +37,39 @@ def test_segment_is_zeroed_sealed_and_shared() -> None:
     assert second[100] == 7
     first.close()
     second.close()
+
+
+class OldKernel(mmap.mmap):
+    """As on a Linux that cannot populate a part of a mapping."""
+
+    def madvise(self, *_: int) -> None:
+        raise OSError("Invalid argument")
+
+
+@pytest.mark.parametrize("kind", [mmap.mmap, OldKernel])
+def test_what_is_populated_is_not_faulted_in_later(kind: type[mmap.mmap]) -> None:
+    size = 400 * mmap.PAGESIZE
+    descriptor = create_segment(size)
+    mapping = kind(descriptor, size, flags=mmap.MAP_SHARED)
+    os.close(descriptor)
+    populate(mapping, mmap.PAGESIZE + 17, size - 100)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for page in range(mmap.PAGESIZE, size, mmap.PAGESIZE):
+        mapping[page]
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 100
+    mapping.close()
+
+
+def test_what_is_not_allocated_at_first_can_be_later() -> None:
+    page = mmap.PAGESIZE
+    descriptor = create_segment(100 * page, [(0, 2 * page), (99 * page, 100 * page)])
+    assert os.fstat(descriptor).st_blocks * 512 == 3 * page
+    kept = os.dup(descriptor)
+    mapping = map_segment(descriptor)
+    assert allocate(mapping, 2 * page, 50 * page)
+    assert os.fstat(kept).st_blocks * 512 == 51 * page
+    os.close(kept)
+    mapping.close()
 
 
 def test_too_large_is_a_clear_error_and_leaks_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -18,6 +19,7 @@ from gradsync.communicators.nccl import store_path
 from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.flight_recorder import FlightRecorder
+from gradsync.rendezvous import keys
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.keys import Keys
 from gradsync.rendezvous.server import RendezvousServer
@@ -118,6 +120,45 @@ def test_the_server_holds_a_window_at_most_and_nothing_afterwards(monkeypatch: p
     # A fast sender may begin the next window while a slow one removes its pieces of the last.
     assert max(stored) <= 2 * 300_000 + keys_bytes
     assert left == []
+
+
+def test_a_full_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when many groups move large objects at once: here somebody else fills the store, and makes room later."""
+    monkeypatch.setattr(keys, "MAX_STORED_BYTES", 300_000)
+    refused = threading.Event()
+    is_refused = keys._full
+
+    def watch(key: str, value_bytes: int) -> str:
+        refused.set()
+        return is_refused(key, value_bytes)
+
+    monkeypatch.setattr(keys, "_full", watch)
+    whole = np.concatenate([part(rank, 150_000) for rank in range(2)])
+
+    def work(path: StorePath, client: RendezvousClient) -> Any:
+        if client.rank == 0:
+            for number in range(4):
+                client.set(f"from elsewhere/{number}", bytes(60_000))
+        client.barrier("filled")
+        if client.rank == 0:
+            assert refused.wait(30)
+            for number in range(4):
+                client.delete(f"from elsewhere/{number}")
+        return path.all_gather(part(client.rank, 150_000), [0, 150_000, 300_000], MOVING)
+
+    monkeypatch.setattr(store_path, "WINDOW_BYTES", 200_000)
+    for got in run_paths([work] * 2):
+        np.testing.assert_array_equal(got, whole)
+
+
+def test_a_store_that_stays_full_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "MAX_STORED_BYTES", 100_000)
+
+    def work(path: StorePath, client: RendezvousClient) -> Any:
+        return path.all_gather(part(client.rank, 150_000), [0, 150_000, 300_000], MOVING)
+
+    errors = run_paths([work] * 2, timeout_seconds=0.5)
+    assert any("the rendezvous stores at most 100000 bytes" in str(error) for error in errors), errors
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -144,7 +144,7 @@ def test_who_hears_of_an_abort_first_waits_for_the_verdict_behind_it(verdict: Ex
 
 
 def test_without_the_verdict_the_abort_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_waiting, "_NEWS_SECONDS", 0.05)
+    monkeypatch.setattr(shared_waiting, "NEWS_SECONDS", 0.05)
     first, second = barriers(Client(gs.CollectiveTimeout("late")), Client())
     expect(gs.CollectiveTimeout, lambda: first.meet(BARRIER))
     first.announce_abort("late", 1)

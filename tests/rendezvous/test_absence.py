@@ -181,7 +181,7 @@ def test_death_during_an_inquiry_is_the_verdict() -> None:
 
 def test_report_after_a_failure_gets_that_failure() -> None:
     bench = WaitingBench(2)
-    bench.send(1, FrameType.REPORT_FAILURE, "ValueError")
+    bench.send(1, FrameType.REPORT_FAILURE, "ValueError", None)
     bench.inbox.clear()
     for rank in (0, 1):
         bench.miss(rank, [1 - rank])

@@ -149,6 +149,23 @@ def test_reported_failure_reaches_the_others_and_sticks(pair) -> None:
     pair[0].report_failure("too late")  # the first cause stays, and this does not raise
 
 
+def test_reported_failure_ends_what_the_reporter_itself_waits_for(pair) -> None:
+    waiting = [lambda: pair[1].barrier("needs all"), lambda: pair[1].get("never")]
+
+    def report():
+        deadline = time.monotonic() + 30
+        while len(pair[1]._requests._inbox._pending) < len(waiting):  # what goes next, goes after these
+            assert time.monotonic() < deadline
+        pair[1].report_failure("ValueError: bad batch", culprit=0)
+
+    *errors, reported = run_threads([*waiting, report])
+    assert reported is None
+    assert [(type(error), error.rank) for error in errors] == [(RankFailed, 0)] * 2
+    assert all("failed in phase 'running': ValueError: bad batch" in str(error) for error in errors)
+    with pytest.raises(RankFailed, match="bad batch"):
+        pair[1].get("anything")
+
+
 def test_lost_connection_fails_a_waiting_barrier(pair) -> None:
     def die():
         pair[1].set_phase("backward")

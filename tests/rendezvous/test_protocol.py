@@ -116,11 +116,35 @@ def test_reported_failure_reaches_all_but_the_reporter() -> None:
     bench = Bench(2)
     bench.join_all()
     bench.send(1, FrameType.SET_PHASE, "step 3")
-    sequence = bench.send(1, FrameType.REPORT_FAILURE, "ValueError: 7")
+    sequence = bench.send(1, FrameType.REPORT_FAILURE, "ValueError: 7", None)
     assert bench.take(1) == [(FrameType.REPLY, sequence, None)]
     [(kind, *failure, text)] = bench.take(0)
     assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 1, "step 3", ())
     assert "ValueError: 7" in text
+
+
+def test_what_the_reporter_waits_for_fails_with_its_own_failure() -> None:
+    bench = Bench(3)
+    bench.join_all()
+    barrier = bench.send(1, FrameType.BARRIER, "b", None, 60_000)
+    key = bench.send(1, FrameType.GET, "never", 60_000)
+    report = bench.send(1, FrameType.REPORT_FAILURE, "ValueError: 7", None)
+    replied, *failed = bench.take(1)
+    assert replied == (FrameType.REPLY, report, None)
+    assert [message[:4] for message in failed] == [(FrameType.FAILED, wait, DEATH, 1) for wait in (barrier, key)]
+    assert all("ValueError: 7" in message[-1] for message in failed)
+    assert bench.core.next_deadline() is None
+
+
+@pytest.mark.parametrize(("culprit", "named"), [(2, 2), (3, 1), (None, 1)])
+def test_reported_failure_names_the_culprit(culprit, named) -> None:
+    bench = Bench(3)
+    bench.join_all()
+    bench.send(2, FrameType.SET_PHASE, "step 2")
+    bench.send(1, FrameType.REPORT_FAILURE, "in all_reduce", culprit)
+    [(kind, *failure, text)] = bench.take(0)
+    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, named, "step 2" if named == 2 else "running", ())
+    assert "rank 1/3 failed in phase 'running': in all_reduce" in text
 
 
 def test_goodbye_leads_to_the_next_generation() -> None:

@@ -62,7 +62,7 @@ class AllreduceCallback:
         if backend is not None and backend not in BACKENDS:
             raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
         if group is not None:
-            group_or_world(group)
+            group_or_world(group, "AllreduceCallback")
         self._group = group
         self._backend = backend
         self._step = StepReduction(self.op, threshold_bytes)
@@ -211,7 +211,10 @@ class AllreduceCallback:
         """
         self._check_between_steps("join()")
         if self._step.roll_call is not None:
-            raise InvalidArgument("join() inside another join() of the same callback")
+            raise InvalidArgument(
+                f"{self._communicator().label}: join() inside another join() of the same callback: one block surrounds "
+                "the whole loop over batches; leave it before the next begins"
+            )
         joined = self._step.roll_call = Join(self._step, self._communicator(), parameters)
         try:
             yield joined
@@ -237,7 +240,7 @@ class AllreduceCallback:
             communicator.abort(f"in {what}: {describe(error)}")
 
     def _communicator(self) -> Communicator:
-        communicator = self._group or group_or_world(None)
+        communicator = self._group or group_or_world(None, "a callback for gradients")
         if self._backend is not None and self._backend not in ("auto", communicator.backend):
             raise InvalidArgument(
                 f"{communicator.label}: the callback wants backend {self._backend!r}, "

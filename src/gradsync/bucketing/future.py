@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, ClassVar
 
 from gradsync.collective_future import CollectiveFuture
+from gradsync.errors import GradsyncError
 
 
 class GradientFuture(CollectiveFuture):
@@ -31,6 +33,21 @@ class GradientFuture(CollectiveFuture):
     _PENDING: ClassVar[str] = "its bucket has not been reduced yet"
     _MISSED: ClassVar[str] = "was not reduced"
 
+    def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
+        """Waits as result() does, without raising what the reduction raised: the step's flush() has.
+
+        Args:
+            stream: CUDA stream that shall wait; None is the current one. Unused on the CPU.
+            timeout: as for result().
+
+        Raises:
+            FutureNotReady, CollectiveTimeout: as for result().
+        """
+        self._await_launch(timeout)
+        if self._completion is not None:
+            with contextlib.suppress(GradsyncError):
+                self._completion.order(stream)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the reduced gradient; an error before it is ready."""
@@ -56,6 +73,5 @@ class GradientFuture(CollectiveFuture):
     def _ready_value(self, what: str) -> Any:
         if self._callbacks is not None:
             self._raise_not_ready(what)
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         return self._value

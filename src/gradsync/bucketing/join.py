@@ -13,7 +13,6 @@ import numpy as np
 
 from gradsync.bucketing.pending import display_name
 from gradsync.bucketing.plan import Bucket, GradientSpec
-from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
@@ -47,11 +46,11 @@ class Join:
         self._told = _specs_of(parameters, step.op, communicator)
         self._zeros: dict[str, Array] = {}
 
-    def count(self, agreements: StepAgreements) -> int:
+    def count(self, passes: int, gradients: int) -> int:
         """Tells the others that this rank has gradients for the step that begins; returns how many ranks have."""
         if self._communicator.world_size == 1:
             return 1
-        present, _, _ = self._call_roll(_PRESENT, agreements.local_passes, agreements.local_gradients)
+        present, _, _ = self._call_roll(_PRESENT, passes, gradients)
         return present
 
     def stand_in(self) -> None:
@@ -61,20 +60,14 @@ class Join:
             PlanMismatch: the others' step is another one, or this rank does not know any; on all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
-        step = self._step
-        specs = step.specs or self._told
+        specs = self._step.specs or self._told
         while self._communicator.world_size > 1:
             present, passes, gradients = self._call_roll(_ENDED if specs else _UNABLE)
             if not present:
                 return
-            step.begin_step(present)
-            # Those who accumulate have made their local passes; the agreements of the step include them.
-            step.agreements.local_passes, step.agreements.local_gradients = passes, gradients
-            for spec in specs:
-                self._give_zeros(step.planner.add(spec))
-            self._give_zeros(step.planner.flush())
-            step.end(len(specs), self._communicator)
-            step.begin_step()
+            self._step.stand_in(
+                specs, self._communicator, self._zeros_for, present=present, passes=passes, gradients=gradients
+            )
 
     def _call_roll(self, answer: int, passes: int = 0, gradients: int = 0) -> tuple[int, int, int]:
         """Returns how many ranks have gradients, and the local passes and gradients before these, of the first one."""
@@ -99,16 +92,6 @@ class Join:
             "which they are handed over",
             descriptions={named: "a step of unknown gradients inside join()"},
         )
-
-    def _give_zeros(self, buckets: Iterable[Bucket]) -> None:
-        for bucket in buckets:
-            flat = self._zeros_for(bucket)
-            parts = [flat[slot.begin : slot.end] for slot in bucket.slots]
-            completion = self._step.reduce(
-                bucket, self._communicator, parts, parts, producers=[self._communicator.mark_work()]
-            )
-            if completion is not None:
-                completion.order()  # the next bucket's zeros go to the same memory
 
     def _zeros_for(self, bucket: Bucket) -> Array:
         """Returns zeros for a bucket, in memory that grows to the largest one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
@@ -17,8 +17,12 @@ from gradsync.reduction import Array, ReduceOp, dtype_name
 class RollCall(Protocol):
     """How the ranks that have gradients for a step are counted; see join.py."""
 
-    def count(self, agreements: StepAgreements) -> int:
-        """Returns how many ranks have gradients for the step that begins. Every rank must call it."""
+    def count(self, passes: int, gradients: int) -> int:
+        """Returns how many ranks have gradients for the step that begins. Every rank must call it.
+
+        Args:
+            passes, gradients: the local passes that this rank has made before it, and the gradients of these.
+        """
 
 
 class StepReduction:
@@ -84,6 +88,41 @@ class StepReduction:
             self._launched.append(completion)
         return completion
 
+    def stand_in(
+        self,
+        specs: Sequence[GradientSpec],
+        communicator: Communicator,
+        zeros: Callable[[Bucket], Array],
+        *,
+        present: int,
+        passes: int,
+        gradients: int,
+    ) -> None:
+        """Takes part, with zeros, in a whole step of the ranks that have gradients for it.
+
+        Args:
+            specs: the gradients of the step, in the order in which they are handed over.
+            communicator: whose ranks take part.
+            zeros: zeros(bucket) returns a flat array of them, which the next call may return again.
+            present: how many ranks have gradients.
+            passes, gradients: the local passes that those have made before it: their agreements include them.
+        """
+        self.begin_step(present)
+        self.agreements.local_passes, self.agreements.local_gradients = passes, gradients
+        for spec in specs:
+            for bucket in self.planner.add(spec):
+                self._reduce_zeros(bucket, communicator, zeros(bucket))
+        for bucket in self.planner.flush():
+            self._reduce_zeros(bucket, communicator, zeros(bucket))
+        self.end(len(specs), communicator)
+        self.begin_step()
+
+    def _reduce_zeros(self, bucket: Bucket, communicator: Communicator, flat: Array) -> None:
+        parts = [flat[slot.begin : slot.end] for slot in bucket.slots]
+        completion = self.reduce(bucket, communicator, parts, parts, producers=[communicator.mark_work()])
+        if completion is not None:
+            completion.order()  # the next bucket's zeros go to the same memory
+
     def end(self, gradients: int, communicator: Communicator) -> None:
         """Agrees that the step has ended after so many gradients; what the caller queues next sees them reduced."""
         self._call_roll()
@@ -117,4 +156,4 @@ class StepReduction:
 
     def _call_roll(self) -> None:
         if self.roll_call is not None and self._present is None:
-            self._present = self.roll_call.count(self.agreements)
+            self._present = self.roll_call.count(self.agreements.local_passes, self.agreements.local_gradients)

@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsync.errors import describe
 from gradsync.reduction import Array
 
 
 class Difference(Exception):
     """Two trees part here; the text names the path, and what stands there in the root's and in the other."""
+
+
+class Unfit(Exception):
+    """A tree that cannot be taken apart and put together again; the text names the path."""
 
 
 class ArrayLayout(NamedTuple):
@@ -54,13 +59,17 @@ Layout = ArrayLayout | ContainerLayout | LeafLayout
 ToNative = Callable[[Any, str], Array]
 
 
-def layout_of(tree: Any, native: ToNative, path: str = "") -> Layout:
+def layout_of(tree: Any, native: ToNative, path: str = "", within: tuple[int, ...] = ()) -> Layout:
     """Returns the layout of a tree.
 
     Args:
         tree: what a caller handed in.
         native: native(array, path) returns a native array, or raises.
         path: where the tree hangs in a larger one.
+        within: the ids of the containers that it hangs in.
+
+    Raises:
+        Unfit: a container is in itself, could not be made anew, or has a key that cannot be found again.
     """
     if _is_array(tree):
         array = native(tree, path)
@@ -68,8 +77,10 @@ def layout_of(tree: Any, native: ToNative, path: str = "") -> Layout:
     children = _children(tree)
     if children is None:
         return LeafLayout(tree)
+    _check_container(tree, children, path, within)
+    inner = (*within, id(tree))
     return ContainerLayout(
-        _kind(tree), [(key, layout_of(child, native, join(path, key))) for key, child in children.items()]
+        _kind(tree), [(key, layout_of(child, native, join(path, key), inner)) for key, child in children.items()]
     )
 
 
@@ -116,7 +127,11 @@ def join(path: str, key: Hashable) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (np.generic, type))
+    """Whether it has memory to be written to: a shape and a dtype alone may also describe something."""
+    if isinstance(value, np.ndarray):
+        return True
+    exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+    return exports and not isinstance(value, (np.generic, type))
 
 
 def _children(tree: Any) -> dict[Hashable, Any] | None:
@@ -125,18 +140,21 @@ def _children(tree: Any) -> dict[Hashable, Any] | None:
         return tree
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return dict(zip(tree._fields, tree, strict=True))
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "n_sequence_fields"):  # such as time.struct_time
         return dict(enumerate(tree))
     if _is_dataclass(tree):
-        return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+        names = [field.name for field in dataclasses.fields(tree)]
+        return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
     return None
 
 
 def _filled(tree: Any, children: dict[Hashable, Any]) -> Any:
     """Returns a container of a container's type, with other children."""
     if isinstance(tree, tuple):
-        values = children.values()
-        return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
+        # As namedtuple's _make does: a class of tuples may want other arguments than its items.
+        filled_tuple = tuple.__new__(type(tree), children.values())
+        getattr(filled_tuple, "__dict__", {}).update(getattr(tree, "__dict__", {}))
+        return filled_tuple
     filled = copy.copy(tree)
     if isinstance(tree, list):
         filled[:] = children.values()
@@ -156,6 +174,19 @@ def _is_dataclass(value: Any) -> bool:
 def _kind(tree: Any) -> str:
     kind = type(tree).__qualname__
     return f"dataclass {kind}" if _is_dataclass(tree) else kind
+
+
+def _check_container(tree: Any, children: dict[Hashable, Any], path: str, within: tuple[int, ...]) -> None:
+    where = path or "the tree itself"
+    if id(tree) in within:
+        raise Unfit(f"{where}: this {_kind(tree)} is in itself: a tree must end somewhere")
+    for key in children:
+        if key != key:  # NaN, which no other rank would find by its own
+            raise Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: name it otherwise")
+    try:
+        _filled(tree, children)
+    except Exception as error:
+        raise Unfit(f"{where}: no other {_kind(tree)} can be made like this one: {describe(error)}") from error
 
 
 def _check_keys(path: str, layout: ContainerLayout, children: dict[Hashable, Any], native: ToNative) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradsync.errors import PlanMismatch
 from gradsync.flight_recorder import size_text
 
-_UNHARMED = "nothing was reduced"
+_UNHARMED = "no data was moved"
 _BROKEN = (
     "some had launched theirs already, as in the steps before: the communicator is broken, and the gradients of this "
     "step are undefined"
 )
+
+
+#: In place of a number of rows that may differ from rank to rank.
+ROWS = "rows"
+
+Shape = tuple[int | str, ...]
 
 
 class Agreement(NamedTuple):
@@ -30,6 +37,7 @@ class Agreement(NamedTuple):
         summarise: makes the line for the flight recorder, called only when somebody reads that; None takes the first
             line of the description. Like `describe` it keeps no array alive.
         is_message: whether it is between two ranks only; then it does not count among the group's collectives.
+        item: what each line of the description after the first is about, with {} for its number.
     """
 
     digest: int
@@ -37,6 +45,7 @@ class Agreement(NamedTuple):
     event: int | None = None
     summarise: Callable[[], str] | None = None
     is_message: bool = False
+    item: str = "gradient {} of the bucket"
 
     def headline(self) -> str:
         """Returns what the ranks are about to do in one line, for the flight recorder."""
@@ -52,24 +61,60 @@ def digest_of(*parts: object) -> int:
 @lru_cache(maxsize=4096)
 def agreement_on(
     collective: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     dtype: np.dtype[np.generic] | None,
     detail: str,
     *,
     is_message: bool = False,
 ) -> Agreement:
-    """Returns the agreement for a single collective; cached, because loops repeat themselves."""
-    of_what = "" if dtype is None else f" of {dtype}{list(shape)}"
+    """Returns the agreement for a single collective; cached, because loops repeat themselves.
+
+    Args:
+        collective: its name.
+        shape: of the arrays; ROWS in place of a number that ranks need not have in common.
+        dtype: of the arrays. Equal ones give equal agreements, as they do in the cache.
+        detail: whatever else the ranks must have in common.
+        is_message: see Agreement.
+    """
+    dtype = None if dtype is None else _plain(dtype)
+    of_what = "" if dtype is None else f" of {_array_text(dtype, shape)}"
     text = f"{collective}{of_what}{f' ({detail})' if detail else ''}"
     digest = digest_of(collective, shape, str(dtype), detail)
     summarise = partial(_summary, collective, shape, dtype, detail)
     return Agreement(digest, lambda: text, summarise=summarise, is_message=is_message)
 
 
-def _summary(collective: str, shape: tuple[int, ...], dtype: np.dtype[np.generic] | None, detail: str) -> str:
+def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, detail: str) -> str:
     """Returns e.g. "all_reduce(sum) float32[256, 1000] 1.02 MB"."""
     title = f"{collective}({detail})" if detail else collective
-    return title if dtype is None else f"{title} {dtype}{list(shape)} {size_text(prod(shape) * dtype.itemsize)}"
+    if dtype is None:
+        return title
+    lengths = [length for length in shape if isinstance(length, int)]
+    size = f" {size_text(prod(lengths) * dtype.itemsize)}" if len(lengths) == len(shape) else ""
+    return f"{title} {_array_text(dtype, shape)}{size}"
+
+
+def _array_text(dtype: np.dtype[np.generic], shape: Shape) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns a dtype without what equal ones may differ in, for their texts would too: numpy.record, alignment."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return np.dtype((_plain(base), shape))
+    if dtype.names is None or dtype.fields is None:
+        return dtype
+    fields = [dtype.fields[name] for name in dtype.names]
+    return np.dtype(
+        {
+            "names": list(dtype.names),
+            "formats": [_plain(field[0]) for field in fields],
+            "offsets": [field[1] for field in fields],
+            "titles": [field[2] if len(field) > 2 else None for field in fields],
+            "itemsize": dtype.itemsize,
+        }
+    )
 
 
 class Description(NamedTuple):
@@ -101,26 +146,37 @@ def first_difference(parts: Sequence[Sequence[object]]) -> int:
 
 
 def mismatch(
-    label: str, index: int | None, descriptions: Mapping[int, Description], *, broken: bool = False
+    label: str, agreement: Agreement | None, descriptions: Mapping[int, Description], *, broken: bool = False
 ) -> PlanMismatch:
     """Makes the error that every rank raises.
 
     Args:
         label: this rank, e.g. "rank 0/2".
-        index: position of the event in its step, or None.
+        agreement: this rank's; None where that is not known any more.
         descriptions: of every rank, all from the same first gradient on.
         broken: a rank had launched its collective when another one found the difference.
     """
+    index = None if agreement is None else agreement.event
     where = "" if index is None else f", event {index} of this step"
     shown = "".join(f"\n  rank {rank}: {d.headline}" for rank, d in sorted(descriptions.items()))
     if any(d.lines for d in descriptions.values()):
         first = min(d.first for d in descriptions.values())
-        shown += f"\n  first difference, gradient {first} of the bucket:"
+        item = "line {}" if agreement is None else agreement.item
+        shown += f"\n  first difference, {item.format(first)}:"
         for rank, d in sorted(descriptions.items()):
             shown += f"\n    rank {rank}: {d.lines[0] if d.lines else '(nothing)'}"
+    shown += _advice([description.headline for description in descriptions.values()])
     return PlanMismatch(
         f"{label}: the ranks disagree on the next collective{where}; {_BROKEN if broken else _UNHARMED}:{shown}",
         index=index,
         descriptions={rank: "\n".join([d.headline, *d.lines]) for rank, d in descriptions.items()},
         broken=broken,
     )
+
+
+def _advice(headlines: Sequence[str]) -> str:
+    """Returns what to do where nothing but the rows of a gather differs."""
+    but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines}
+    if len(but_for_rows) == 1 and but_for_rows.pop().startswith(("all_gather of", "gather of")):
+        return '\n  pass sizes="ask", or the rows of each rank, where these may differ'
+    return ""

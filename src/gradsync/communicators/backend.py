@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 class Backend(ABC):
-    """The hooks of one backend.
+    """The hooks of one backend, for gradsync's own use.
 
     Attributes:
         arrays: how it handles arrays.
@@ -169,6 +169,11 @@ class Backend(ABC):
 
     def _release(self) -> None:
         """Gives back descriptors, memory and threads. Called once, with no collective running; must not block."""
+
+
+def part_of(bounds: Bounds, rank: int) -> slice:
+    """Returns where one rank's part lies."""
+    return slice(bounds[rank], bounds[rank + 1])
 
 
 def largest_part(bounds: Bounds) -> int:

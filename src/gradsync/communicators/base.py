@@ -51,6 +51,8 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
         backend: "local", "shm", "nccl" or "mpi".
         device: where arrays live: "cpu", or a CUDA device such as "cuda:0".
         recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
+        lifetime: for gradsync's own use: who may use the communicator, and whether it has ended.
+        on_exit: for the process group: called in place of close() or abort() when a `with` block ends.
     """
 
     backend: str
@@ -71,7 +73,6 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
         self.label = f"rank {rank}/{world_size}" if label is None else label
         self.recorder = FlightRecorder(group)
         self.lifetime = Lifetime(self)
-        # Called in place of close() or abort() when a `with` block ends; for process_group.py.
         self.on_exit: Callable[[BaseException | None], None] | None = None
 
     # -- Collectives; the others are in the classes above --------------------------------------------------------
@@ -172,7 +173,7 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
             self.agree(agreement)
 
     def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, by rank.
+        """Returns the numbers of every rank, by rank; for gradsync's own use: joining, consistency.
 
         Every rank must call it, with as many numbers.
 
@@ -190,11 +191,11 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
         return shared
 
     def mark_work(self) -> Any:
-        """Returns what a stream can wait for to come after the caller's work so far; None on the CPU."""
+        """For bucketing: returns what a stream can wait for to come after the caller's work; None on the CPU."""
         return None
 
     def agree(self, agreement: Agreement) -> None:
-        """Makes sure that every rank goes on with the same agreement; moves no data. May wait for all ranks.
+        """For bucketing: makes sure that every rank goes on with the same agreement. May wait for all ranks.
 
         Raises:
             PlanMismatch: the ranks' digests differ.
@@ -246,4 +247,4 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
     def __repr__(self) -> str:
         ended = self.lifetime.ended_because
         state = "" if ended is None else f", closed: {ended}"
-        return f"<{type(self).__name__} rank {self.rank}/{self.world_size} on {self.device} ({self.backend}){state}>"
+        return f"<{type(self).__name__} {self.label} on {self.device} ({self.backend}){state}>"

@@ -19,13 +19,15 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.errors import InvalidArgument
+from gradsync.errors import InvalidArgument, shown
 from gradsync.flight_recorder import FlightRecorder
 from gradsync.reduction import Array
 
 Shape = tuple[int, ...]
 
 BYTE = np.dtype(np.uint8)
+
+_TOO_MUCH = 2**63  # for NumPy, and for the numbers that ranks tell each other
 
 
 class CollectiveCall(NamedTuple):
@@ -43,7 +45,7 @@ class CollectiveCall(NamedTuple):
     move: Callable[[Any], Any]
 
 
-class Caller(Backend):
+class CollectiveBase(Backend):
     """What the families of collectives share: who this rank is, the checks, the way to flat arrays, and running.
 
     Attributes:
@@ -59,7 +61,7 @@ class Caller(Backend):
     lifetime: Lifetime
 
     def native_array(self, array: Any, what: str) -> Array:
-        """Returns `array` as this backend's own array type over the same memory.
+        """Returns `array` as this backend's own array type over the same memory; for bucketing too.
 
         Args:
             array: what a caller handed in.
@@ -83,18 +85,24 @@ class Caller(Backend):
 
     # -- Checks ------------------------------------------------------------------------------------------------
 
-    def _check_root(self, root: int) -> None:
+    def _check_root(self, what: str, root: int) -> None:
         if not is_integer(root) or not 0 <= root < self.world_size:
-            raise InvalidArgument(f"{self.label}: root must be 0 to {self.world_size - 1}, got {root!r}")
+            raise InvalidArgument(f"{self.label}: {what} needs root from {self._rank_range()}, got {shown(root)}")
 
-    def _check_writable(self, what: str, target: Array) -> None:
+    def _rank_range(self) -> str:
+        """Returns how the ranks are numbered, for errors."""
+        within = ", numbered within the group" if "group" in self.label else ""
+        return f"0 to {self.world_size - 1}{within}"
+
+    def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
+        """Refuses an argument that cannot be written to; errors name it, and what to do."""
         if not self.arrays.writeable(target):
-            raise InvalidArgument(f"{self.label}: {what} cannot write into a read-only array: pass out=")
-        if overlaps_itself(target):
-            raise InvalidArgument(
-                f"{self.label}: {what} cannot write into an array whose elements overlap "
-                f"(strides {target.strides}): pass out="
-            )
+            flaw = "is read-only"
+        elif overlaps_itself(target):
+            flaw = f"has elements that share memory (strides {target.strides})"
+        else:
+            return
+        raise InvalidArgument(f"{self.label}: {what} writes into {name}, which {flaw}: {remedy}")
 
     def _checked_out(self, what: str, out: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
         """Returns a caller's `out` as a native array, of the shape and dtype that the result has."""
@@ -104,18 +112,21 @@ class Caller(Backend):
                 f"{self.label}: {what} needs out of shape {shape} and dtype {dtype}, "
                 f"got shape {target.shape} and dtype {target.dtype}"
             )
-        self._check_writable(what, target)
+        self._check_writable(what, target, "out", "pass another array")
         return target
 
-    def _checked_sizes(self, what: str, name: str, sizes: Any, total: int | None = None) -> tuple[int, ...]:
+    def _checked_sizes(
+        self, what: str, name: str, sizes: Any, total: int | None = None, *, row_bytes: int = 1
+    ) -> tuple[int, ...]:
         """Returns how many rows each rank has; their sum is `total` where that is known."""
         try:
             checked = tuple(operator.index(size) for size in sizes)
         except TypeError:
             checked = ()
-        if len(checked) != self.world_size or min(checked) < 0:
+        if len(checked) != self.world_size or min(checked) < 0 or sum(checked) * max(row_bytes, 1) >= _TOO_MUCH:
             raise InvalidArgument(
-                f"{self.label}: {what} needs {name} as {self.world_size} numbers of rows, each 0 or more, got {sizes!r}"
+                f"{self.label}: {what} needs {name} as {self.world_size} numbers of rows, each 0 or more and together "
+                f"less than 2**63 bytes, got {sizes!r}"
             )
         if total is not None and sum(checked) != total:
             raise InvalidArgument(
@@ -146,13 +157,14 @@ class Caller(Backend):
 
         Args:
             source: native array.
-            target: native array for the results; None where they cannot touch the source.
+            target: native array for the results; None where they cannot touch the source, or each element of it only
+                once it has been read.
             source_part: bytes of the source that may be the very bytes of the target: an in-place call.
             target_part: bytes of the target that may be the very bytes of the source, likewise.
         """
         arrays = self.arrays
         flat: Array = arrays.flat(source)
-        if target is None or target is source or not arrays.is_viewed_flat(source):
+        if target is None or not arrays.is_viewed_flat(source):
             return flat
         if not arrays.share_memory(source, target):
             return flat
@@ -189,11 +201,6 @@ def row_shape(shape: Shape) -> Shape:
 def bounds_of(sizes: Sequence[int], row: int) -> Bounds:
     """Returns where the parts of `sizes` rows lie, given what a row holds."""
     return [0, *accumulate([size * row for size in sizes])]
-
-
-def part_of(bounds: Bounds, rank: int) -> slice:
-    """Returns where one rank's part lies."""
-    return slice(bounds[rank], bounds[rank + 1])
 
 
 def row_elements(shape: Shape) -> int:

@@ -16,6 +16,8 @@ from gradsync.reduction import Array, divide_into
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
 
+_FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
+
 
 class ArrayKind(Protocol):
     """How a communicator handles arrays. "Native" is what `native` returns; "flat" is 1-D and contiguous."""
@@ -139,7 +141,7 @@ def as_host_array(array: Any, who: str) -> Array:
     else:
         raise InvalidArgument(f"{who} needs a NumPy array or one that speaks DLPack, got {kind_of(array)}")
     if native.dtype.hasobject:
-        raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype})")
+        raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype}): {_FOR_OBJECTS}")
     return native
 
 
@@ -149,9 +151,12 @@ def kind_of(array: Any) -> str:
         return "a sparse array"
     if isinstance(array, np.generic):
         return f"a NumPy scalar ({array.dtype}): make it an array with numpy.asarray(...)"
+    name = "None" if array is None else type(array).__name__
     if isinstance(array, (list, tuple, int, float, complex)):
-        return f"a {type(array).__name__}: make it an array with numpy.asarray(...)"
-    return type(array).__name__
+        return f"a {name}: make it an array with numpy.asarray(...)"
+    if callable(getattr(array, "result", None)):
+        return f"a {name}: pass its .result()"
+    return f"{name} ({_FOR_OBJECTS})"
 
 
 def _from_dlpack(array: Any, who: str) -> Array:

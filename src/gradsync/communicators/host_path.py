@@ -16,7 +16,7 @@ from gradsync.communicators.backend import Bounds
 from gradsync.reduction import Array
 
 if TYPE_CHECKING:
-    from gradsync.communicators.collective_call import Caller
+    from gradsync.communicators.collective_call import CollectiveBase
 
 
 class HostPath(ABC):
@@ -57,7 +57,7 @@ class OwnPath(HostPath):
         communicator: in whose turn this runs.
     """
 
-    def __init__(self, communicator: Caller) -> None:
+    def __init__(self, communicator: CollectiveBase) -> None:
         self._communicator = communicator
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:

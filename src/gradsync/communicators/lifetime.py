@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from types import TracebackType
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from sys import _getframe as frame_of
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.collective_queue import Job, await_earlier, await_submitted, fail_submitted, pending
+from gradsync.communicators.collective_queue import await_earlier, await_submitted, fail_submitted
+from gradsync.communicators.lost_failures import tell_lost
+from gradsync.communicators.occupancy import Occupancy, Turn
+from gradsync.communicators.queued_jobs import Job, pending
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
@@ -33,26 +39,28 @@ class Lifetime:
     Attributes:
         ended_because: why it cannot be used; None while it may be.
         was_told: whether a failure has been raised to the caller outside of a collective.
-        last_job: what was submitted for it last; see collective_queue.py.
+        submitting: held while something is submitted for it.
+        last_job: what was submitted for it last, unless that is over; see collective_queue.py.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._recorder = communicator.recorder
-        self._lock = threading.Lock()
-        self._claiming = threading.Lock()
-        self._announced = True
+        self._occupancy = Occupancy()
+        self._make_locks()
+        self._announcement: Callable[[], None] | None = None  # which the others have yet to hear
+        self._is_closed_only = False  # the others have heard that it was closed, and of no failure
         self.was_told = False
         self.last_job: Job | None = None
-        self._turn = _Turn(self)
-        self._inside = ""
+        self._turn = Turn(self)
+        self._what = ""  # the collective that has begun
         self._released = False
         self.ended_because: str | None = None
         self._untold: BaseException | None = None  # a failure that no call has raised yet
         with _registering:
             _of_this_process.add(self)
 
-    def turn(self, what: str, agreement: Agreement) -> _Turn:
+    def turn(self, what: str, agreement: Agreement) -> Turn:
         """Returns a context that holds the communicator for one collective, named `what` in errors.
 
         Waits for what was submitted before it. First: who waits must not have told the turn its name.
@@ -66,25 +74,22 @@ class Lifetime:
 
     def close(self) -> None:
         """Ends it in order; see Communicator.close. Raises a failure that no call has raised."""
+        self._take_back()
         if pending and self.ended_because is None:
             await_submitted(self)
-        if self._claim_end("it was closed"):
-            try:
-                self._communicator._announce_close()
-            finally:
-                self._announced = True
+        self._claim_end("it was closed", self._communicator._announce_close, closed_only=True)
+        self._announce()
         self._end_use()
+        tell_lost(self)
         if self._untold is not None:
             error, self._untold = self._untold, None
             raise error
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends it for all ranks; see Communicator.abort."""
-        if self._claim_end(f"it was aborted: {reason}"):
-            try:
-                self._communicator._announce_abort(reason, culprit)
-            finally:
-                self._announced = True
+        self._take_back()
+        self._claim_end(f"it was aborted: {reason}", partial(self._communicator._announce_abort, reason, culprit))
+        self._announce()
         self._end_use()
 
     def fail(self, error: BaseException, *, told: bool) -> None:
@@ -107,46 +112,82 @@ class Lifetime:
             self.was_told = True
             self._untold = None
 
-    def _claim_end(self, because: str) -> bool:
-        """Ends it for new collectives; returns whether this call did, and now has to tell the others."""
+    def _make_locks(self) -> None:
+        # Reentrant: a signal's handler may come while its own thread holds them.
+        self._claiming = threading.RLock()
+        self._announcing = threading.RLock()
+        self.submitting = threading.RLock()
+
+    def _claim_end(self, because: str, announcement: Callable[[], None], *, closed_only: bool = False) -> None:
+        """Ends it for new collectives, unless it has ended."""
         with self._claiming:
-            if self.ended_because is not None:
-                return False
-            self._announced = False  # what the announcement needs must not be released before it
-            self.ended_because = because
-            return True
+            if self.ended_because is None:
+                self._announcement = announcement  # first: what it needs must not be released before it
+                self._is_closed_only = closed_only
+                self.ended_because = because
+
+    def _announce(self) -> None:
+        """Tells the others of the end, where an interrupted call has left that to do too."""
+        with self._announcing:
+            if self._announcement is not None:
+                self._announcement()
+                self._announcement = None
 
     def disown(self) -> None:
         """Ends it in a forked child, which has the parent's memory but not its place in the group."""
         self.ended_because = "it belongs to the process that this one was forked from"
-        self._lock = threading.Lock()  # the parent's thread that may hold it is not here
-        self._claiming = threading.Lock()
+        self._occupancy = Occupancy()  # the parent's thread that may be inside is not here
+        self._make_locks()
         self._released = True  # what there is to release is the parent's
         self.last_job = None  # the thread that would run it is not here
 
-    def enter(self, what: str, agreement: Agreement) -> None:
+    def enter(self, frame: FrameType, what: str, agreement: Agreement) -> None:
         """Begins a collective, and its entry in the flight recorder.
+
+        Args:
+            frame: of the function that is about to run it, as long as that is inside.
+            what: its name in errors.
+            agreement: what it is.
 
         Raises:
             CommunicatorClosed: it has ended.
             InvalidArgument: another thread is inside a collective.
         """
-        if not self._lock.acquire(False):
-            if self.ended_because is not None:  # it is being released
-                raise self.ended_error(what)
-            raise InvalidArgument(
-                f"{self._communicator.label}: {what} while another thread is inside {self._inside} of this "
-                "communicator: one thread at a time may use it"
-            )
-        # Whoever interrupts from here on, Ctrl-C included, must not leave the lock behind.
+        while self._occupancy.setdefault(None, frame) is not frame:
+            if not self._take_back():
+                self._refuse(what)
         try:
-            self._inside = what
-            if self.ended_because is not None:  # looked at under the lock: close() releases only when it is free
+            self._what = what
+            if self.ended_because is not None:  # looked at inside: close() releases only when nobody is
                 self.check_usable(what)
             self._recorder.begin(agreement)
         except BaseException:
-            self._lock.release()
+            self._recorder.end(failed=True)
+            self.leave(None)
             raise
+
+    def _refuse(self, what: str) -> NoReturn:
+        if self.ended_because is not None:  # it is being released
+            raise self.ended_error(what)
+        raise InvalidArgument(
+            f"{self._communicator.label}: {what} while another thread is inside {self._what} of this "
+            "communicator: one thread at a time may use it"
+        )
+
+    def _take_back(self) -> bool:
+        """Ends a collective that was cut off, by Ctrl-C, before it could end itself; returns whether there was one."""
+        frame = self._occupancy.cut_off()
+        if frame is None:
+            return False
+        with self._claiming:
+            if self._occupancy.get(None) is frame:  # and no other thread has done it meanwhile
+                has_begun = bool(self._what)
+                if has_begun:
+                    self._abort_inside("it was interrupted", None)
+                self._recorder.end(failed=has_begun)
+                self._what = ""
+                self._occupancy.clear()
+        return True
 
     def check_usable(self, what: str) -> None:
         """Raises a failure that no call has raised yet, or that it has ended.
@@ -169,18 +210,31 @@ class Lifetime:
         )
 
     def leave(self, error: BaseException | None) -> None:
-        """Ends a collective; one that failed midway ends the communicator for all ranks."""
-        try:
-            self._recorder.end(error is not None)
+        """Ends a collective; one that failed midway ends the communicator for all ranks.
+
+        Whoever interrupts it leaves the rest to the next call: see _take_back.
+        """
+        if error is not None:
             if self._untold is not None and str(error) == str(self._untold):
                 self._untold = None  # this call has raised it
-            unharmed = error is None or (isinstance(error, PlanMismatch) and not error.broken)
-            if error is not None and not unharmed:
-                self.abort(f"in {self._inside}: {_headline(error)}", _culprit_of(error))
-        finally:
-            self._lock.release()
-            if self.ended_because is not None:
-                self._release_when_idle()
+            if not isinstance(error, PlanMismatch) or error.broken:
+                self._communicator.family.note_told(error)
+                self._abort_inside(_headline(error), _culprit_of(error))
+        self._what = ""
+        self._recorder.end(error is not None)
+        self._occupancy.clear()
+        if self.ended_because is not None:
+            self._end_use()
+
+    def _abort_inside(self, reason: str, culprit: int | None) -> None:
+        """Ends it because of a collective that cannot go on; the others wait in it, or will."""
+        reason = f"in {self._what}: {reason}"
+        announcement = partial(self._communicator._announce_abort, reason, culprit)
+        with self._claiming:
+            if self._is_closed_only:  # by another thread meanwhile: who waits for a third rank does not look at that
+                self._announcement, self._is_closed_only = announcement, False
+            self._claim_end(f"it was aborted: {reason}", announcement)
+        self._announce()
 
     def _end_use(self) -> None:
         """Fails what was submitted and has not begun, and releases."""
@@ -192,34 +246,15 @@ class Lifetime:
 
     def _release_when_idle(self) -> None:
         """Releases once; leaves it to the thread inside a collective, where there is one."""
-        if self._lock.acquire(False):
+        frame = frame_of()
+        if self._occupancy.setdefault(None, frame) is frame:
             try:
-                if not self._released and self._announced:
+                if not self._released and self._announcement is None:
                     self._released = True
                     self._communicator._release()
                     self._communicator._leave_group()
             finally:
-                self._lock.release()
-
-
-class _Turn:
-    """The context of one collective; one object serves all, because collectives do not nest."""
-
-    __slots__ = ("_lifetime", "agreement", "what")
-
-    agreement: Agreement
-
-    def __init__(self, lifetime: Lifetime) -> None:
-        self._lifetime = lifetime
-        self.what = ""
-
-    def __enter__(self) -> None:
-        self._lifetime.enter(self.what, self.agreement)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lifetime.leave(error)
+                self._occupancy.clear()
 
 
 def _headline(error: BaseException) -> str:

@@ -15,7 +15,17 @@ from gradsync.flight_recorder import Entry, FlightRecorder
 from gradsync.rendezvous.group_client import CommunicatorClient
 
 WARN_AFTER_SECONDS = 5.0
+# How much later than what it explains a verdict may come: a broken connection, an error of NCCL, a rank that gave up.
+NEWS_SECONDS = 2.0
 _LOOK_FOR_NEWS_EVERY_SECONDS = 0.02
+
+
+def await_news(seconds: float, look: Callable[[], None]) -> None:
+    """Calls `look`, which raises what is news, again and again for a moment of so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        look()
+        time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
 
 
 class Verdicts:
@@ -57,11 +67,7 @@ class Verdicts:
             seconds: the moment.
             look: raises what is news; None is `check`.
         """
-        look = look or self.check
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            look()
-            time.sleep(_LOOK_FOR_NEWS_EVERY_SECONDS)
+        await_news(seconds, look or self.check)
 
     def known(self) -> RankFailed | CollectiveTimeout | None:
         """Returns the verdict, where there is one."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gradsync.communicators.base import Communicator
+from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.errors import InvalidArgument
 
 
@@ -65,18 +66,28 @@ def overriding(backend: str, communicator: Communicator | None) -> Iterator[Comm
         _overrides.remove(override)
 
 
-def group_or_world(group: Communicator | None) -> Communicator:
+def group_or_world(group: Communicator | None, what: str, argument: str = "group") -> Communicator:
     """Returns `group`, or the world's communicator for None.
 
+    Args:
+        group: what a caller has passed.
+        what: the function that was called, for errors.
+        argument: how that function calls the communicator.
+
     Raises:
-        InvalidArgument: not a communicator, or the process group is not initialised.
+        InvalidArgument: no communicator, that of a group which this rank is not in, or the process group is not
+            initialised.
     """
-    if group is None:
-        group = get_world()
-        if group is None:
-            raise InvalidArgument(
-                "the process group is not initialised: call gs.init_process_group() first, or pass a communicator"
-            )
-    if not isinstance(group, Communicator):
-        raise InvalidArgument(f"group must be a Communicator or None, got {type(group).__name__}")
-    return group
+    if isinstance(group, Communicator):
+        return group
+    world = get_world()
+    who = what if world is None else f"{world.label}: {what}"
+    if isinstance(group, NonMember):
+        raise InvalidArgument(f"{group}: call {what} within `if group:`, on the members only")
+    if group is not None:
+        raise InvalidArgument(f"{who}: {argument} must be a Communicator or None, got {type(group).__name__}")
+    if world is None:
+        raise InvalidArgument(
+            f"{what}: the process group is not initialised: call gs.init_process_group() first, or pass a communicator"
+        )
+    return world

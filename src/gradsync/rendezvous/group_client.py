@@ -140,9 +140,9 @@ class GroupClient:
         claim = (position, what, waited_seconds, missing)
         self._client.report_absence(self._scoped(group), *claim, ranks=self.world_ranks)
 
-    def report_failure(self, reason: str) -> None:
+    def report_failure(self, reason: str, *, culprit: int | None = None) -> None:
         """See RendezvousClient: it ends the whole generation."""
-        self._client.report_failure(reason)
+        self._client.report_failure(reason, culprit=culprit)
 
     def close(self) -> None:
         """Says that this rank is done with the group; the server forgets it once all members are. Idempotent.

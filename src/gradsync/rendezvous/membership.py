@@ -195,17 +195,20 @@ class Membership:
         """
         self._requests.report_absence(group, _ascending(ranks), position, what, waited_seconds, _ascending(missing))
 
-    def report_failure(self, reason: str) -> None:
+    def report_failure(self, reason: str, *, culprit: int | None = None) -> None:
         """Poisons the generation: every other rank gets RankFailed with this rank and the reason.
 
-        Meant for the way out of an error, so it never raises for a server that is gone or a generation that
-        has failed already: the other ranks learn of those by themselves.
+        So does this rank, in whatever its other threads wait for at the server, or come to ask for afterwards. Meant
+        for the way out of an error, so it never raises for a server that is gone or a generation that has failed
+        already: the other ranks learn of those by themselves.
 
         Args:
             reason: why; cut to 4 KiB.
+            culprit: whom RankFailed names where this rank has failed because of another one, as the world counts.
         """
+        fields = (clip_text(reason, MAX_REASON_BYTES), culprit)
         with contextlib.suppress(RendezvousError, RankFailed, CollectiveTimeout, CommunicatorClosed):
-            self._requests.ask_at_once("report_failure", FrameType.REPORT_FAILURE, clip_text(reason, MAX_REASON_BYTES))
+            self._requests.ask_at_once("report_failure", FrameType.REPORT_FAILURE, *fields)
 
     def set_phase(self, phase: str) -> None:
         """Says what this rank does now, for the texts of RankFailed; sent without waiting for an answer."""

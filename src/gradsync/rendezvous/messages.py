@@ -160,6 +160,7 @@ _INQUIRY = _integer("inquiry", 0, 2**63 - 1)
 _MACHINE = _text("machine", MAX_MACHINE_BYTES)
 _PID = _integer("pid", 0, 2**31)
 _MISSING = _ranks("missing ranks", optional=True)
+_CULPRIT = Field("culprit", "a rank, or nil", lambda v: v is None or _RANK.accepts(v))
 _WAITED = _integer("waited_ms", 0, MAX_TIMEOUT_MS)
 _WAIT = (_GROUP, _MEMBERS, _POSITION, _text("what", MAX_WHAT_BYTES), _WAITED, _MISSING)
 
@@ -179,7 +180,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.PUT_ID: (_NAME, _RANK, _MEMBERS, _data("unique id", UNIQUE_ID_BYTES, UNIQUE_ID_BYTES)),
     FrameType.GET_ID: (_NAME, _RANK, _MEMBERS, _TIMEOUT),
     FrameType.SET_PHASE: (_text("phase", MAX_PHASE_BYTES),),
-    FrameType.REPORT_FAILURE: (_text("reason", MAX_REASON_BYTES),),
+    FrameType.REPORT_FAILURE: (_text("reason", MAX_REASON_BYTES), _CULPRIT),
     FrameType.CANCEL: (_REQUEST,),
     FrameType.BYE: (),
     FrameType.AGREE: (_GROUP, _POSITION, _DIGEST, _MEMBERS, _TIMEOUT),

@@ -96,7 +96,7 @@ class RendezvousCore:
         if message.type is FrameType.CANCEL:
             return self._cancel(connection, message.fields[0])
         if message.type is FrameType.REPORT_FAILURE:
-            return self._report(request, generation, message.fields[0])
+            return self._report(request, generation, *message.fields)
         if message.type is FrameType.INTRODUCE:
             return self._introduce(request, generation, message)
         if message.type in (FrameType.PASSED, FrameType.WAITING, FrameType.STATUS, FrameType.FORGET):
@@ -174,11 +174,11 @@ class RendezvousCore:
         generation, rank = self._seats[connection]
         self._unseat(connection)
         generation.roster.mark_dead(rank, connection)
-        return self._poison(generation, verdict_texts.death(generation.roster, rank, cause), spare=None)
+        return self._poison(generation, verdict_texts.death(generation.roster, rank, cause))
 
-    def _report(self, request: Request, generation: Generation, reason: str) -> list[Action]:
-        failure = verdict_texts.reported(generation.roster, request.rank, reason)
-        return [request.reply(), *self._poison(generation, failure, spare=request.rank)]
+    def _report(self, request: Request, generation: Generation, reason: str, culprit: int | None) -> list[Action]:
+        failure = verdict_texts.reported(generation.roster, request.rank, reason, culprit)
+        return [request.reply(), *self._poison(generation, failure, reporter=request.rank)]
 
     def _introduce(self, request: Request, generation: Generation, message: Message) -> list[Action]:
         """Learns which process a rank is; from now on its silence means something."""
@@ -212,21 +212,20 @@ class RendezvousCore:
         if judgement is Judgement.SLOW:
             return [Notice(verdict_texts.slowness(generation.roster, rank, event.finding, silent_seconds))]
         evidence = f"not heard of for {silent_seconds:.1f} s"
-        return self._poison(
-            generation, verdict_texts.silence(generation.roster, rank, event.finding, evidence), spare=None
-        )
+        return self._poison(generation, verdict_texts.silence(generation.roster, rank, event.finding, evidence))
 
-    def _poison(self, generation: Generation, failure: Failure, *, spare: int | None) -> list[Action]:
-        """Ends a generation for all its members; the first cause stays. `spare` is not told: it told us."""
+    def _poison(self, generation: Generation, failure: Failure, *, reporter: int | None = None) -> list[Action]:
+        """Ends a generation for all its members; the first cause stays. The reporter is told in what it waits for."""
         if generation.failure is not None:
             return []
         generation.failure = failure
         sends: list[Action] = []
         for rank, member in generation.roster.present():
             self._silences.end(member.connection)
-            for wait in self._waits.of_connection(member.connection):
-                self._waits.close(wait)
-            if rank != spare:
+            waits = self._waits.close_all(member.connection)
+            if rank == reporter:
+                sends += [wait.request.fail(failure) for wait in waits]
+            else:
                 sends.append(failure.tell(member.connection, TO_GENERATION))
         return sends
 
@@ -240,14 +239,13 @@ class RendezvousCore:
             return []
         generation = self._generations[0]
         outcome = generation.absences.advance(now)
-        return self._poison(generation, outcome, spare=None) if isinstance(outcome, Failure) else outcome
+        return self._poison(generation, outcome) if isinstance(outcome, Failure) else outcome
 
     def _unseat(self, connection: int) -> None:
         """Takes a connection out of its generation; its waits are withdrawn."""
         del self._seats[connection]
         self._silences.end(connection)
-        for wait in self._waits.of_connection(connection):
-            self._waits.close(wait)
+        for wait in self._waits.close_all(connection):
             wait.place.withdraw(wait)
 
     def _expire(self, now: float) -> list[Action]:
@@ -284,9 +282,8 @@ class RendezvousCore:
         actions: list[Action] = []
         for _, member in generation.roster.present():
             member.phase = RUNNING_PHASE
-            for wait in self._waits.of_connection(member.connection):
-                self._waits.close(wait)
-                actions.append(wait.request.reply(generation.number))
+            waits = self._waits.close_all(member.connection)
+            actions += [wait.request.reply(generation.number) for wait in waits]
         return actions
 
     def _notice(self, now: float, roster: Roster) -> list[Action]:

@@ -17,10 +17,13 @@ def death(roster: Roster, rank: int, cause: str) -> Failure:
     return Failure(rank, phase, f"{roster.name(rank)} died in phase {phase!r}: {lost}")
 
 
-def reported(roster: Roster, rank: int, reason: str) -> Failure:
-    """Returns the failure of a generation whose rank said that it failed."""
+def reported(roster: Roster, rank: int, reason: str, culprit: int | None) -> Failure:
+    """Returns the failure of a generation whose rank said that it failed, or that the culprit, another one, did."""
     phase = roster.members[rank].phase
-    return Failure(rank, phase, f"{roster.name(rank)} failed in phase {phase!r}: {reason}")
+    told = f"{roster.name(rank)} failed in phase {phase!r}: {reason}"
+    if culprit is None or culprit not in roster.members:
+        return Failure(rank, phase, told)
+    return Failure(culprit, roster.members[culprit].phase, told)
 
 
 def silence(roster: Roster, rank: int, finding: Finding, evidence: str) -> Failure:

@@ -139,9 +139,12 @@ class WaitTable:
         """Returns the open wait of this request, if it still waits."""
         return self._by_connection.get(connection, {}).get(sequence)
 
-    def of_connection(self, connection: int) -> list[Wait]:
-        """Returns the open waits of one connection, in the order of their requests."""
-        return list(self._by_connection.get(connection, {}).values())
+    def close_all(self, connection: int) -> list[Wait]:
+        """Ends the open waits of one connection and returns them, in the order of their requests."""
+        waits = list(self._by_connection.get(connection, {}).values())
+        for wait in waits:
+            self.close(wait)
+        return waits
 
     def count(self, connection: int) -> int:
         """Returns how many waits a connection has open."""

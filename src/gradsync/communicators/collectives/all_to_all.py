@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradsync.communicators.agreement import Agreement, Description, agreement_on, mismatch
-from gradsync.communicators.collective_call import BYTE, Caller, CollectiveCall, bounds_of, row_elements, row_shape
+import numpy as np
+
+from gradsync.communicators.agreement import ROWS, Agreement, Description, agreement_on, mismatch
+from gradsync.communicators.collective_call import (
+    BYTE,
+    CollectiveBase,
+    CollectiveCall,
+    Shape,
+    bounds_of,
+    row_elements,
+    row_shape,
+)
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
 
 _UNKNOWN = -1  # a number of rows that a rank was not told
 
 
-class AllToAll(Caller):
+class AllToAll(CollectiveBase):
     """Part of a communicator's public methods."""
 
     def all_to_all(
@@ -65,7 +75,7 @@ class AllToAll(Caller):
             raise InvalidArgument(f"{self.label}: {what} needs send_sizes beside recv_sizes")
         if send_sizes is None:
             sending = receiving = self._equal_sizes(what, "send_sizes", rows)
-            agreement = agreement_on(what, source.shape, source.dtype, "")
+            agreement = all_to_all_agreement(source.shape, source.dtype)
         else:
             sending = self._checked_sizes(what, "send_sizes", send_sizes, rows)
             receiving = (_UNKNOWN,) * self.world_size
@@ -73,7 +83,7 @@ class AllToAll(Caller):
                 receiving = self._checked_sizes(what, "recv_sizes", recv_sizes)
             elif out is not None:
                 raise InvalidArgument(f"{self.label}: {what} needs recv_sizes where out is given beside send_sizes")
-            agreement = agreement_on(what, tuple(rest), source.dtype, "uneven rows")
+            agreement = agreement_on(what, (ROWS, *rest), source.dtype, "uneven rows")
         target = None if out is None else self._checked_out(what, out, (sum(receiving), *rest), source.dtype)
 
         def move(launch: Any) -> Any:
@@ -124,7 +134,7 @@ class AllToAll(Caller):
         for receiver, numbers in enumerate(shared):
             for sender, expected in enumerate(numbers[n:]):
                 if expected not in (_UNKNOWN, shared[sender][receiver]):
-                    raise mismatch(self.label, agreement.event, self._descriptions(shared))
+                    raise mismatch(self.label, agreement, self._descriptions(shared))
         return tuple([numbers[self.rank] for numbers in shared]), max([max(numbers[:n]) for numbers in shared])
 
     def _descriptions(self, shared: Sequence[Sequence[int]]) -> dict[int, Description]:
@@ -133,6 +143,11 @@ class AllToAll(Caller):
             rank: Description(f"all_to_all (sends rows {list(numbers[:n])}, expects {_expected(numbers[n:])})", 0, ())
             for rank, numbers in zip(self.ranks, shared, strict=True)
         }
+
+
+def all_to_all_agreement(shape: Shape, dtype: np.dtype[Any]) -> Agreement:
+    """Returns what the ranks of an all_to_all of equal parts must have in common."""
+    return agreement_on("all_to_all", shape, dtype, "")
 
 
 def _expected(numbers: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """The asynchronous form of every collective: the same methods with the same arguments, each giving a future.
 
-On the CPU the collective waits for its turn in the FIFO of collective_queue.py and runs in a thread beside the caller.
+On the CPU the collective waits for its turn in collective_queue.py and runs in a thread beside the caller.
 On a GPU it is launched at once, and the device is beside the caller.
 """
 
@@ -14,6 +14,8 @@ from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.collective_call import CollectiveCall
 from gradsync.communicators.collective_queue import submit
 from gradsync.communicators.collectives.movements import Sizes
+from gradsync.communicators.lost_failures import LostFailure
+from gradsync.errors import CommunicatorClosed
 from gradsync.reduction import ReduceOp
 
 if TYPE_CHECKING:
@@ -25,12 +27,14 @@ class Asynchronous:
 
     Every rank must submit them in the order in which the others do, collectives without a future included: those wait
     until everything that their thread has submitted is over. Arguments are refused at once; whatever else goes wrong,
-    the future raises. A failed collective fails its own future only. Until a future is done, its arrays belong to
-    gradsync, which keeps them.
+    the future raises: result() and wait() do. A failure that nobody asks for is logged. A failed collective fails its
+    own future only. Until a future is done, its arrays belong to gradsync, which keeps them.
 
-    On the CPU a done-callback runs in the thread that runs the collectives, before the next one; a collective that it
-    calls or submits comes first too, so that the order is the same on every rank. send and recv take their turn like
-    others: where two ranks send to each other, use exchange.
+    On the CPU a done-callback that is added right after the submission, by the same thread, may call and submit
+    collectives: they come after its own collective and before whatever is submitted later, on every rank. In one that
+    is added later they raise InvalidArgument: depending on the moment it would run before or after what was submitted
+    meanwhile. No callback can wait for a future that is not done: FutureNotReady. On a GPU callbacks run in a thread
+    of the communicator, in no order with the program's collectives, and must not call any.
 
     On a GPU, without a stream, the collective runs on the communicator's own, after the work that is on the current
     stream now; result() makes the stream that is current then wait for it.
@@ -41,6 +45,9 @@ class Asynchronous:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
+
+    def __repr__(self) -> str:
+        return f"<asynchronous collectives of {self._communicator!r}>"
 
     def all_reduce(
         self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None
@@ -106,16 +113,21 @@ class Asynchronous:
         return self._submit(call, stream)
 
     def send(self, array: Any, dest: int, *, stream: Any = None) -> CollectiveFuture:
-        """See Communicator.send."""
+        """See Communicator.send.
+
+        It is not MPI's Isend: messages take their turn like other collectives, one after the other. Two ranks that
+        each submit a recv before the send that the other waits for, wait for each other until the deadline. Use
+        exchange, which does both at once; or let the lower rank send first and the higher one receive first.
+        """
         return self._submit(self._communicator._send_call(array, dest), stream)
 
     def recv(self, array: Any, source: int, *, stream: Any = None) -> CollectiveFuture:
-        """See Communicator.recv."""
+        """See Communicator.recv; and send, on the order of messages: what is submitted later waits for this one."""
         return self._submit(self._communicator._recv_call(array, source), stream)
 
-    def exchange(self, array: Any, dest: int, out: Any, source: int, *, stream: Any = None) -> CollectiveFuture:
+    def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> CollectiveFuture:
         """See Communicator.exchange."""
-        return self._submit(self._communicator._exchange_call(array, dest, out, source), stream)
+        return self._submit(self._communicator._exchange_call(array, dest=dest, out=out, source=source), stream)
 
     def barrier(self) -> CollectiveFuture:
         """See Communicator.barrier."""
@@ -137,7 +149,8 @@ class Asynchronous:
             with turn, communicator._launching(stream, producers) as launch:
                 result = call.move(launch)
         except Exception as error:
-            future.fail(error)
+            closed = isinstance(error, CommunicatorClosed)  # what has closed it, has told
+            future.fail(error, None if closed else LostFailure(name, error, communicator.lifetime))
         else:
             future.resolve(result, launch)
         return future

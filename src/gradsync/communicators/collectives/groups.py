@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import socket
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,18 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 from gradsync.communicators.agreement import agreement_on, digest_of
-from gradsync.communicators.collective_call import Caller, CollectiveCall, is_integer
-from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, describe
+from gradsync.communicators.collective_call import CollectiveBase, CollectiveCall, is_integer
+from gradsync.communicators.collectives.group_meeting import meet_members
+from gradsync.communicators.collectives.non_member import NonMember
+from gradsync.communicators.verdicts import NEWS_SECONDS, await_news
+from gradsync.errors import (
+    BackendUnavailable,
+    CommunicatorClosed,
+    GradsyncError,
+    InvalidArgument,
+    RankFailed,
+    describe,
+)
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
@@ -27,7 +36,6 @@ if TYPE_CHECKING:
 
 NO_COLOR = -1  # what _split_group is told of a rank that joins no group
 _LISTED_CHARACTERS = 40  # of a group's members in its name
-_NEWS_SECONDS = 0.5  # how much later than a peer's broken connection the server may tell that it has died
 
 
 class Family:
@@ -35,12 +43,17 @@ class Family:
 
     Args:
         name: the world's.
+
+    Attributes:
+        local_group: the ranks of this machine, where comm.py was asked for them.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.local_group: Communicator | None = None
         self._counts: dict[str, int] = {}
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._told: set[str] = set()
 
     def new_name(self, what: str) -> str:
         """Returns e.g. "world/0,2#1", the same on all ranks that have asked for `what` equally often."""
@@ -52,55 +65,69 @@ class Family:
         communicator.family = self
         self._communicators.add(communicator)
 
+    def note_told(self, error: BaseException) -> None:
+        """Notes that a collective of one of them has raised this failure: the server's verdict ends them all."""
+        self._told.add(str(error))
+
     def close(self) -> None:
-        """Closes all that were taken in; raises the first error when all are closed."""
+        """Closes all that were taken in; raises the first error that none has raised yet, when all are closed."""
+        self.local_group = None
         errors = []
         for communicator in list(self._communicators):
             try:
                 communicator.close()
             except GradsyncError as error:
-                errors.append(error)
+                if str(error) not in self._told:
+                    errors.append(error)
         if errors:
             raise errors[0]
 
 
-class Groups(Caller):
+class Groups(CollectiveBase):
     """The methods that make groups."""
 
     _client: CommunicatorClient | None = None  # this rank's connection to the rendezvous server, of this group
+    _timeout_seconds: float  # how long a collective waits for a rank; where there is a client
 
     @cached_property
     def family(self) -> Family:
         """The communicators that were made from the same world."""
         return Family(self.recorder.group)
 
-    def new_group(self, ranks: Iterable[int]) -> Communicator | None:
+    def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
         """Makes a group of some of these ranks, which are numbered in ascending order there.
 
         Only the members need to call it; all with the same ranks, and groups with common members in the same order.
         A group is closed with the process group at the latest. Collectives of groups with common members must be called
         in one order by all these.
 
+            group = comm.new_group([0, 2])
+            if group:
+                group.all_reduce(array)
+
         Args:
             ranks: the members, as this communicator numbers them, in any order.
 
         Returns:
-            The group; None on a rank that is no member.
+            The group; a NonMember, which is false and not None, on a rank that is not in it.
 
         Raises:
             InvalidArgument: no ranks, one twice, or one outside this communicator.
-            RendezvousTimeout: a member did not come before the deadline of this communicator's collectives.
+            RendezvousTimeout: a member did not come before the deadline of this communicator's collectives; the text
+                names those that are missing.
             RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: it cannot be made. A rank that fails while it
-                makes a group fails for all ranks.
+                makes a group fails for all ranks; aborting this communicator ends the wait for the members.
         """
         members = self._checked_members(ranks)
         self.lifetime.check_usable("new_group")
         if self.rank not in members:
-            return None
+            return NonMember(self.label, f"the group of ranks {self._listed(members)}")
+        name = self._new_name(members)
         with self._telling_failures("new_group"):
-            return self._taken_in(self._connect_group(members, self._new_name(members)))
+            self._meet_members("new_group", members, name)
+            return self._taken_in(self._connect_group(members, name))
 
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    def split(self, color: int | None, key: int = 0) -> Communicator | NonMember:
         """Makes a group of the ranks of each color.
 
         Every rank must call it.
@@ -110,7 +137,7 @@ class Groups(Caller):
             key: the ranks of a group are numbered by it, those with the same key by their rank here.
 
         Returns:
-            The group of this rank's color; None where that is None.
+            The group of this rank's color; a NonMember, which is false and not None, where that is None.
 
         Raises:
             InvalidArgument: color or key is no integer of 64 bits.
@@ -125,12 +152,15 @@ class Groups(Caller):
         colors = list(dict.fromkeys([number for has_color, number, _ in shared if has_color]))
         if color is None:
             with self._telling_failures("split"):
-                return self._split_group(NO_COLOR, 0, (), "")
+                self._split_group(NO_COLOR, 0, (), "")
+            return NonMember(self.label, "any group of a split in which its color was None")
         same = [rank for rank, (has_color, number, _) in enumerate(shared) if has_color and number == color]
         members = tuple(sorted(same, key=lambda rank: (shared[rank][2], rank)))
+        name = self._new_name(members)
         with self._telling_failures("split"):
-            group = self._split_group(colors.index(color), members.index(self.rank), members, self._new_name(members))
-            return self._taken_in(group)
+            self._meet_members("split", members, name)
+            group = self._split_group(colors.index(color), members.index(self.rank), members, name)
+        return self._taken_in(cast("Communicator", group))  # not None: it has a color
 
     def split_by_machine(self) -> Communicator:
         """Makes a group of the ranks on each machine. Every rank must call it.
@@ -141,7 +171,7 @@ class Groups(Caller):
             PlanMismatch, RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, ...: as for split.
         """
         machine = digest_of("machine", machine_identity() or socket.gethostname())
-        return cast("Communicator", self.split(machine - 2**63))  # not None: it has a color
+        return cast("Communicator", self.split(machine - 2**63))  # it has a color
 
     def _split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Communicator | None:
         """Makes this rank's group of a split, in which every rank takes part.
@@ -158,20 +188,51 @@ class Groups(Caller):
         """Tells the other ranks of a failure in making a group; they would wait for this one otherwise."""
         try:
             yield
+        except (RankFailed, CommunicatorClosed):
+            self.lifetime.check_usable(what)  # the server may have told only that this rank has failed
+            raise  # of what has ended the members' wait, each of them finds out itself
         except BaseException as error:
             if self._client is not None:
                 if isinstance(error, BackendUnavailable):
-                    _await_news(self._client)  # a member that died is not there either, and is the better reason
+                    await_news(
+                        NEWS_SECONDS, self._client.check
+                    )  # a member that died is not there either, and is the better reason
                 self._client.report_failure(f"in {what}: {describe(error)}")
             raise
 
     def _new_name(self, members: Sequence[int]) -> str:
-        return self.family.new_name(_listed([self.ranks[member] for member in members]))
+        return self.family.new_name(self._listed(members))
 
-    def _taken_in(self, group: Communicator | None) -> Communicator | None:
-        if group is not None:
-            self.family.add(group)
+    def _listed(self, members: Sequence[int]) -> str:
+        return _listed([self.ranks[member] for member in members])
+
+    def _taken_in(self, group: Communicator) -> Communicator:
+        self.family.add(group)
         return group
+
+    def _meet_members(self, what: str, members: Sequence[int], name: str) -> None:
+        """Waits for the other members of a group; here, because then the error can say what was called."""
+        if self._client is None or len(members) == 1:
+            return
+
+        def look_around(missing: tuple[int, ...]) -> None:
+            self.lifetime.check_usable(what)
+            self._look_for_ended([self.ranks.index(rank) for rank in missing])
+
+        def on_timeout(waited_seconds: float, whom: str) -> str:
+            return (
+                f"{self.label}: {what} of the ranks {self._listed(members)} waited {waited_seconds:.3g} s: every "
+                f"member must call {what}, all with the same ranks, and groups that have members in common in the same "
+                f"order; missing: {whom}"
+            )
+
+        meet_members(self._client, members, name, self._timeout_seconds, look_around, on_timeout)
+
+    def _look_for_ended(self, missing: list[int]) -> None:
+        """Raises RankFailed where a rank has aborted this communicator, or one of those that are missing closed it.
+
+        Called outside of this communicator's turn. What the rendezvous server tells need not be looked for.
+        """
 
     def _leave_group(self) -> None:
         """Lets the server forget what a group's communicator has put there, at its end."""
@@ -204,11 +265,3 @@ def _listed(ranks: Sequence[int]) -> str:
     if len(listed) <= _LISTED_CHARACTERS:
         return listed
     return f"{len(ranks)} ranks from {ranks[0]}, {blake2b(listed.encode(), digest_size=8).hexdigest()}"
-
-
-def _await_news(client: CommunicatorClient) -> None:
-    """Raises what the server tells within a moment."""
-    deadline = time.monotonic() + _NEWS_SECONDS
-    while time.monotonic() < deadline:
-        client.check()
-        time.sleep(0.02)

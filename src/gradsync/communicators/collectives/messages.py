@@ -6,12 +6,12 @@ from typing import Any
 
 from gradsync.communicators.agreement import Agreement, agreement_on
 from gradsync.communicators.backend import Message
-from gradsync.communicators.collective_call import BYTE, Caller, CollectiveCall, is_integer
-from gradsync.errors import InvalidArgument
+from gradsync.communicators.collective_call import BYTE, CollectiveBase, CollectiveCall, is_integer
+from gradsync.errors import InvalidArgument, shown
 from gradsync.reduction import Array
 
 
-class Messages(Caller):
+class Messages(CollectiveBase):
     """Part of a communicator's public methods. Messages between two ranks keep their order; there are no tags."""
 
     def send(self, array: Any, dest: int, *, stream: Any = None) -> None:
@@ -64,7 +64,7 @@ class Messages(Caller):
     def _recv_call(self, array: Any, source: int) -> CollectiveCall:
         self._check_peer("recv", "source", source)
         target = self.native_array(array, "recv")
-        self._check_writable("recv", target)
+        self._check_writable("recv", target, remedy="pass another array")
         agreement = self._message_agreement(target, source, self.rank)
 
         def move(launch: Any) -> Any:
@@ -75,7 +75,7 @@ class Messages(Caller):
 
         return CollectiveCall("recv", agreement, move)
 
-    def exchange(self, array: Any, dest: int, out: Any, source: int, *, stream: Any = None) -> Any:
+    def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
         """Sends an array to one rank and receives one from another, or the same, at once.
 
         However ranks pair up, in a ring or in twos, exchanges do not wait for each other in a circle. Each message may
@@ -95,9 +95,9 @@ class Messages(Caller):
             InvalidArgument: not an array, no rank of this communicator, or an `out` that cannot be written to.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
-        return self._run(self._exchange_call(array, dest, out, source), stream)
+        return self._run(self._exchange_call(array, dest=dest, out=out, source=source), stream)
 
-    def _exchange_call(self, array: Any, dest: int, out: Any, source: int) -> CollectiveCall:
+    def _exchange_call(self, array: Any, *, dest: int, out: Any, source: int) -> CollectiveCall:
         self._check_peer("exchange", "dest", dest, is_self_allowed=True)
         self._check_peer("exchange", "source", source, is_self_allowed=True)
         if (dest == self.rank) != (source == self.rank):
@@ -107,7 +107,7 @@ class Messages(Caller):
             )
         outgoing = self.native_array(array, "exchange")
         target = self.native_array(out, "exchange: out")
-        self._check_writable("exchange", target)
+        self._check_writable("exchange", target, "out", "pass another array")
         sending = self._message_agreement(outgoing, self.rank, dest)
         receiving = self._message_agreement(target, source, self.rank)
         if dest == self.rank and sending.digest != receiving.digest:
@@ -127,8 +127,6 @@ class Messages(Caller):
 
     def _outgoing(self, source: Array, target: Array | None, dest: int, agreement: Agreement) -> Message:
         flat = self._flat_source(source, target)
-        if target is source:
-            flat = flat.copy()
         self._keep(source, flat)
         return Message(dest, flat.view(BYTE), agreement)
 
@@ -138,5 +136,5 @@ class Messages(Caller):
 
     def _check_peer(self, what: str, name: str, peer: int, *, is_self_allowed: bool = False) -> None:
         if not is_integer(peer) or not 0 <= peer < self.world_size or (peer == self.rank and not is_self_allowed):
-            allowed = f"0 to {self.world_size - 1}" + ("" if is_self_allowed else f", and not {self.rank}, this rank")
-            raise InvalidArgument(f"{self.label}: {what} needs {name} from {allowed}, got {peer!r}")
+            allowed = self._rank_range() + ("" if is_self_allowed else f", and not {self.rank}, this rank")
+            raise InvalidArgument(f"{self.label}: {what} needs {name} from {allowed}, got {shown(peer)}")

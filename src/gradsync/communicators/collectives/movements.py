@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from gradsync.communicators.agreement import Agreement, agreement_on
+import numpy as np
+
+from gradsync.communicators.agreement import ROWS, Agreement, agreement_on
+from gradsync.communicators.backend import part_of
 from gradsync.communicators.collective_call import (
     BYTE,
-    Caller,
+    CollectiveBase,
     CollectiveCall,
+    Shape,
     bounds_of,
-    part_of,
     row_elements,
     row_shape,
 )
@@ -22,7 +25,7 @@ from gradsync.reduction import Array
 Sizes = Sequence[int] | Literal["ask"] | None
 
 
-class Movements(Caller):
+class Movements(CollectiveBase):
     """Part of a communicator's public methods. Rows are what the first axis counts; a 0-d array is one row."""
 
     def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
@@ -49,11 +52,11 @@ class Movements(Caller):
         return self._run(self._broadcast_call(array, root), stream)
 
     def _broadcast_call(self, array: Any, root: int = 0) -> CollectiveCall:
-        self._check_root(root)
+        self._check_root("broadcast", root)
         native = self.native_array(array, "broadcast")
         if self.rank != root:
-            self._check_writable("broadcast", native)
-        agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
+            self._check_writable("broadcast", native, remedy="pass a copy")
+        agreement = broadcast_agreement(native.shape, native.dtype, root)
 
         def move(launch: Any) -> Any:
             flat = self.arrays.flat(native)
@@ -116,7 +119,7 @@ class Movements(Caller):
         return self._run(self._gather_call(array, root, sizes=sizes, out=out), stream)
 
     def _gather_call(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None) -> CollectiveCall:
-        self._check_root(root)
+        self._check_root("gather", root)
         return self._gathering("gather", array, root, sizes, out if self.rank == root else None)
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
@@ -129,27 +132,28 @@ class Movements(Caller):
                 raise InvalidArgument(f'{self.label}: {what} needs sizes as a list, None or "ask", got {sizes!r}')
             if out is not None:
                 raise InvalidArgument(f'{self.label}: {what} needs sizes as a list where out is given, got "ask"')
-            asking = agreement_on(what, tuple(rest), source.dtype, _joined("rows asked for", to_root))
+            asking = agreement_on(what, (ROWS, *rest), source.dtype, _joined("rows asked for", to_root))
 
             def ask_and_move(launch: Any) -> Any:
                 known = tuple([numbers[0] for numbers in self._share_numbers([rows], asking)])
                 detail = _joined(f"rows {list(known)}", to_root)
-                agreement = agreement_on(what, tuple(rest), source.dtype, detail)
+                agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
                 return self._gather_rows(source, known, root, None, agreement, launch)
 
             return CollectiveCall(what, asking, ask_and_move)
         if sizes is None:
             known = (rows,) * self.world_size
-            agreement = agreement_on(what, source.shape, source.dtype, to_root)
+            agreement = gather_agreement(what, source.shape, source.dtype, to_root)
         else:
-            known = self._checked_sizes(what, "sizes", sizes)
+            row_bytes = row_elements((rows, *rest)) * source.dtype.itemsize
+            known = self._checked_sizes(what, "sizes", sizes, row_bytes=row_bytes)
             if known[self.rank] != rows:
                 raise InvalidArgument(
                     f"{self.label}: {what}: sizes {list(known)} give this rank {known[self.rank]} rows, its array has "
                     f"{rows}"
                 )
             detail = _joined(f"rows {list(known)}", to_root)
-            agreement = agreement_on(what, tuple(rest), source.dtype, detail)
+            agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
         target = None if out is None else self._checked_out(what, out, (sum(known), *rest), source.dtype)
 
         def move(launch: Any) -> Any:
@@ -224,10 +228,15 @@ class Movements(Caller):
         self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> CollectiveCall:
         what = "scatter"
-        self._check_root(root)
+        self._check_root(what, root)
         is_root = self.rank == root
+        if is_root and array is None:
+            raise InvalidArgument(f"{self.label}: {what} needs an array on its root, which is this rank; got None")
         if not is_root and out is None:
-            raise InvalidArgument(f"{self.label}: {what} needs out= on every rank but the root")
+            raise InvalidArgument(
+                f"{self.label}: {what} needs out= on every rank but its root, rank {self.ranks[root]}, which alone "
+                "knows the shape and dtype of the rows; got None"
+            )
         source = self.native_array(array, what) if is_root else None
         model = self.native_array(out, f"{what}: out") if source is None else source
         shape, dtype = row_shape(model.shape), model.dtype
@@ -240,7 +249,7 @@ class Movements(Caller):
         part_shape = (known[self.rank], *shape[1:])
         target = None if out is None else self._checked_out(what, out, part_shape, dtype)
         detail = f"root {root}" if sizes is None else f"root {root}, rows {list(known)}"
-        agreement = agreement_on(what, part_shape if sizes is None else shape[1:], dtype, detail)
+        agreement = agreement_on(what, part_shape if sizes is None else (ROWS, *shape[1:]), dtype, detail)
         bounds = bounds_of(known, row_elements(shape) * dtype.itemsize)
 
         def move(launch: Any) -> Any:
@@ -256,6 +265,16 @@ class Movements(Caller):
             return result if out is None else out
 
         return CollectiveCall(what, agreement, move)
+
+
+def broadcast_agreement(shape: Shape, dtype: np.dtype[Any], root: int) -> Agreement:
+    """Returns what the ranks of a broadcast must have in common."""
+    return agreement_on("broadcast", shape, dtype, f"root {root}")
+
+
+def gather_agreement(what: str, shape: Shape, dtype: np.dtype[Any], to_root: str = "") -> Agreement:
+    """Returns what the ranks of a gather or an all_gather of equal parts must have in common."""
+    return agreement_on(what, shape, dtype, to_root)
 
 
 def _joined(*details: str) -> str:

@@ -22,7 +22,7 @@ from gradsync.reduction import Array
 
 if TYPE_CHECKING:
     from gradsync.communicators.backend import Bounds
-    from gradsync.communicators.collective_call import Caller
+    from gradsync.communicators.collective_call import CollectiveBase
     from gradsync.communicators.host_path import HostPath
 
 _SHOWN_REFUSALS = 4
@@ -49,17 +49,20 @@ class Objects:
         communicator: whose ranks take part.
     """
 
-    def __init__(self, communicator: Caller) -> None:
+    def __init__(self, communicator: CollectiveBase) -> None:
         self._communicator = communicator
         self._path: HostPath | None = None
 
-    def all_gather(self, obj: Any, *, what: str = "objects.all_gather") -> list[Any]:
+    def all_gather(self, obj: Any) -> list[Any]:
         """Returns every rank's object, by rank.
 
         Args:
             obj: this rank's.
-            what: what the collective is called in errors; ranks that call it differently get PlanMismatch.
         """
+        return self.all_gather_for("objects.all_gather", obj)
+
+    def all_gather_for(self, what: str, obj: Any) -> list[Any]:
+        """The same under another name, for what is built on it: ranks that call it differently get PlanMismatch."""
         agreement = agreement_on(what, (), None, "")
         mine = self._parcel([obj])
 
@@ -71,7 +74,7 @@ class Objects:
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Returns every rank's object, by rank, on the root; None elsewhere."""
-        self._communicator._check_root(root)
+        self._communicator._check_root("objects.gather", root)
         agreement = agreement_on("objects.gather", (), None, f"root {root}")
         mine = self._parcel([obj])
 
@@ -82,16 +85,19 @@ class Objects:
         gathered, bounds = self._run(agreement, mine, 1, move)
         return None if gathered is None else self._unpack(gathered, bounds, agreement)
 
-    def broadcast(self, obj: Any = None, root: int = 0, *, what: str = "objects.broadcast") -> Any:
+    def broadcast(self, obj: Any = None, root: int = 0) -> Any:
         """Returns the root's object.
 
         Args:
             obj: the object, on the root; not looked at elsewhere.
             root: the rank whose object all ranks get.
-            what: as for all_gather.
         """
+        return self.broadcast_for("objects.broadcast", obj, root)
+
+    def broadcast_for(self, what: str, obj: Any = None, root: int = 0) -> Any:
+        """The same under another name; see all_gather_for."""
         communicator = self._communicator
-        communicator._check_root(root)
+        communicator._check_root(what, root)
         agreement = agreement_on(what, (), None, f"root {root}")
         is_root = communicator.rank == root
         mine = self._parcel([obj] if is_root else [])
@@ -112,7 +118,7 @@ class Objects:
             root: the rank whose objects they are.
         """
         communicator = self._communicator
-        communicator._check_root(root)
+        communicator._check_root("objects.scatter", root)
         agreement = agreement_on("objects.scatter", (), None, f"root {root}")
         mine = self._parcel_for_each(objs) if communicator.rank == root else self._parcel([])
 
@@ -160,7 +166,9 @@ class Objects:
         for number, obj in enumerate(objs):
             try:
                 pickles.append(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit too: it is the object's, and the others wait for this rank
                 which = "its object" if len(objs) == 1 else f"its object for rank {self._communicator.ranks[number]}"
                 return _Parcel.refuse(f"{which} does not pickle: {describe(error)}", error)
         return _Parcel(pickles)
@@ -178,7 +186,9 @@ class Objects:
     def _unpickle(self, data: Array, sender: int, agreement: Agreement) -> Any:
         try:
             return pickle.loads(data.data)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too
             communicator = self._communicator
             raise InvalidArgument(
                 f"{communicator.label}: {_name_of(agreement)} brought an object of rank {communicator.ranks[sender]} "
@@ -197,10 +207,10 @@ class _Parcel(NamedTuple):
 
     pickles: list[bytes]
     refusal: bytes | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
 
     @classmethod
-    def refuse(cls, reason: str, cause: Exception | None = None) -> _Parcel:
+    def refuse(cls, reason: str, cause: BaseException | None = None) -> _Parcel:
         """Makes the parcel of a rank that cannot give its objects."""
         return cls([], reason[:_MAX_REASON_CHARACTERS].encode(errors="backslashreplace"), cause)
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.collective_call import Caller, CollectiveCall, bounds_of, part_of, row_elements, row_shape
-from gradsync.reduction import ReduceOp, check_operation
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.backend import part_of
+from gradsync.communicators.collective_call import (
+    CollectiveBase,
+    CollectiveCall,
+    Shape,
+    bounds_of,
+    row_elements,
+    row_shape,
+)
+from gradsync.errors import InvalidArgument, UnsupportedDtype
+from gradsync.reduction import Array, ReduceOp, check_operation
 
 
-class Reductions(Caller):
+class Reductions(CollectiveBase):
     """Part of a communicator's public methods."""
 
     def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
@@ -45,18 +56,17 @@ class Reductions(Caller):
         return self._run(self._all_reduce_call(array, op, out=out), stream)
 
     def _all_reduce_call(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None) -> CollectiveCall:
-        op = ReduceOp.parse(op)
         source = self.native_array(array, "all_reduce")
-        check_operation(op, source.dtype)
+        op = self._checked_op("all_reduce", op, source)
         if out is None:
             target = source
             self._check_writable("all_reduce", target)
         else:
             target = self._checked_out("all_reduce", out, source.shape, source.dtype)
-        agreement = agreement_on("all_reduce", source.shape, source.dtype, op.value)
+        agreement = all_reduce_agreement(source.shape, source.dtype, op)
 
         def move(launch: Any) -> Any:
-            flat_source = self._flat_source(source, target)
+            flat_source = self._flat_source(source, None if target is source else target)
             flat_target = flat_source if target is source else self._flat_target(target)
             self._keep(source, flat_source)
             self._all_reduce_list([flat_source], [flat_target], op, agreement)
@@ -70,8 +80,8 @@ class Reductions(Caller):
     ) -> Any:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and roots. The result has the bits that
-        all_reduce gives.
+        Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU the result has the bits that
+        all_reduce gives, but for products of complex numbers; on a GPU NCCL may take the ranks in another order.
 
         Args:
             array: as for all_reduce. Receives the result on the root when `out` is None; other ranks keep theirs.
@@ -91,10 +101,9 @@ class Reductions(Caller):
         return self._run(self._reduce_call(array, op, root, out=out), stream)
 
     def _reduce_call(self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None) -> CollectiveCall:
-        op = ReduceOp.parse(op)
-        self._check_root(root)
         source = self.native_array(array, "reduce")
-        check_operation(op, source.dtype)
+        op = self._checked_op("reduce", op, source)
+        self._check_root("reduce", root)
         target = None
         if self.rank == root and out is not None:
             target = self._checked_out("reduce", out, source.shape, source.dtype)
@@ -104,7 +113,7 @@ class Reductions(Caller):
         agreement = agreement_on("reduce", source.shape, source.dtype, f"{op.value}, root {root}")
 
         def move(launch: Any) -> Any:
-            flat_source = self._flat_source(source, target)
+            flat_source = self._flat_source(source, None if target is source else target)
             self._keep(source, flat_source)
             if target is None:
                 self._reduce(flat_source, None, op, root, agreement)
@@ -127,8 +136,8 @@ class Reductions(Caller):
     ) -> Any:
         """Reduces `array` over all ranks, element by element; each rank gets its rows of the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and sizes. The result has the bits that
-        all_reduce gives.
+        Every rank must call it, with equal shapes, dtypes, operators and sizes. The bits of the result are those of
+        all_reduce where those of reduce are.
 
         Args:
             array: as for all_reduce; its rows (first axis; a 0-d array is one row) are dealt out in rank order.
@@ -154,19 +163,14 @@ class Reductions(Caller):
         self, array: Any, op: str | ReduceOp = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> CollectiveCall:
         what = "reduce_scatter"
-        op = ReduceOp.parse(op)
         source = self.native_array(array, what)
-        check_operation(op, source.dtype)
+        op = self._checked_op(what, op, source)
         shape = row_shape(source.shape)
-        is_uneven = sizes is not None
-        if sizes is None:
-            sizes = self._equal_sizes(what, "sizes", shape[0])
-        else:
-            sizes = self._checked_sizes(what, "sizes", sizes, shape[0])
+        given = None if sizes is None else self._checked_sizes(what, "sizes", sizes, shape[0])
+        sizes = self._equal_sizes(what, "sizes", shape[0]) if given is None else given
         part_shape = (sizes[self.rank], *shape[1:])
         target = None if out is None else self._checked_out(what, out, part_shape, source.dtype)
-        detail = f"{op.value}, rows {list(sizes)}" if is_uneven else op.value
-        agreement = agreement_on(what, source.shape, source.dtype, detail)
+        agreement = reduce_scatter_agreement(source.shape, source.dtype, op, given)
         bounds = bounds_of(sizes, row_elements(shape))
         own_bytes = part_of(bounds_of(sizes, row_elements(shape) * source.dtype.itemsize), self.rank)
 
@@ -180,3 +184,26 @@ class Reductions(Caller):
             return result if out is None else out
 
         return CollectiveCall(what, agreement, move)
+
+    def _checked_op(self, what: str, op: str | ReduceOp, source: Array) -> ReduceOp:
+        """Returns an operator that the dtype table has for the array."""
+        try:
+            parsed = ReduceOp.parse(op)
+            check_operation(parsed, source.dtype)
+        except (InvalidArgument, UnsupportedDtype) as error:
+            raise type(error)(f"{self.label}: {what}: {error}") from None
+        return parsed
+
+
+def all_reduce_agreement(shape: Shape, dtype: np.dtype[Any], op: ReduceOp) -> Agreement:
+    """Returns what the ranks of an all_reduce must have in common."""
+    return agreement_on("all_reduce", shape, dtype, op.value)
+
+
+def reduce_scatter_agreement(
+    shape: Shape, dtype: np.dtype[Any], op: ReduceOp, sizes: Sequence[int] | None = None
+) -> Agreement:
+    """Returns what the ranks of a reduce_scatter must have in common; sizes as they were given."""
+    return agreement_on(
+        "reduce_scatter", shape, dtype, op.value if sizes is None else f"{op.value}, rows {list(sizes)}"
+    )

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.nccl.crossed_messages import CrossedMessages
 from gradsync.communicators.nccl.predicted_agreement import PredictedAgreement
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import PlanMismatch
@@ -103,7 +104,7 @@ class NcclAgreements:
         answers = {question: answer for question, answer in repeated.items() if answer is not None}
         asked = [question for question in questions if question not in answers]
         if asked and len(questions) == 1:
-            answers[asked[0]] = self._ask(asked[0])
+            answers[asked[0]] = self._ask_alone(asked[0])
         elif asked:
             coming = self._ask_at_once(asked)
             while len(answers) < len(questions):
@@ -134,6 +135,10 @@ class NcclAgreements:
         for agreement in self._all():
             agreement.look_for_closed_ranks(agreement.position - 1)
 
+    def look_for_closed_members(self, ranks: Iterable[int]) -> None:
+        """Raises RankFailed when one of these ranks, as the communicator numbers them, has closed the communicator."""
+        self._of_all.look_for_closed_ranks(math.inf, [self._client.world_ranks[rank] for rank in ranks])
+
     def announce_closed(self) -> None:
         """Tells the other ranks, should they wait for this one, how far it has come."""
         for agreement in self._all():
@@ -157,11 +162,30 @@ class NcclAgreements:
             return None
         return Answer(Agreed(agreement, position, self._peer(question)))
 
-    def _ask(self, question: Question) -> Answer:
+    def _ask_alone(self, question: Question) -> Answer:
+        """Asks while this rank does nothing else, and so may find that the other one waits for it in the same way."""
+        low, high = sorted((question.sender, question.receiver))
+        ways = self._of_way(low, high), self._of_way(high, low)
+        crossed = CrossedMessages(
+            self._pairs[low, high],
+            self._label,
+            (ways[0].position, ways[1].position),
+            question.agreement,
+            sends=question.sender == self._client.rank,
+        )
+        answer = self._ask(question, crossed.look)
+        if crossed.were_found:
+            for way in ways:
+                way.pass_over()  # so that what was said of these positions means nothing from here on
+        else:
+            crossed.withdraw()
+        return answer
+
+    def _ask(self, question: Question, look_around: Callable[[], None] | None = None) -> Answer:
         agreement = self._of_message(question)
         position = agreement.position
         try:
-            agreement.next(question.agreement)
+            agreement.next(question.agreement, look_around)
         except PlanMismatch as error:
             if error.broken:
                 raise
@@ -184,7 +208,10 @@ class NcclAgreements:
         return coming
 
     def _of_message(self, question: Question) -> PredictedAgreement:
-        way = question.sender, question.receiver
+        return self._of_way(question.sender, question.receiver)
+
+    def _of_way(self, sender: int, receiver: int) -> PredictedAgreement:
+        way = sender, receiver
         if way not in self._of_messages:
             low, high = sorted(way)
             pair = self._pairs.get((low, high))
@@ -193,11 +220,11 @@ class NcclAgreements:
             peer = high if self._client.rank == low else low
             self._of_messages[way] = _OfMessages(
                 pair,
-                "to the higher" if question.sender == low else "to the lower",
+                "to the higher" if sender == low else "to the lower",
                 self._label,
                 self._timeout_seconds,
                 self._verdicts,
-                partial(self._of_all.look_for_closed_ranks, math.inf, (peer,)),
+                partial(self._of_all.look_for_closed_ranks, math.inf, (self._client.world_ranks[peer],)),
             )
         return self._of_messages[way]
 

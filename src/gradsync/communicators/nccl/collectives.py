@@ -23,13 +23,12 @@ from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.launch import Launch
 from gradsync.communicators.nccl.movement import NcclMovement
+from gradsync.communicators.nccl.predicted_agreement import TEXTS_WITHIN_SECONDS
 from gradsync.communicators.nccl.reduction import NcclReduction
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import GradsyncError, PlanMismatch
 from gradsync.reduction import ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient
-
-_NEWS_SECONDS = 5.0  # how long the watcher may need to learn what another rank did in this one's place
 
 
 class NcclCollectives(Communicator):
@@ -39,6 +38,7 @@ class NcclCollectives(Communicator):
         handle: NCCL's communicator.
         client: the way of its ranks to the rendezvous server.
         group: the communicator's name.
+        timeout_seconds: how long a collective may wait for a rank.
 
     Attributes:
         force_packing: whether a world of one packs and splits its buckets too, so that benchmarks can measure it.
@@ -47,16 +47,19 @@ class NcclCollectives(Communicator):
     runs_beside_host = True
     arrays: DeviceArrays
     _client: CommunicatorClient
-    _agreements: NcclAgreements
-    _packer: FusedPacker
-    _device: Any  # CuPy's
-    _verdicts: Verdicts
 
-    def __init__(self, handle: NcclHandle, client: CommunicatorClient, group: str) -> None:
+    def __init__(self, handle: NcclHandle, client: CommunicatorClient, group: str, timeout_seconds: float) -> None:
         super().__init__(client.rank, client.world_size, group, ranks=client.world_ranks, label=client.label)
         self.force_packing = False
+        self.device = f"cuda:{handle.device_id}"
+        self.arrays = DeviceArrays(handle.device_id)
+        self._device = cupy.cuda.Device(handle.device_id)
+        with self._device:
+            self._packer = FusedPacker()
         self._handle = handle
         self._client = client
+        self._verdicts = Verdicts(client, self.recorder)
+        self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._verdicts)
         self._movement = NcclMovement(handle, self.rank, self.world_size)
         self._reduction = NcclReduction(handle, self._movement, self.rank, self.world_size)
         self._flat: Any = None  # where arrays are packed: by one launch at a time, because they run one after the other
@@ -205,8 +208,10 @@ class NcclCollectives(Communicator):
         if isinstance(error, PlanMismatch):
             if error.broken:
                 self._fail(error, told=True)
-        elif self._agreements.were_overtaken:  # and whoever found that has left: the watcher is about to tell it
-            self._verdicts.await_news(_NEWS_SECONDS, self._raise_failure)
+            raise error
+        self._raise_failure()  # the server may have told only that this rank has failed
+        if self._agreements.were_overtaken:  # and whoever found that has left: the watcher is about to tell it
+            self._verdicts.await_news(TEXTS_WITHIN_SECONDS + NEWS_SECONDS, self._raise_failure)
         raise error
 
     # -- Memory --------------------------------------------------------------------------------------------------

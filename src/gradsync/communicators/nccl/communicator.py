@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,21 +17,17 @@ from typing import Any
 
 import cupy
 
-from gradsync.bucketing.pack_kernels import FusedPacker
-from gradsync.communicators.nccl.agreements import NcclAgreements
 from gradsync.communicators.nccl.collectives import NcclCollectives
-from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.ending import call_if_alive, end_forgotten, tell_others
-from gradsync.communicators.nccl.groups import connect_group, split_group
 from gradsync.communicators.nccl.handle import NcclHandle
+from gradsync.communicators.nccl.joining import join_group, split_group
 from gradsync.communicators.nccl.launch import Launch, as_stream
 from gradsync.communicators.nccl.launch_order import launch_order
 from gradsync.communicators.nccl.path_beside_gpu import PathBesideGpu
 from gradsync.communicators.nccl.watcher import Watcher
 from gradsync.communicators.nccl.work_marks import WorkMarks
-from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
-from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
 _DRAIN_SECONDS = 10.0  # how long close() lets queued collectives end
 _TELL_SECONDS = 1.0  # and how long it waits for the server to hear of a failure
@@ -43,10 +40,9 @@ class NcclCommunicator(NcclCollectives):
     arrays, which are copied to the device and back. min and max follow NCCL where a value is NaN.
 
     Args:
-        handle: NCCL's communicator, on `device_id`.
+        handle: NCCL's communicator.
         client: this rank's connection to the rendezvous server.
         group: the communicator's name, not used before in this generation.
-        device_id: CUDA's number of the device in this process.
         timeout_seconds: how long a collective may wait for a rank.
 
     Attributes:
@@ -55,25 +51,17 @@ class NcclCommunicator(NcclCollectives):
 
     backend = "nccl"
 
-    def __init__(
-        self, handle: NcclHandle, client: CommunicatorClient, *, group: str, device_id: int, timeout_seconds: float
-    ) -> None:
-        super().__init__(handle, client, group)
-        self.device = f"cuda:{device_id}"
-        self.arrays = DeviceArrays(device_id)
-        self._device = cupy.cuda.Device(device_id)
+    def __init__(self, handle: NcclHandle, client: CommunicatorClient, group: str, timeout_seconds: float) -> None:
+        super().__init__(handle, client, group, timeout_seconds)
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
-            self._packer = FusedPacker()
         self._last: Launch | None = None
-        self._order = launch_order(device_id)
+        self._order = launch_order(handle.device_id)
         self._marks = WorkMarks(self._device)
         self._timeout_seconds = timeout_seconds
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
-        self._verdicts = Verdicts(client, self.recorder)
-        self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._verdicts)
         self._host_path = PathBesideGpu(self, client, self._verdicts, timeout_seconds, self._raise_end)
         failed = weakref.WeakMethod(self._fail)
         self._watcher = Watcher(
@@ -82,12 +70,23 @@ class NcclCommunicator(NcclCollectives):
             self._verdicts,
             self._agreements,
             label=self.label,
-            device_id=device_id,
+            device_id=handle.device_id,
             timeout_seconds=timeout_seconds,
             on_failure=lambda error: call_if_alive(failed, error),
         )
         # Not at exit: the process group closes its communicator then, and what is left cannot hang (handle.py).
         weakref.finalize(self, end_forgotten, handle, self._watcher, self._agreements, client).atexit = False
+
+    @classmethod
+    def take_over(
+        cls, handle: NcclHandle, client: CommunicatorClient, group: str, timeout_seconds: float
+    ) -> NcclCommunicator:
+        """Makes a communicator, or ends the handle."""
+        try:
+            return cls(handle, client, group, timeout_seconds)
+        except BaseException:
+            handle.begin_abort()
+            raise
 
     def mark_work(self) -> Any:
         return self._marks.mark()
@@ -105,16 +104,31 @@ class NcclCommunicator(NcclCollectives):
             raise failure
 
     def _connect_group(self, members: tuple[int, ...], name: str) -> NcclCommunicator:
-        return connect_group(self._client, self._handle, members, name, self._timeout_seconds)
+        deadline = time.monotonic() + self._timeout_seconds
+        client = GroupClient(self._client, members, name)
+        try:
+            handle = join_group(client, self._handle.library, self._device.id, name, deadline)
+            return self.take_over(handle, client, name, self._timeout_seconds)
+        except BaseException:
+            client.close()
+            raise
 
     def _split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> NcclCommunicator | None:
+        library = self._handle.library
+        if not library.can_split:
+            return self._connect_group(members, name) if members else None
         if self._last is not None:
             self._last.wait()  # NCCL may hang where a collective of the communicator still runs
         try:
-            return split_group(self._client, self._handle, color, key, members, name, self._timeout_seconds)
+            raw = split_group(self._client, self._handle, color, key, self._timeout_seconds)
         except GradsyncError as error:
             self._fail(error, told=True)
             raise
+        if not members:
+            return None
+        client = GroupClient(self._client, members, name)
+        handle = NcclHandle(library, raw, self._device.id, client.label)
+        return self.take_over(handle, client, name, self._timeout_seconds)
 
     @contextmanager
     def _launching(self, stream: Any, producers: Sequence[Any] | None = None) -> Iterator[Launch]:
@@ -170,7 +184,11 @@ class NcclCommunicator(NcclCollectives):
         aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
         error = self._verdicts.known() or aborted
         if self._begin_to_fail(error):
-            self._begin_abort(reason)
+            self._begin_abort(reason, culprit)
+
+    def _look_for_ended(self, missing: list[int]) -> None:
+        self._raise_failure()
+        self._agreements.look_for_closed_members(missing)
 
     def _make_host_path(self) -> PathBesideGpu:
         return self._host_path
@@ -188,7 +206,6 @@ class NcclCommunicator(NcclCollectives):
                 self._order.forget(self._last.ended)
         self._watcher.stop()
         self._agreements.close()
-        self._leave_group()
         if self._failure is None:
             self._handle.destroy()
 
@@ -230,10 +247,10 @@ class NcclCommunicator(NcclCollectives):
         own = isinstance(error, (CollectiveTimeout, NcclError)) and self._verdicts.known() is None
         self._begin_abort(describe(error) if own else None)
 
-    def _begin_abort(self, reason: str | None) -> None:
+    def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:
         """Aborts on another thread: neither the server nor NCCL may hold up the one that failed."""
         self._telling = threading.Event()
-        self._handle.begin_abort(partial(tell_others, self._client, reason, self._telling))
+        self._handle.begin_abort(partial(tell_others, self._client, reason, culprit, self._telling))
 
     def _await_last_launch(self) -> GradsyncError | None:
         """Lets queued collectives end before the communicator is destroyed; returns what they have failed with."""

@@ -7,10 +7,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradsync.communicators.nccl.library import NcclLibrary
-from gradsync.errors import BackendUnavailable, InvalidArgument, RendezvousTimeout
+from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.machine import boot_id
 from gradsync.rendezvous.group_client import CommunicatorClient
 
@@ -115,90 +115,17 @@ def connect_nccl(
         RendezvousTimeout, RankFailed: a rank did not come, or died.
     """
     deadline = time.monotonic() + timeout_seconds
-    library = NcclLibrary()
+    library = NcclLibrary()  # says where CuPy is missing, which the imports below need
     device_id = choose_device(device, local_rank, count_devices(), allow_shared_gpu=allow_shared_gpu)
     if allow_shared_gpu:
         _let_ranks_share(library.version, client.rank)
     _use(device_id)
     _check_devices(client, device_id, group, _clock(deadline), allow_shared_gpu=allow_shared_gpu)
-    return meet_and_init(client, library, device_id, group, deadline, collective_timeout_seconds)
-
-
-def meet_and_init(
-    client: CommunicatorClient,
-    library: NcclLibrary,
-    device_id: int,
-    group: str,
-    deadline: float,
-    collective_timeout_seconds: float,
-) -> NcclCommunicator:
-    """Builds the communicator of the client's ranks, whose devices are known to be fit. Every one must call it.
-
-    Args:
-        client: the way of these ranks to the rendezvous server.
-        library: NCCL.
-        device_id: this rank's device.
-        group: a name not used before in this generation.
-        deadline: for meeting the others, in time.monotonic() seconds.
-        collective_timeout_seconds: how long a collective waits for a rank.
-
-    Raises:
-        NcclError, RendezvousTimeout, RankFailed: as for connect_nccl.
-    """
-    left = _clock(deadline)
-    unique_id = client.unique_id(
-        f"nccl/{group}", root=0, make_id=library.make_unique_id if client.rank == 0 else None, timeout_seconds=left()
-    )
-    # ncclCommInitRank cannot be interrupted: only when all ranks stand before it, they enter.
-    client.barrier(f"nccl/{group}/ready", timeout_seconds=left())
-    raw = _init_rank(client, library, unique_id, device_id, left())
-    return take_over(raw, client, library, device_id, group, collective_timeout_seconds)
-
-
-def _init_rank(
-    client: CommunicatorClient, library: NcclLibrary, unique_id: bytes, device_id: int, seconds: float
-) -> Any:
-    """Returns CuPy's communicator."""
-    import cupy
-
-    from gradsync.communicators.nccl.handle import call_with_deadline
-
-    label = client.label
-
-    def init() -> Any:
-        with cupy.cuda.Device(device_id), library.errors("ncclCommInitRank", label):
-            return library.binding.NcclCommunicator(client.world_size, library.as_unique_id(unique_id), client.rank)
-
-    try:
-        return call_with_deadline(init, "gradsync-nccl-init", seconds, client.check)
-    except TimeoutError as error:
-        raise RendezvousTimeout(
-            f"{label}: ncclCommInitRank on cuda:{device_id} did not return within {seconds:.3g} s, although all ranks "
-            "had come to it: a network that drops NCCL's connections (NCCL_SOCKET_IFNAME chooses the interface), or "
-            "a stuck GPU; NCCL_DEBUG=INFO tells more"
-        ) from error
-
-
-def take_over(
-    raw: Any,
-    client: CommunicatorClient,
-    library: NcclLibrary,
-    device_id: int,
-    group: str,
-    collective_timeout_seconds: float,
-) -> NcclCommunicator:
-    """Makes our communicator of CuPy's `raw`; the other arguments are as for meet_and_init."""
     from gradsync.communicators.nccl.communicator import NcclCommunicator
-    from gradsync.communicators.nccl.handle import NcclHandle
+    from gradsync.communicators.nccl.joining import join_group
 
-    handle = NcclHandle(library, raw, device_id, client.label)
-    try:
-        return NcclCommunicator(
-            handle, client, group=group, device_id=device_id, timeout_seconds=collective_timeout_seconds
-        )
-    except BaseException:
-        handle.begin_abort()
-        raise
+    handle = join_group(client, library, device_id, group, deadline)
+    return NcclCommunicator.take_over(handle, client, group, collective_timeout_seconds)
 
 
 def _use(device_id: int) -> None:

@@ -20,11 +20,11 @@ def call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None
         bound(error)
 
 
-def tell_others(client: CommunicatorClient, reason: str | None, told: threading.Event) -> None:
+def tell_others(client: CommunicatorClient, reason: str | None, culprit: int | None, told: threading.Event) -> None:
     """Reports a failure that only this rank knows of; the event says that the server has heard it."""
     try:
         if reason is not None and client.world_size > 1:
-            client.report_failure(reason)
+            client.report_failure(reason, culprit=culprit)
     finally:
         told.set()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import cupy
 
-from gradsync.communicators.backend import Bounds
+from gradsync.communicators.backend import Bounds, part_of
 from gradsync.communicators.nccl.handle import NcclHandle
 
 
@@ -44,39 +44,39 @@ class NcclMovement:
                 pointers = source.data.ptr, target.data.ptr
                 self._handle.call("allGather", *pointers, source.size, self._datatype, current_stream())
             return
-        self.copy(source, _part(target, bounds, self._rank))
+        self.copy(source, target[part_of(bounds, self._rank)])
         with self._handle.group():
             for peer in self._others():
                 self.send(source, peer)
-                self.receive(_part(target, bounds, peer), peer)
+                self.receive(target[part_of(bounds, peer)], peer)
 
     def gather(self, source: Any, target: Any | None, bounds: Bounds, root: int) -> None:
         """Gathers the parts on the root, where the source may be exactly its part of the target; None elsewhere."""
         if target is None:
             self.send(source, root)
             return
-        self.copy(source, _part(target, bounds, self._rank))
+        self.copy(source, target[part_of(bounds, self._rank)])
         with self._handle.group():
             for peer in self._others():
-                self.receive(_part(target, bounds, peer), peer)
+                self.receive(target[part_of(bounds, peer)], peer)
 
     def scatter(self, source: Any | None, target: Any, bounds: Bounds, root: int) -> None:
         """Deals out the root's parts; None elsewhere."""
         if source is None:
             self.receive(target, root)
             return
-        self.copy(_part(source, bounds, self._rank), target)
+        self.copy(source[part_of(bounds, self._rank)], target)
         with self._handle.group():
             for peer in self._others():
-                self.send(_part(source, bounds, peer), peer)
+                self.send(source[part_of(bounds, peer)], peer)
 
     def all_to_all(self, source: Any, target: Any, send_bounds: Bounds, receive_bounds: Bounds) -> None:
         """Deals out the parts of every rank."""
-        self.copy(_part(source, send_bounds, self._rank), _part(target, receive_bounds, self._rank))
+        self.copy(source[part_of(send_bounds, self._rank)], target[part_of(receive_bounds, self._rank)])
         with self._handle.group():
             for peer in self._others():
-                self.send(_part(source, send_bounds, peer), peer)
-                self.receive(_part(target, receive_bounds, peer), peer)
+                self.send(source[part_of(send_bounds, peer)], peer)
+                self.receive(target[part_of(receive_bounds, peer)], peer)
 
     def send(self, part: Any, peer: int) -> None:
         """Sends to another rank, which receives as many bytes."""
@@ -106,7 +106,3 @@ def is_even(bounds: Bounds) -> bool:
 def current_stream() -> int:
     """Returns the handle of CuPy's current stream."""
     return int(cupy.cuda.get_current_stream().ptr)
-
-
-def _part(flat: Any, bounds: Bounds, rank: int) -> Any:
-    return flat[bounds[rank] : bounds[rank + 1]]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -24,20 +23,21 @@ from gradsync.communicators.shared_memory.communicator import (
     check_platform,
     connect_shared_memory,
 )
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import BackendUnavailable, GradsyncError
 from gradsync.machine import machine_identity
 from gradsync.reduction import Array
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
 if TYPE_CHECKING:
-    from gradsync.communicators.collective_call import Caller
+    from gradsync.communicators.collective_call import CollectiveBase
 
 _IDENTITY_BYTES = 16
 _UNKNOWN = bytes(_IDENTITY_BYTES)
-_NEWS_SECONDS = 1.0  # how much later than another rank this one may find out what has ended the owner
 
 _log = logging.getLogger("gradsync")
+
+T = TypeVar("T")
 
 
 class PathBesideGpu(HostPath):
@@ -53,7 +53,7 @@ class PathBesideGpu(HostPath):
 
     def __init__(
         self,
-        owner: Caller,
+        owner: CollectiveBase,
         client: CommunicatorClient,
         verdicts: Verdicts,
         timeout_seconds: float,
@@ -71,23 +71,19 @@ class PathBesideGpu(HostPath):
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """See HostPath."""
         self._owner._agree(agreement)
-        with self._moving(agreement) as path:
-            return path.share_numbers(numbers, agreement)
+        return self._move(agreement, lambda path: path.share_numbers(numbers, agreement))
 
     def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
         """See HostPath."""
-        with self._moving(agreement) as path:
-            return path.all_gather(source, bounds, agreement)
+        return self._move(agreement, lambda path: path.all_gather(source, bounds, agreement))
 
     def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
         """See HostPath."""
-        with self._moving(agreement) as path:
-            return path.gather(source, bounds, root, agreement)
+        return self._move(agreement, lambda path: path.gather(source, bounds, root, agreement))
 
     def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
         """See HostPath."""
-        with self._moving(agreement) as path:
-            return path.scatter(source, bounds, root, agreement)
+        return self._move(agreement, lambda path: path.scatter(source, bounds, root, agreement))
 
     def end(self, reason: str | None) -> None:
         """See HostPath."""
@@ -98,19 +94,20 @@ class PathBesideGpu(HostPath):
         else:
             self._beside.abort(reason)
 
-    @contextmanager
-    def _moving(self, agreement: Agreement) -> Iterator[HostPath]:
-        """Gives the path; a failure on it is raised as what has ended the owner, where that is its cause."""
+    def _move(self, agreement: Agreement, move: Callable[[HostPath], T]) -> T:
+        """Calls move(path); a failure there is raised as what has ended the owner, where that is its cause.
+
+        Not a context manager: the function that takes a turn must be running as long as the turn lasts.
+        """
         try:
             path = self._path = self._path or self._choose(agreement)
             if self._beside is None:
-                yield path
-            else:
-                with self._beside.lifetime.turn(agreement.headline(), agreement):
-                    yield path
+                return move(path)
+            with self._beside.lifetime.turn(agreement.headline(), agreement):
+                return move(path)
         except GradsyncError:
             # Another rank has left this path because of what has happened to it elsewhere: that is the news.
-            self._verdicts.await_news(_NEWS_SECONDS, self._raise_cause)
+            self._verdicts.await_news(NEWS_SECONDS, self._raise_cause)
             raise
 
     def _choose(self, agreement: Agreement) -> HostPath:

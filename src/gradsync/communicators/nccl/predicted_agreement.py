@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
 from gradsync.communicators.verdicts import Verdicts
@@ -30,7 +30,7 @@ _CONTEXT_EVENTS = 4  # how many events predict the next one
 _MAX_CONTEXTS = 65_536
 _REMEMBERED_EVENTS = 256  # how far back a rank can tell what it launched
 _PIECE_BYTES = MAX_EVENT_BYTES
-_TEXTS_WITHIN_SECONDS = 5.0
+TEXTS_WITHIN_SECONDS = 5.0
 _ASK_AGAIN_AFTER_SECONDS = 1.0  # when a question makes the rank look whether another one has closed
 
 
@@ -40,6 +40,7 @@ class History:
     def __init__(self) -> None:
         self._next_by_context: dict[tuple[int, ...], int] = {}
         self._context: tuple[int, ...] = ()
+        self._breaks = 0
 
     def predicts(self, digest: int) -> bool:
         """Whether this event followed the last time that the same events came before."""
@@ -53,8 +54,12 @@ class History:
         self._context = (*self._context, digest)[-_CONTEXT_EVENTS:]
 
     def break_off(self) -> None:
-        """Begins a new context, after an event on which the ranks did not agree."""
-        self._context = ()
+        """Begins a context that there never was, after an event on which the ranks did not agree.
+
+        Ranks that have just differed are not sure to go on alike: it predicts nothing until they have agreed again.
+        """
+        self._breaks += 1
+        self._context = (-self._breaks,)  # no digest is negative
 
 
 class PredictedAgreement:
@@ -95,8 +100,12 @@ class PredictedAgreement:
         """Number of the next event."""
         return self._position
 
-    def next(self, agreement: Agreement) -> None:
+    def next(self, agreement: Agreement, look_around: Callable[[], None] | None = None) -> None:
         """Returns once this rank may launch the event.
+
+        Args:
+            agreement: what this rank believes all ranks are about to do.
+            look_around: called now and then while the others do not answer; raises when they are not going to.
 
         Raises:
             PlanMismatch: the ranks differ; where it is `broken`, the communicator must not be used again.
@@ -105,15 +114,12 @@ class PredictedAgreement:
         if self.repeats(agreement):
             return
         position = self._position
-        verdict = self._ask(position, agreement.digest)
+        verdict = self._ask(position, agreement.digest, look_around)
         if verdict is Verdict.SAME:
             with self._lock:
                 self._advance(agreement.digest, None)
             return
-        with self._lock:
-            self._position += 1
-            self._launched.append(None)
-            self._history.break_off()
+        self.pass_over()
         raise self._disagreement(position, agreement, broken=verdict is Verdict.PASSED)
 
     def repeats(self, agreement: Agreement) -> bool:
@@ -128,6 +134,13 @@ class PredictedAgreement:
                 return False
             self._advance(agreement.digest, agreement)
             return True
+
+    def pass_over(self) -> None:
+        """Leaves an event behind that is not to be, on all ranks."""
+        with self._lock:
+            self._position += 1
+            self._launched.append(None)
+            self._history.break_off()
 
     def overtaken(self) -> PlanMismatch | None:
         """Returns the error of a rank that launched an event which the others did not; None while there is none."""
@@ -195,7 +208,7 @@ class PredictedAgreement:
             self.was_overtaken = True
         return PassedEvent(launched.digest, launched.describe())
 
-    def _ask(self, position: int, digest: int) -> Verdict:
+    def _ask(self, position: int, digest: int, look_around: Callable[[], None] | None) -> Verdict:
         began = time.monotonic()
         while True:
             left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
@@ -204,6 +217,8 @@ class PredictedAgreement:
                     self._group, position, digest, timeout_seconds=min(left_seconds, _ASK_AGAIN_AFTER_SECONDS)
                 )
             except RendezvousTimeout as error:
+                if look_around is not None:
+                    look_around()
                 self.look_for_closed_ranks(math.inf)  # who has closed answers no more, wherever it had come to
                 waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
                 if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
@@ -236,7 +251,7 @@ class PredictedAgreement:
             rank: Description(text.splitlines()[0] if text else "", first, tuple(text.splitlines()[1 + first :]))
             for rank, text in texts.items()
         }
-        return mismatch(self._label, None if agreement is None else agreement.event, described, broken=broken)
+        return mismatch(self._label, agreement, described, broken=broken)
 
     def _publish(self, position: int, text: str) -> None:
         """Sets this rank's text, in pieces; the last one is shorter than the others."""
@@ -248,7 +263,7 @@ class PredictedAgreement:
         pieces: list[bytes] = []
         while not pieces or len(pieces[-1]) == _PIECE_BYTES:
             key = self._piece_key(position, rank, len(pieces))
-            pieces.append(self._client.get(key, timeout_seconds=_TEXTS_WITHIN_SECONDS))
+            pieces.append(self._client.get(key, timeout_seconds=TEXTS_WITHIN_SECONDS))
         return b"".join(pieces).decode(errors="replace")
 
     def _piece_key(self, position: int, rank: int, number: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from gradsync.communicators.backend import Bounds
+from gradsync.communicators.backend import Bounds, part_of
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.movement import NcclMovement, current_stream, is_even
 from gradsync.reduction import ReduceOp
@@ -88,7 +88,7 @@ class NcclReduction:
         else:
             with self._handle.group():
                 for root in range(self._world_size):
-                    part = source[bounds[root] : bounds[root + 1]]
+                    part = source[part_of(bounds, root)]
                     self.reduce(part, target if root == self._rank else None, op, root)
 
     def _must_gather(self, source: Any, op: ReduceOp) -> bool:

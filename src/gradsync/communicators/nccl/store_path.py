@@ -19,13 +19,14 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds
 from gradsync.communicators.host_path import HostPath
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.errors import GradsyncError, RendezvousTimeout
+from gradsync.errors import GradsyncError, RendezvousError, RendezvousTimeout
 from gradsync.reduction import Array
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.rendezvous.messages import MAX_VALUE_BYTES
 
 WINDOW_BYTES = 4 * 1024 * 1024  # of all senders together
 _LOOK_AROUND_EVERY_SECONDS = 0.5
+_FIRST_PAUSE_SECONDS = 0.005  # while the store is full
 
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ class StorePath(HostPath):
                 for number, data in outgoing.items():
                     for key, piece in self._pieces(number, data, begin, window):
                         placed.append(key)
-                        self._client.set(key, piece.tobytes())
+                        self._put(key, piece.tobytes())
                 for number, room in incoming.items():
                     for key, piece in self._pieces(number, room, begin, window):
                         piece[...] = np.frombuffer(self._take(key), np.uint8)
@@ -134,6 +135,24 @@ class StorePath(HostPath):
         for offset in range(begin, end, MAX_VALUE_BYTES):
             piece = stream[offset : min(offset + MAX_VALUE_BYTES, end)]
             yield f"{self._keys}/{self._moves}/{number}/{offset}", piece
+
+    def _put(self, key: str, data: bytes) -> None:
+        """Stores a piece, once there is room: other communicators may move large objects at the same time."""
+        began = time.monotonic()
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                self._client.set(key, data)
+                return
+            except RendezvousError:
+                self._client.check()  # not a full store, but the end of the server or of a rank
+                waited_seconds = time.monotonic() - began
+                if waited_seconds >= self._timeout_seconds:
+                    raise
+            self._look_around()
+            self._verdicts.warn(waited_seconds, None)
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LOOK_AROUND_EVERY_SECONDS)
 
     def _take(self, key: str) -> bytes:
         return self._await(lambda seconds: self._client.get(key, timeout_seconds=seconds))

@@ -17,7 +17,7 @@ import cupy
 from gradsync.communicators.nccl.agreements import NcclAgreements
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.launch import Launch
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.flight_recorder import Entry
 from gradsync.rendezvous.group_client import CommunicatorClient
@@ -25,7 +25,6 @@ from gradsync.rendezvous.group_client import CommunicatorClient
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
 _SUSPICIOUS_AFTER_SECONDS = 1.0  # when a running collective makes the thread ask whether a rank has closed
-_NEWS_SECONDS = 1.0  # how much later than NCCL the server may hear that a rank has died
 
 
 class Watcher:
@@ -104,7 +103,7 @@ class Watcher:
         """Raises what another rank has done where that is what NCCL has noticed, else the error itself."""
         if self._client.world_size > 1:
             try:
-                self._verdicts.await_news(_NEWS_SECONDS, self._look_at_others)
+                self._verdicts.await_news(NEWS_SECONDS, self._look_at_others)
                 self._agreements.look_for_closed_ranks()
             except GradsyncError as cause:
                 raise cause from error

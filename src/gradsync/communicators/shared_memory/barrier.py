@@ -175,7 +175,7 @@ class SharedBarrier:
         self._arrive(_NO_DIGEST)
         texts = {number: self._texts.read(rank).decode(errors="replace") for rank, number in enumerate(self._ranks)}
         descriptions = {number: Description.parse(text, first) for number, text in texts.items()}
-        raise mismatch(self._label, agreement.event, descriptions)
+        raise mismatch(self._label, agreement, descriptions)
 
     def announce_closed(self) -> None:
         """Tells the others that this rank will not come again; earlier arrivals still count."""

@@ -6,11 +6,13 @@ What moves the bytes is in the other files of this room; here are the segment's 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,18 @@ from gradsync.communicators.shared_memory.channels import SharedChannels
 from gradsync.communicators.shared_memory.movement import SharedMovement
 from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
 from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
-from gradsync.communicators.shared_memory.reduction import Exchange, Scratch, Stream
+from gradsync.communicators.shared_memory.reduction import AllAtOnce, Scratch, Stream
 from gradsync.communicators.shared_memory.rings import SharedRings
-from gradsync.communicators.shared_memory.segment import SegmentOffer, create_segment, map_segment, take_segment
+from gradsync.communicators.shared_memory.segment import (
+    SegmentOffer,
+    allocate,
+    create_segment,
+    map_segment,
+    populate,
+    take_segment,
+)
+from gradsync.communicators.shared_memory.waiting import ANY_ROUND
+from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.cores import begin_on_core
 from gradsync.errors import BackendUnavailable
@@ -76,20 +87,24 @@ class SharedMemoryCommunicator(Communicator):
         self._barrier = SharedBarrier(
             self._memory[:header], rank, world_size, timeout_seconds, verdicts, ranks=self.ranks, label=self.label
         )
-        self._rings = SharedRings(self._memory[header:], rank, world_size, CHUNK_BYTES, self._barrier)
-        self._channels = SharedChannels(self._memory[header + self._rings.bytes :], rank, world_size, self._barrier)
+        allocate_in_rings = partial(_allocate, self._mapping, header)
+        self._rings = SharedRings(
+            self._memory[header:], world_size, CHUNK_BYTES, self._barrier, rank, allocate_in_rings
+        )
+        channels = header + self._rings.bytes
+        self._channels = SharedChannels(self._memory[channels:], rank, world_size, self._barrier)
+        for part in _parts_in_use(world_size):
+            populate(self._mapping, *part)
         scratch = Scratch(CHUNK_BYTES)
         share_bytes = min(ROUND_BYTES, CHUNK_BYTES // max(world_size - 1, 1) // 64 * 64)
-        place = self._rings, self._barrier, scratch, rank
-        self._small_reduction = Exchange(*place)
-        self._large_reduction = Stream(*place, world_size, CHUNK_BYTES)
-        self._partial_reduction = PartialReduction(*place, world_size, ROUND_BYTES, share_bytes)
-        self._movement = SharedMovement(self._rings, self._barrier, rank, world_size, ROUND_BYTES, share_bytes)
-        self._prepared: PreparedCalls | None = None  # of one rank, there is nothing to prepare
-        if world_size > 1:
-            self._prepared = PreparedCalls(
-                *(self.lifetime, self._barrier, self._rings, rank, world_size, SMALL_BYTES, ROUND_BYTES, share_bytes)
-            )
+        sizes = SMALL_BYTES, CHUNK_BYTES, ROUND_BYTES, share_bytes
+        workplace = Workplace(rank, world_size, self._barrier, self._rings, *sizes)
+        self._small_reduction = AllAtOnce(workplace, scratch)
+        self._large_reduction = Stream(workplace, scratch)
+        self._partial_reduction = PartialReduction(workplace, scratch)
+        self._movement = SharedMovement(workplace)
+        # Of one rank, there is nothing to prepare.
+        self._prepared = PreparedCalls(workplace, self.lifetime) if world_size > 1 else None
 
     def _all_reduce_list(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
@@ -146,8 +161,11 @@ class SharedMemoryCommunicator(Communicator):
 
     def _connect_group(self, members: tuple[int, ...], name: str) -> SharedMemoryCommunicator:
         client, seconds = GroupClient(self._client, members, name), self._timeout_seconds
-        client.barrier("members", timeout_seconds=seconds)  # its error names who does not come
         return connect_shared_memory(client, group=name, timeout_seconds=seconds, collective_timeout_seconds=seconds)
+
+    def _look_for_ended(self, missing: list[int]) -> None:
+        with contextlib.suppress(ValueError):  # another thread has released the memory: the next look finds the end
+            self._barrier.waiting.look_for_failures(lambda: missing, 0.0, ANY_ROUND)
 
     def _make_host_path(self) -> OwnPath:
         return OwnPath(self)
@@ -182,6 +200,22 @@ def segment_bytes(world_size: int) -> int:
     return header_bytes(world_size) + rings_bytes + SharedChannels.bytes_for(world_size)
 
 
+def _parts_in_use(world_size: int) -> list[tuple[int, int]]:
+    """Returns what is used from the beginning, as (begin, end): all but the long rings."""
+    header = header_bytes(world_size)
+    channels = header + SharedRings.bytes_for(world_size, CHUNK_BYTES)
+    rings = [(header + begin, header + end) for begin, end in SharedRings.parts_in_use(world_size, CHUNK_BYTES)]
+    return [(0, header), *rings, (channels, segment_bytes(world_size))]
+
+
+def _create(world_size: int) -> int:
+    return create_segment(segment_bytes(world_size), _parts_in_use(world_size))
+
+
+def _allocate(mapping: mmap.mmap, offset: int, begin: int, end: int) -> bool:
+    return allocate(mapping, offset + begin, offset + end)
+
+
 def connect_shared_memory(
     client: CommunicatorClient,
     *,
@@ -207,7 +241,7 @@ def connect_shared_memory(
     deadline = time.monotonic() + timeout_seconds
     key = f"shm/{group}"
     if client.rank == 0:
-        descriptor = create_segment(segment_bytes(client.world_size))
+        descriptor = _create(client.world_size)
         try:
             _offer(client, key, descriptor, deadline)
         except BaseException:
@@ -221,6 +255,15 @@ def connect_shared_memory(
     if client.rank == 0:
         client.delete(key)  # all have taken it
     return communicator
+
+
+def check_memory(world_size: int) -> None:
+    """Makes sure that there is memory for a communicator of so many ranks: takes it, and gives it back.
+
+    Raises:
+        BackendUnavailable: there is not, or no way to share it.
+    """
+    os.close(_create(world_size))
 
 
 def _offer(client: CommunicatorClient, key: str, descriptor: int, deadline: float) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Bounds, largest_part
-from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.backend import Bounds, largest_part, part_of
 from gradsync.communicators.shared_memory.host_copy import copy_words, pack_words, split_words
-from gradsync.communicators.shared_memory.rings import SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
 from gradsync.communicators.shared_memory.stream_plan import pieces_between
+from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import Array
 
 _BYTE = np.dtype(np.uint8)
@@ -27,31 +27,17 @@ class SharedMovement:
     """The movements of one communicator.
 
     Args:
-        rings: the shared memory.
-        barrier: where the ranks meet.
-        rank: this rank.
-        world_size: number of ranks.
-        round_bytes: how much of an array goes through a ring at a time.
-        share_bytes: likewise, of each of the parts of an array that are for different ranks.
+        workplace: this rank's.
     """
 
-    def __init__(
-        self,
-        rings: SharedRings,
-        barrier: SharedBarrier,
-        rank: int,
-        world_size: int,
-        round_bytes: int,
-        share_bytes: int,
-    ) -> None:
-        self._rings = rings
-        self._barrier = barrier
-        self._rank = rank
-        self._world_size = world_size
-        self._round_bytes = round_bytes
-        self._share_bytes = share_bytes
-        # Beginning with the next rank: not all of them read the same ring at once.
-        self._peers = [(rank + step) % world_size for step in range(1, world_size)]
+    def __init__(self, workplace: Workplace) -> None:
+        self._rings = workplace.rings
+        self._barrier = workplace.barrier
+        self._rank = workplace.rank
+        self._world_size = workplace.world_size
+        self._round_bytes = workplace.round_bytes
+        self._share_bytes = workplace.share_bytes
+        self._peers = workplace.peers()
 
     def broadcast_list(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
         """Copies the root's arrays of bytes into the others', straight out of and into the arrays."""
@@ -72,13 +58,12 @@ class SharedMovement:
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         """Gathers the bytes of all ranks on all ranks."""
-        own = target[bounds[self._rank] : bounds[self._rank + 1]]
+        own = target[part_of(bounds, self._rank)]
         for begin, end in self._rounds(largest_part(bounds), self._round_bytes):
             at = self._rings.take(end - begin)
             part = source[begin:end]
             self._write(part, at)
-            copy_words(part, own[begin:end])  # now that it is in the cache; the very same bytes in an in-place call
-            self._barrier.meet(agreement)
+            self._meet(agreement, part, own[begin:end], is_first=begin == 0)
             self._fetch_all(target, bounds, begin, end)
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
@@ -90,8 +75,7 @@ class SharedMovement:
                 self._write(part, at)
                 self._barrier.meet(agreement)
                 continue
-            copy_words(part, target[bounds[root] : bounds[root + 1]][begin:end])
-            self._barrier.meet(agreement)
+            self._meet(agreement, part, target[part_of(bounds, root)][begin:end], is_first=begin == 0)
             self._fetch_all(target, bounds, begin, end)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
@@ -105,10 +89,10 @@ class SharedMovement:
                 self._fetch(root, place, target[begin:end])
                 continue
             for peer in self._peers:
-                part = source[bounds[peer] : bounds[peer + 1]][begin:end]
+                part = source[part_of(bounds, peer)][begin:end]
                 self._write(part, at + share_begin(root, peer, end - begin))
-            copy_words(source[bounds[root] : bounds[root + 1]][begin:end], target[begin:end])
-            self._barrier.meet(agreement)
+            own = source[part_of(bounds, root)][begin:end]
+            self._meet(agreement, own, target[begin:end], is_first=begin == 0)
 
     def all_to_all(
         self,
@@ -121,19 +105,18 @@ class SharedMovement:
     ) -> None:
         """Deals out every rank's bytes; in its region there is a share for each of the others."""
         rank = self._rank
-        own_source = source[send_bounds[rank] : send_bounds[rank + 1]]
-        own_target = target[receive_bounds[rank] : receive_bounds[rank + 1]]
+        own_source = source[part_of(send_bounds, rank)]
+        own_target = target[part_of(receive_bounds, rank)]
         for begin, end in self._rounds(largest, self._share_bytes):
             region_bytes = shares_bytes(self._world_size, end - begin)
             at = self._rings.take(region_bytes)
             for peer in self._peers:
-                part = source[send_bounds[peer] : send_bounds[peer + 1]][begin:end]
+                part = source[part_of(send_bounds, peer)][begin:end]
                 self._write(part, at + share_begin(rank, peer, end - begin))
-            copy_words(own_source[begin:end], own_target[begin:end])
-            self._barrier.meet(agreement)
+            self._meet(agreement, own_source[begin:end], own_target[begin:end], is_first=begin == 0)
             places = self._rings.places(region_bytes)
             for peer in self._peers:
-                part = target[receive_bounds[peer] : receive_bounds[peer + 1]][begin:end]
+                part = target[part_of(receive_bounds, peer)][begin:end]
                 self._fetch(peer, places[peer] + share_begin(peer, rank, end - begin), part)
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
@@ -154,6 +137,18 @@ class SharedMovement:
         for begin in range(0, max(size, 1), step):
             yield begin, min(begin + step, size)
 
+    def _meet(self, agreement: Agreement, kept: Array, own: Array, *, is_first: bool) -> None:
+        """Meets the others, and copies what stays on this rank; the very same bytes in an in-place call.
+
+        In the first round that is after the ranks have agreed, before which nothing is written; in the others at once,
+        while it is still in the cache.
+        """
+        if not is_first:
+            copy_words(kept, own)
+        self._barrier.meet(agreement)
+        if is_first:
+            copy_words(kept, own)
+
     def _write(self, part: Array, at: int) -> None:
         """Copies bytes to a place in this rank's ring."""
         began = time.perf_counter()
@@ -168,4 +163,4 @@ class SharedMovement:
         """Copies bytes [begin, end) of the others' parts, as far as they have them, from the regions of this round."""
         places = self._rings.places(end - begin)
         for peer in self._peers:
-            self._fetch(peer, places[peer], target[bounds[peer] : bounds[peer + 1]][begin:end])
+            self._fetch(peer, places[peer], target[part_of(bounds, peer)][begin:end])

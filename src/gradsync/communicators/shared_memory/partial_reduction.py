@@ -1,6 +1,7 @@
 """Reductions through shared memory of which each rank, or only one, gets a result: reduce_scatter and reduce.
 
-As in reduction.py the operands are taken in rank order, so the bits are those of an all-reduce.
+As in reduction.py the operands are taken in rank order, so the bits are those of an all-reduce, but for complex
+products, as there.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import time
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Bounds, largest_part
-from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.backend import Bounds, largest_part, part_of
 from gradsync.communicators.shared_memory.host_copy import copy_words, word_dtype
 from gradsync.communicators.shared_memory.reduction import Scratch
-from gradsync.communicators.shared_memory.rings import SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
+from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import Array, ReduceOp, reduce_into
 
 
@@ -22,46 +23,32 @@ class PartialReduction:
     """reduce_scatter and reduce of one communicator.
 
     Args:
-        rings: the shared memory.
-        barrier: where the ranks meet.
+        workplace: this rank's.
         scratch: private memory.
-        rank: this rank.
-        world_size: number of ranks.
-        round_bytes: how much of an array goes through a ring at a time.
-        share_bytes: likewise, of each of the parts of an array that are for different ranks.
     """
 
-    def __init__(
-        self,
-        rings: SharedRings,
-        barrier: SharedBarrier,
-        scratch: Scratch,
-        rank: int,
-        world_size: int,
-        round_bytes: int,
-        share_bytes: int,
-    ) -> None:
-        self._rings = rings
-        self._barrier = barrier
+    def __init__(self, workplace: Workplace, scratch: Scratch) -> None:
+        self._rings = workplace.rings
+        self._barrier = workplace.barrier
         self._scratch = scratch
-        self._rank = rank
-        self._world_size = world_size
-        self._round_bytes = round_bytes
-        self._share_bytes = share_bytes
+        self._rank = workplace.rank
+        self._world_size = workplace.world_size
+        self._peers = workplace.peers()
+        self._round_bytes = workplace.round_bytes
+        self._share_bytes = workplace.share_bytes
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         """Every rank publishes what others own, and reduces what it owns."""
         dtype = source.dtype
-        own = source[bounds[self._rank] : bounds[self._rank + 1]]
+        own = source[part_of(bounds, self._rank)]
         largest, step = largest_part(bounds), self._share_bytes // dtype.itemsize
         for begin in range(0, max(largest, 1), step):
             share_bytes = min(step, largest - begin) * dtype.itemsize
             region_bytes = shares_bytes(self._world_size, share_bytes)
             at = self._rings.take(region_bytes)
-            for peer in range(self._world_size):
-                if peer != self._rank:
-                    part = source[bounds[peer] : bounds[peer + 1]][begin : begin + step]
-                    self._publish(part, at + share_begin(self._rank, peer, share_bytes))
+            for peer in self._peers:
+                part = source[part_of(bounds, peer)][begin : begin + step]
+                self._publish(part, at + share_begin(self._rank, peer, share_bytes))
             self._barrier.meet(agreement)
             result = target[begin : begin + step]
             contributions = [

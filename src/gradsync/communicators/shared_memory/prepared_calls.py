@@ -12,56 +12,42 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.backend import part_of
+from gradsync.communicators.collective_call import bounds_of
+from gradsync.communicators.collectives.all_to_all import all_to_all_agreement
+from gradsync.communicators.collectives.movements import broadcast_agreement, gather_agreement
+from gradsync.communicators.collectives.reductions import all_reduce_agreement, reduce_scatter_agreement
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.host_copy import word_dtype
-from gradsync.communicators.shared_memory.prepared_exchange import PreparedExchange, quiet_caller
+from gradsync.communicators.shared_memory.prepared_all_reduce import PreparedAllReduce, quiet_caller
 from gradsync.communicators.shared_memory.prepared_movement import PreparedMovement, PreparedReduceScatter
-from gradsync.communicators.shared_memory.rings import SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
+from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import Array, ReduceOp
 
 _MAX_PREPARED = 1024
 _OPS = frozenset(op.value for op in ReduceOp)
 
-_Prepared = PreparedExchange | PreparedMovement | PreparedReduceScatter
+_PreparedCall = PreparedAllReduce | PreparedMovement | PreparedReduceScatter
 
 
 class PreparedCalls:
     """The prepared collectives of one communicator of several ranks.
 
     Args:
+        workplace: this rank's.
         lifetime: the communicator's.
-        barrier: where the ranks meet.
-        rings: the shared memory.
-        rank: this rank.
-        world_size: number of ranks.
-        exchange_bytes: up to which size arrays are all-reduced by exchange.
-        round_bytes, share_bytes: as for SharedMovement.
     """
 
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        barrier: SharedBarrier,
-        rings: SharedRings,
-        rank: int,
-        world_size: int,
-        exchange_bytes: int,
-        round_bytes: int,
-        share_bytes: int,
-    ) -> None:
+    def __init__(self, workplace: Workplace, lifetime: Lifetime) -> None:
+        self._workplace = workplace
         self._lifetime = lifetime
-        self._barrier = barrier
-        self._rings = rings
-        self._rank = rank
-        self._world_size = world_size
-        self._exchange_bytes = exchange_bytes
-        self._round_bytes = round_bytes
-        self._share_bytes = share_bytes
+        self._rank = workplace.rank
+        self._world_size = workplace.world_size
+        self._peers = workplace.peers()
         self._quietly = quiet_caller()
-        self._known: dict[Any, _Prepared] = {}
-        self._ways: dict[str, Callable[[Array, Any], _Prepared | None]] = {
+        self._known: dict[Any, _PreparedCall] = {}
+        self._ways: dict[str, Callable[[Array, Any], _PreparedCall | None]] = {
             "all_reduce": self._all_reduce,
             "broadcast": self._broadcast,
             "all_gather": self._all_gather,
@@ -94,7 +80,7 @@ class PreparedCalls:
     def _is_small(self, array: Array) -> bool:
         """Whether an array may be worth it: has something to move, in words, and not too much."""
         is_words = word_dtype(array.dtype).kind in "uc" and not array.dtype.hasobject
-        return is_words and 0 < array.nbytes <= self._round_bytes * self._world_size
+        return is_words and 0 < array.nbytes <= self._workplace.round_bytes * self._world_size
 
     def release(self) -> None:
         """Lets go of the shared memory."""
@@ -102,25 +88,18 @@ class PreparedCalls:
 
     # -- Preparing; None where a call is for the long way, which also tells what is wrong with it ------------------
 
-    def _all_reduce(self, array: Array, op: str) -> PreparedExchange | None:
-        if array.nbytes > self._exchange_bytes or op not in _OPS or not PreparedExchange.suits(array, ReduceOp(op)):
+    def _all_reduce(self, array: Array, name: str) -> PreparedAllReduce | None:
+        if array.nbytes > self._workplace.small_bytes or not _can_reduce(array, name):
             return None
-        agreement = agreement_on("all_reduce", array.shape, array.dtype, op)
-        return PreparedExchange(
-            agreement, ReduceOp(op), array.shape, array.dtype, self._rings, self._barrier, self._rank, self._quietly
-        )
-
-    def _movement(
-        self, what: str, array: Array, detail: str, out_shape: tuple[int, ...] | None, region_bytes: int
-    ) -> PreparedMovement:
-        agreement = agreement_on(what, array.shape, array.dtype, detail)
-        place = self._rings, self._barrier, self._rank
-        return PreparedMovement(agreement, array.dtype, out_shape, *place, region_bytes)
+        op, shape, dtype = ReduceOp(name), array.shape, array.dtype
+        agreement = all_reduce_agreement(shape, dtype, op)
+        return PreparedAllReduce(agreement, op, shape, dtype, self._workplace, self._quietly)
 
     def _broadcast(self, array: Array, root: int) -> PreparedMovement | None:
-        if array.nbytes > self._round_bytes or type(root) is not int or not 0 <= root < self._world_size:
+        if array.nbytes > self._workplace.round_bytes or type(root) is not int or not 0 <= root < self._world_size:
             return None
-        movement = self._movement("broadcast", array, f"root {root}", None, array.nbytes)
+        agreement = broadcast_agreement(array.shape, array.dtype, root)
+        movement = PreparedMovement(agreement, array.dtype, None, self._workplace, array.nbytes)
         everything = slice(0, array.size)
         if root == self._rank:
             movement.publish(everything)
@@ -129,15 +108,17 @@ class PreparedCalls:
         return movement
 
     def _all_gather(self, array: Array, _: object) -> PreparedMovement | None:
-        if array.nbytes > self._round_bytes:
+        if array.nbytes > self._workplace.round_bytes:
             return None
         rows, *rest = array.shape or (1,)
-        movement = self._movement("all_gather", array, "", (rows * self._world_size, *rest), array.nbytes)
-        size = array.size
-        movement.publish(slice(0, size))
-        movement.keep(slice(0, size), slice(self._rank * size, (self._rank + 1) * size))
-        for peer in self._peers():
-            movement.fetch(slice(peer * size, (peer + 1) * size), peer)
+        agreement = gather_agreement("all_gather", array.shape, array.dtype)
+        out_shape = (rows * self._world_size, *rest)
+        movement = PreparedMovement(agreement, array.dtype, out_shape, self._workplace, array.nbytes)
+        everything, bounds = slice(0, array.size), bounds_of([array.size] * self._world_size, 1)
+        movement.publish(everything)
+        movement.keep(everything, part_of(bounds, self._rank))
+        for peer in self._peers:
+            movement.fetch(part_of(bounds, peer), peer)
         return movement
 
     def _all_to_all(self, array: Array, _: object) -> PreparedMovement | None:
@@ -146,31 +127,33 @@ class PreparedCalls:
             return None
         part_bytes = parts[0].stop * array.itemsize
         region_bytes = shares_bytes(self._world_size, part_bytes)
-        movement = self._movement("all_to_all", array, "", array.shape or (1,), region_bytes)
-        for peer in self._peers():
+        agreement = all_to_all_agreement(array.shape, array.dtype)
+        movement = PreparedMovement(agreement, array.dtype, array.shape or (1,), self._workplace, region_bytes)
+        for peer in self._peers:
             movement.publish(parts[peer], share_begin(self._rank, peer, part_bytes))
         movement.keep(parts[self._rank], parts[self._rank])
-        for peer in self._peers():
+        for peer in self._peers:
             movement.fetch(parts[peer], peer, share_begin(peer, self._rank, part_bytes))
         return movement
 
-    def _reduce_scatter(self, array: Array, op: str) -> PreparedReduceScatter | None:
+    def _reduce_scatter(self, array: Array, name: str) -> PreparedReduceScatter | None:
         parts = self._parts(array)
-        if parts is None or op not in _OPS or not PreparedExchange.suits(array, ReduceOp(op)):
+        if parts is None or not _can_reduce(array, name):
             return None
-        agreement = agreement_on("reduce_scatter", array.shape, array.dtype, op)
-        return PreparedReduceScatter(
-            agreement, ReduceOp(op), array, parts, self._rings, self._barrier, self._rank, self._quietly
-        )
+        op = ReduceOp(name)
+        agreement = reduce_scatter_agreement(array.shape, array.dtype, op)
+        return PreparedReduceScatter(agreement, op, array, parts, self._workplace, self._quietly)
 
     def _parts(self, array: Array) -> list[slice] | None:
         """Returns the elements of each rank's part where the rows divide equally and a share holds a part."""
         rows = (array.shape or (1,))[0]
         size = array.size // self._world_size
-        if rows % self._world_size or size * array.itemsize > self._share_bytes:
+        if rows % self._world_size or size * array.itemsize > self._workplace.share_bytes:
             return None
-        return [slice(rank * size, (rank + 1) * size) for rank in range(self._world_size)]
+        bounds = bounds_of([size] * self._world_size, 1)
+        return [part_of(bounds, rank) for rank in range(self._world_size)]
 
-    def _peers(self) -> list[int]:
-        """Returns the other ranks, the next one first: not all of them read the same ring at once."""
-        return [(self._rank + step) % self._world_size for step in range(1, self._world_size)]
+
+def _can_reduce(array: Array, name: str) -> bool:
+    """Whether there is an operator of that name that arrays of this dtype can be reduced with as they are."""
+    return name in _OPS and PreparedAllReduce.suits(array, ReduceOp(name))

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.host_copy import copy_words, word_dtype
-from gradsync.communicators.shared_memory.rings import SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
+from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import UFUNCS, Array, ReduceOp, divide_into
 
 Shape = tuple[int, ...]
 
 
-class _Prepared:
-    """What both have in common: which arrays they can take.
+class _ArraysOfOneKind:
+    """What a movement and a reduce_scatter have in common: which arrays they can take.
 
     Args:
         agreement: on the collective.
@@ -43,7 +43,7 @@ class _Prepared:
         if self._out_shape is None:
             return array if flags.writeable else None
         if out is None:
-            return np.empty(self._out_shape, self._dtype)
+            return np.empty(self._out_shape, array.dtype)  # one equal to ours may still be another, as numpy.record is
         if type(out) is not np.ndarray or out.shape != self._out_shape or out.dtype != self._dtype:
             return None
         flags = out.flags
@@ -51,14 +51,12 @@ class _Prepared:
         return out if fits else None
 
 
-class PreparedMovement(_Prepared):
+class PreparedMovement(_ArraysOfOneKind):
     """A collective that moves parts of arrays.
 
     Args:
-        agreement, dtype, out_shape: see _Prepared.
-        rings: the shared memory.
-        barrier: where the ranks meet.
-        rank: this rank.
+        agreement, dtype, out_shape: see _ArraysOfOneKind.
+        workplace: this rank's.
         region_bytes: what a call takes of the rings.
     """
 
@@ -67,16 +65,14 @@ class PreparedMovement(_Prepared):
         agreement: Agreement,
         dtype: np.dtype[Any],
         out_shape: Shape | None,
-        rings: SharedRings,
-        barrier: SharedBarrier,
-        rank: int,
+        workplace: Workplace,
         region_bytes: int,
     ) -> None:
         super().__init__(agreement, out_shape, dtype)
-        self._rings = rings
-        self._words = rings.of(self._word)
-        self._own_words = self._words[rank]
-        self._barrier = barrier
+        self._rings = workplace.rings
+        self._words = workplace.rings.of(self._word)
+        self._own_words = self._words[workplace.rank]
+        self._barrier = workplace.barrier
         self._region_bytes = region_bytes
         # Elements of an array, and where they lie in a rank's region.
         self._published: list[tuple[slice, int, int]] = []
@@ -108,16 +104,16 @@ class PreparedMovement(_Prepared):
             copy_words(source[part], self._own_words[at + begin : at + end])
         if self._published:
             self._rings.wrote(region_bytes, began)
-        for part, own in self._kept:
-            copy_words(source[part], result[own])
         self._barrier.meet(self.agreement)
+        for part, own in self._kept:  # not before all agree: then nothing is written
+            copy_words(source[part], result[own])
         places = self._rings.places(region_bytes)
         for part, owner, begin, end in self._fetched:
             at = places[owner] // itemsize
             copy_words(words[owner][at + begin : at + end], result[part])
 
 
-class PreparedReduceScatter(_Prepared):
+class PreparedReduceScatter(_ArraysOfOneKind):
     """A reduce_scatter of equal parts.
 
     Args:
@@ -125,9 +121,7 @@ class PreparedReduceScatter(_Prepared):
         op: an operator that the dtype table allows.
         array: one of the arrays to come, for its shape and dtype; the dtype adds up in itself.
         parts: elements of each rank's part.
-        rings: the shared memory.
-        barrier: where the ranks meet.
-        rank: this rank.
+        workplace: this rank's.
         quietly: calls a function so that overflow and NaN raise nothing.
     """
 
@@ -137,17 +131,16 @@ class PreparedReduceScatter(_Prepared):
         op: ReduceOp,
         array: Array,
         parts: Sequence[slice],
-        rings: SharedRings,
-        barrier: SharedBarrier,
-        rank: int,
+        workplace: Workplace,
         quietly: Callable[..., Any],
     ) -> None:
         rows, *rest = array.shape or (1,)
         super().__init__(agreement, (rows // len(parts), *rest), array.dtype)
-        self._rings = rings
-        self._values = rings.of(array.dtype)
-        self._own_words = rings.of(self._word)[rank]
-        self._barrier = barrier
+        rank = workplace.rank
+        self._rings = workplace.rings
+        self._values = workplace.rings.of(array.dtype)
+        self._own_words = workplace.rings.of(self._word)[rank]
+        self._barrier = workplace.barrier
         self._quietly = quietly
         self._ufunc = UFUNCS[op]
         self._divisor = len(parts) if op is ReduceOp.MEAN else 1

@@ -1,6 +1,6 @@
 """The two ways in which ranks reduce through shared memory; both fix the order of the operands.
 
-Exchange, for small lists: every rank publishes all its values, meets the others, and reduces everything. One barrier.
+AllAtOnce, for small lists: every rank publishes all its values, meets the others, and reduces everything. One barrier.
 
 Stream, for large ones: chunk by chunk, every rank publishes what others own, reduces the slice that it owns, and
 publishes the result, which the others fetch. Each rank reads and reduces 1/n of everything, whatever n.
@@ -19,31 +19,29 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.host_copy import pack_words, split_words, word_dtype
-from gradsync.communicators.shared_memory.rings import Rings, SharedRings
+from gradsync.communicators.shared_memory.rings import Rings
 from gradsync.communicators.shared_memory.stream_plan import Chunk, Region, plan_stream
+from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
 
 # Below, on average, pieces are gathered first: a NumPy call costs as much as some kilobytes.
 _WORTH_A_CALL_BYTES = 4096
 
 
-class Exchange:
+class AllAtOnce:
     """Publish, meet, reduce everything.
 
     Args:
-        rings: the shared memory.
-        barrier: where the ranks meet.
+        workplace: this rank's.
         scratch: private memory.
-        rank: this rank.
     """
 
-    def __init__(self, rings: SharedRings, barrier: SharedBarrier, scratch: Scratch, rank: int) -> None:
-        self._rings = rings
-        self._barrier = barrier
+    def __init__(self, workplace: Workplace, scratch: Scratch) -> None:
+        self._rings = workplace.rings
+        self._barrier = workplace.barrier
         self._scratch = scratch
-        self._rank = rank
+        self._rank = workplace.rank
 
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
@@ -75,27 +73,18 @@ class Stream:
     """Publish what others own, reduce what this rank owns, publish the result.
 
     Args:
-        rings, barrier, scratch, rank: as for Exchange.
-        world_size: number of ranks.
-        chunk_bytes: what is in flight between two barriers.
+        workplace: this rank's.
+        scratch: private memory.
     """
 
-    def __init__(
-        self,
-        rings: SharedRings,
-        barrier: SharedBarrier,
-        scratch: Scratch,
-        rank: int,
-        world_size: int,
-        chunk_bytes: int,
-    ) -> None:
-        self._rings = rings
-        self._barrier = barrier
+    def __init__(self, workplace: Workplace, scratch: Scratch) -> None:
+        self._rings = workplace.rings
+        self._barrier = workplace.barrier
         self._scratch = scratch
-        self._rank = rank
-        self._world_size = world_size
-        self._chunk_bytes = chunk_bytes
-        self._peers = [(rank + step) % world_size for step in range(1, world_size)]
+        self._rank = workplace.rank
+        self._world_size = workplace.world_size
+        self._chunk_bytes = workplace.chunk_bytes
+        self._peers = workplace.peers()
 
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement

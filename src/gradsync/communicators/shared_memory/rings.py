@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,25 +42,34 @@ class SharedRings:
 
     Args:
         memory: begins with bytes_for(world_size, round_bytes) bytes of shared memory.
-        rank: this rank.
         world_size: number of ranks.
         round_bytes: the largest region.
         barrier: where the ranks meet.
+        rank: this rank.
+        allocate: makes sure that these bytes of the memory, (begin, end), can be written to; returns whether they can.
 
     Attributes:
         bytes: how much of the memory the rings take.
     """
 
     def __init__(
-        self, memory: memoryview, rank: int, world_size: int, round_bytes: int, barrier: SharedBarrier
+        self,
+        memory: memoryview,
+        world_size: int,
+        round_bytes: int,
+        barrier: SharedBarrier,
+        rank: int,
+        allocate: Callable[[int, int], bool],
     ) -> None:
         self.bytes = self.bytes_for(world_size, round_bytes)
         self._memory = memory[: self.bytes]
-        self._rank = rank
         self._world_size = world_size
         self._barrier = barrier
         self._ring_bytes = self.bytes // world_size
-        self._short_bytes = 2 * HOT_BYTES + _REGIONS_OF_A_SHORT_RING * round_bytes
+        self._rank = rank
+        self._allocate: Callable[[int, int], bool] | None = allocate  # None once it has been done, or cannot be
+        self._short_bytes = _short_bytes(round_bytes)
+        self._longest_bytes = self._ring_bytes
         self._in_use_bytes = self._short_bytes
         self._slow_in_a_row = 0
         self._short_again_at = 0.0
@@ -71,8 +80,16 @@ class SharedRings:
     @staticmethod
     def bytes_for(world_size: int, round_bytes: int) -> int:
         """Returns how much memory the rings of that many ranks take, in whole pages."""
-        rotating_bytes = max(_LONG_BYTES // max(world_size - 1, 1), _REGIONS_OF_A_SHORT_RING * round_bytes)
+        others_read_bytes = _LONG_BYTES // (world_size - 1) if world_size > 1 else 0
+        rotating_bytes = max(others_read_bytes, _REGIONS_OF_A_SHORT_RING * round_bytes)
         return world_size * (-(-(2 * HOT_BYTES + rotating_bytes) // 4096) * 4096)
+
+    @classmethod
+    def parts_in_use(cls, world_size: int, round_bytes: int) -> list[tuple[int, int]]:
+        """Returns where the short rings lie, as (begin, end) in the rings' memory: what is used from the beginning."""
+        whole_bytes = cls.bytes_for(world_size, round_bytes)
+        begins = range(0, whole_bytes, whole_bytes // world_size)
+        return [(begin, begin + _short_bytes(round_bytes)) for begin in begins]
 
     def take(self, size_bytes: int) -> int:
         """Returns where this rank's region of the next round begins, in bytes: a multiple of every item size.
@@ -123,8 +140,16 @@ class SharedRings:
         self._slow_in_a_row += 1
         if self._slow_in_a_row >= _SLOW_IN_A_ROW:
             self._slow_in_a_row = 0
-            self._in_use_bytes = self._ring_bytes
-            self._short_again_at = time.monotonic() + _STAY_LONG_SECONDS
+            self._lengthen()
+
+    def _lengthen(self) -> None:
+        if self._allocate is not None:  # most programs never come here
+            begin = self._rank * self._ring_bytes
+            if not self._allocate(begin + self._short_bytes, begin + self._ring_bytes):
+                self._longest_bytes = self._short_bytes
+            self._allocate = None
+        self._in_use_bytes = self._longest_bytes
+        self._short_again_at = time.monotonic() + _STAY_LONG_SECONDS
 
     def hot(self, dtype: np.dtype[Any], size: int) -> list[list[Array]]:
         """Returns [next_parity of the barrier][rank] -> the region of a round, for regions of at most HOT_BYTES."""
@@ -141,9 +166,14 @@ class SharedRings:
 
     def release(self) -> None:
         """Lets go of the memory."""
+        self._allocate = None
         self._rings.clear()
         with contextlib.suppress(BufferError):  # see SharedMemoryCommunicator._release
             self._memory.release()
+
+
+def _short_bytes(round_bytes: int) -> int:
+    return 2 * HOT_BYTES + _REGIONS_OF_A_SHORT_RING * round_bytes
 
 
 def share_begin(owner: int, reader: int, size_bytes: int) -> int:

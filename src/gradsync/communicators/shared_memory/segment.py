@@ -16,21 +16,27 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gradsync.errors import BackendUnavailable, RendezvousTimeout
 
+_MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
 _TOKEN_BYTES = 32
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LOOK_FOR_FAILURES_EVERY_SECONDS = 0.05
 
 
-def create_segment(size_bytes: int) -> int:
-    """Returns a descriptor of fresh, zeroed, fully allocated shared memory.
+def create_segment(size_bytes: int, parts: Sequence[tuple[int, int]] | None = None) -> int:
+    """Returns a descriptor of fresh, zeroed shared memory.
 
     Allocation is done here, so that a full memory is an error now and not a SIGBUS at the first touch. A memfd is
     not bounded by /dev/shm: asking for more than there is would end in an out-of-memory kill, so the kernel's own
     estimate is asked first.
+
+    Args:
+        size_bytes: of the memory.
+        parts: what is allocated now, as (begin, end); the rest must be, by `allocate`, before it is touched. None is
+            all of it.
 
     Raises:
         BackendUnavailable: the kernel has no memfd, or not enough memory.
@@ -45,7 +51,9 @@ def create_segment(size_bytes: int) -> int:
     except (AttributeError, OSError) as error:
         raise BackendUnavailable(f"shared memory needs memfd_create (Linux 3.17 or newer): {error}") from error
     try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
+        os.ftruncate(descriptor, size_bytes)
+        for begin, end in [(0, size_bytes)] if parts is None else parts:
+            os.posix_fallocate(descriptor, begin, end - begin)
         # A peer that truncated the memory would kill the others by SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
@@ -74,13 +82,36 @@ def map_segment(descriptor: int) -> mmap.mmap:
         BackendUnavailable: this process has no room for it.
     """
     try:
-        # Populated at once: a first touch in the middle of a collective costs more than the collective.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags)
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED)
     except OSError as error:
         raise BackendUnavailable(f"cannot map the shared memory: {error}") from error
     finally:
         os.close(descriptor)
+
+
+def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
+    """Has the kernel enter these bytes into the process's page tables now.
+
+    A first touch in the middle of a collective costs more than the collective; but to enter what may never be used
+    costs start-up time.
+    """
+    if not allocate(mapping, begin, end):
+        for page in range(begin, end, mmap.PAGESIZE):
+            mapping[page]
+
+
+def allocate(mapping: mmap.mmap, begin: int, end: int) -> bool:
+    """Allocates these bytes, where that has not been done, and populates them.
+
+    Returns:
+        Whether it could be done: not where memory is short, nor on Linux before 5.14.
+    """
+    begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
+    except OSError:
+        return False
+    return True
 
 
 class SegmentOffer:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import CollectiveTimeout, RankFailed
 
 # One 64-byte line of eight words for each rank, and one for all, of which the first word is not zero once any rank
@@ -32,7 +32,6 @@ SPINS = 60
 _YIELD_FOR_SECONDS = 100e-6
 _SLEEP_SECONDS = 50e-6
 _LOOK_FOR_FAILURES_EVERY_SECONDS = 5e-3
-_NEWS_SECONDS = 2.0  # how long after another rank has heard it the verdict may come
 
 ANY_ROUND = 2**64 - 1  # later than all
 
@@ -136,7 +135,7 @@ class SharedWaiting:
             state = self.words[line + _STATE]
             if state in (_ABORTED, _CONDEMNED) and self.words[line + _GAVE_UP_AT] <= round_number:
                 if state == _CONDEMNED:
-                    self._verdicts.await_news(_NEWS_SECONDS)
+                    self._verdicts.await_news(NEWS_SECONDS)
                 self._verdicts.check()  # what the server says is the same on every rank
                 reason = self._reasons.read(peer).decode(errors="replace")
                 self._raise_failed(self.words[line + _CULPRIT], f"rank {self.ranks[peer]} aborted: {reason}")

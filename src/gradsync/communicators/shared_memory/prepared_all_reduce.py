@@ -1,6 +1,6 @@
 """The all-reduce of one small array over shared memory, with everything prepared that stays from call to call.
 
-The same protocol as Exchange of reduction.py, so that ranks on either path meet; about a quarter of its time.
+The same protocol as AllAtOnce of reduction.py, so that ranks on either path meet; about a quarter of its time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.host_copy import copy_words, word_dtype
-from gradsync.communicators.shared_memory.rings import HOT_BYTES, SharedRings
+from gradsync.communicators.shared_memory.rings import HOT_BYTES
+from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.errors import UnsupportedDtype
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, check_operation, divide_into
 
@@ -23,7 +23,7 @@ from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, chec
 _ASSIGN_UP_TO_BYTES = 4096
 
 
-class PreparedExchange:
+class PreparedAllReduce:
     """Reduces arrays of one shape and dtype in place, by one operator.
 
     Args:
@@ -31,9 +31,7 @@ class PreparedExchange:
         op: an operator that the dtype table allows.
         shape: of the arrays.
         dtype: of the arrays; adds up in itself.
-        rings: the shared memory.
-        barrier: where the ranks meet.
-        rank: this rank.
+        workplace: this rank's.
         quietly: calls a function so that overflow and NaN raise nothing.
 
     Attributes:
@@ -46,15 +44,13 @@ class PreparedExchange:
         op: ReduceOp,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        rings: SharedRings,
-        barrier: SharedBarrier,
-        rank: int,
+        workplace: Workplace,
         quietly: Callable[..., Any],
     ) -> None:
         self.agreement = agreement
-        self._rings = rings
-        self._barrier = barrier
-        self._rank = rank
+        self._rings = rings = workplace.rings
+        self._barrier = workplace.barrier
+        self._rank = rank = workplace.rank
         self._quietly = quietly
         self._shape = shape
         self._size = size = int(np.prod(shape))
@@ -87,7 +83,7 @@ class PreparedExchange:
     def run(self, array: Array, _target: Array) -> None:
         """Reduces the array in place; see Communicator.all_reduce."""
         if self._hot is None:
-            contributions = self._exchange(array)
+            contributions = self._contributions(array)
         else:
             parity = self._barrier.next_parity
             contributions = self._hot[parity]
@@ -103,8 +99,8 @@ class PreparedExchange:
         if self._divisor > 1:
             quietly(divide_into, array, self._divisor, array)
 
-    def _exchange(self, array: Array) -> list[Array]:
-        """Returns the contributions of all ranks, from regions that are not at places known beforehand."""
+    def _contributions(self, array: Array) -> list[Array]:
+        """Meets the others; returns what all have contributed, from regions at places not known beforehand."""
         size, itemsize = self._size, self._word.itemsize
         begin = self._rings.take(self._size_bytes) // itemsize
         began = time.perf_counter()

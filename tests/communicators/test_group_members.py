@@ -1,0 +1,163 @@
+"""Who is in a group and who is not, and how members wait for one another."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from contract import expect
+from gradsync import process_group
+from gradsync.communicators.collectives.non_member import NonMember
+from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.world import group_or_world
+from gradsync.rendezvous import protocol
+from gradsync.rendezvous.forgetting import Forgetting
+from gradsync.rendezvous.generation import Generation
+from places import SHM, STAND_IN, Place, on
+
+# -- Who is not -----------------------------------------------------------------------------------------------------
+
+
+def test_a_communicator_is_true_and_a_non_member_is_not() -> None:
+    assert LocalCommunicator()
+    nobody = NonMember("rank 1/4", "the group of ranks 0,2")
+    assert not nobody
+    assert repr(nobody) == "<NonMember: rank 1/4 is no member of the group of ranks 0,2>"
+    with pytest.raises(AttributeError, match=r"no member of the group of ranks 0,2, and has no 'all_reduce' there"):
+        nobody.all_reduce(np.ones(2))
+    assert not hasattr(nobody, "rank")
+    for other in (copy.copy(nobody), pickle.loads(pickle.dumps(nobody))):
+        assert repr(other) == repr(nobody)
+
+
+TAKERS: dict[str, Any] = {
+    "bcast_list_": lambda group: gs.bcast_list_([np.ones(2)], communicator=group),
+    "bcast_list_ by group=": lambda group: gs.bcast_list_([np.ones(2)], group=group),
+    "broadcast_tree": lambda group: gs.broadcast_tree({"w": np.ones(2)}, communicator=group),
+    "check_consistency": lambda group: gs.check_consistency([np.ones(2)], group),
+    "group_barrier": lambda group: gs.group_barrier(group),
+    "shard_indices": lambda group: gs.shard_indices(5, communicator=group),
+    "pack_allreduce_split": lambda group: gs.pack_allreduce_split([np.ones(2)], [(2,)], group),
+    "AllreduceCallback": lambda group: gs.AllreduceCallback(group=group),
+    "all_gather": lambda group: gs.comm.all_gather(1, group=group),
+    "gather": lambda group: gs.comm.gather(1, group=group),
+}
+
+
+@pytest.mark.parametrize("name", list(TAKERS))
+def test_who_is_no_member_does_not_take_the_world_for_the_group(name: str) -> None:
+    nobody = NonMember("rank 0/1", "the group of ranks 1,2")
+    what = name.partition(" ")[0]
+    with gs.init_process_group("local"):
+        text = f"rank 0/1 is no member of the group of ranks 1,2: call {what} within `if group:`"
+        with pytest.raises(gs.InvalidArgument, match=text):
+            TAKERS[name](nobody)
+        with pytest.raises(gs.InvalidArgument, match=f"rank 0/1: {what}: .* must be a Communicator or None, got list"):
+            TAKERS[name]([0, 1])
+
+
+def test_the_argument_is_named_as_the_caller_spells_it() -> None:
+    with pytest.raises(gs.InvalidArgument, match="^f: communicator must be a Communicator or None, got int"):
+        group_or_world(3, "f", "communicator")  # type: ignore[arg-type]
+    with pytest.raises(gs.InvalidArgument, match="^f: the process group is not initialised"):
+        group_or_world(None, "f")
+
+
+def leave_out(comm: Any) -> list[str]:
+    outside = [group for group in (comm.new_group([0, 2]), comm.split(None if comm.rank == 1 else 0)) if not group]
+    assert len(outside) == 2 * (comm.rank == 1)
+    assert all(group is not None for group in outside)
+    return [repr(group) for group in outside]
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *on(STAND_IN, 3)])
+def test_a_rank_that_is_left_out_is_told(place: Place, world_size: int) -> None:
+    _, (of_new_group, of_split), _ = place.run(world_size, leave_out)
+    assert of_new_group == "<NonMember: rank 1/3 is no member of the group of ranks 0,2>"
+    assert of_split == "<NonMember: rank 1/3 is no member of any group of a split in which its color was None>"
+
+
+# -- How members wait -----------------------------------------------------------------------------------------------
+
+
+def name_different_ranks(comm: Any) -> str:
+    return str(expect(gs.GradsyncError, lambda: comm.new_group([0, 1] if comm.rank == 0 else [0, 1, 2])))
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *on(STAND_IN, 3)])
+def test_members_that_name_different_ranks_are_told_what_to_do(place: Place, world_size: int) -> None:
+    texts = place.run(world_size, name_different_ranks, collective_timeout_seconds=1.0)
+    assert any(text.startswith(f"rank {rank}/3: new_group of the ranks 0,1") for rank, text in enumerate(texts)), texts
+    for text in texts:  # the first to give up is told to the others
+        assert "every member must call new_group, all with the same ranks" in text
+        assert "missing: rank" in text
+
+
+def end_beside_the_making(comm: Any, how: str) -> tuple[str, float]:
+    """Rank 0 waits in new_group; the communicator ends on rank 1, or on rank 0 by another thread."""
+    comm.barrier()
+    started = time.monotonic()
+    if how == "own abort" and comm.rank == 0:
+        threading.Timer(0.3, comm.abort, ["the user has had enough"]).start()
+    if comm.rank == 0:
+        error = expect((gs.RankFailed, gs.CommunicatorClosed), lambda: comm.new_group([0, 1]))  # type: ignore[arg-type]
+        return str(error), time.monotonic() - started
+    if how == "close":
+        comm.close()
+    elif how == "abort":
+        comm.abort("ValueError in the backward pass")
+    client: Any = process_group._client
+    client.get("rank 0 has left", timeout_seconds=30.0)
+    return "", 0.0
+
+
+def tell_the_end(comm: Any, how: str) -> tuple[str, float]:
+    try:
+        return end_beside_the_making(comm, how)
+    finally:
+        if comm.rank == 0:
+            client: Any = process_group._client
+            client.set("rank 0 has left", b"")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("abort", "rank 1 aborted: ValueError in the backward pass"),
+        ("close", "rank 1 closed the communicator"),
+        ("own abort", "aborted: the user has had enough"),
+    ],
+)
+def test_the_end_of_the_communicator_ends_the_wait_for_members(how: str, text: str) -> None:
+    (told, seconds), _ = SHM.run(2, tell_the_end, how)
+    assert text in told
+    assert seconds < 15
+
+
+def make_and_drop(comm: Any, count: int) -> None:
+    for _ in range(count):
+        group = comm.new_group([0, 1])
+        group.barrier()
+        del group
+    comm.barrier()
+
+
+def test_groups_that_are_dropped_leave_no_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    generations: list[Generation] = []
+
+    def keep(*arguments: Any) -> Generation:
+        generations.append(Generation(*arguments))
+        return generations[-1]
+
+    monkeypatch.setattr(protocol, "Generation", keep)
+    monkeypatch.setattr(Forgetting, "rank_left", lambda forgetting, rank: None)  # what is left then, was left over
+    SHM.run(2, make_and_drop, 5)
+    [generation] = generations
+    assert {name for name, _ in generation._barriers._barriers if "#" in name} == set()
