@@ -55,13 +55,11 @@ def make_rings(
     return SharedRings(memory, world_size, ROUND_BYTES, barrier, 0, allocate), barrier  # type: ignore[arg-type]
 
 
-rounds = st.lists(
-    st.tuples(st.integers(0, ROUND_BYTES), st.booleans(), st.sampled_from([SLOW, FAST]), st.booleans()), max_size=80
-)
+rounds = st.lists(st.tuples(st.integers(0, ROUND_BYTES), st.sampled_from([SLOW, FAST]), st.booleans()), max_size=80)
 
 
 @given(rounds, st.integers(1, 5))
-def test_the_regions_of_three_rounds_never_meet(steps: list[tuple[int, bool, float, bool]], world_size: int) -> None:
+def test_the_regions_of_two_rounds_never_meet(steps: list[tuple[int, float, bool]], world_size: int) -> None:
     """However sizes come, and whenever writing is found slow or fast, or the short ring is tried again."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         rings, barrier = make_rings(world_size, monkeypatch)
@@ -70,14 +68,14 @@ def test_the_regions_of_three_rounds_never_meet(steps: list[tuple[int, bool, flo
         monkeypatch.setattr(shared_rings.time, "perf_counter", lambda: 0.0)
         (ring,) = {each.size for each in rings.of(np.dtype(np.uint8))}
         lasting: list[tuple[int, int, int]] = []  # (round, begin, end)
-        for size, for_two, seconds, goes_on in steps:
-            begin = rings.take_for_two(size) if for_two else rings.take(size)
-            is_hot = not for_two and size <= HOT_BYTES
+        for size, seconds, goes_on in steps:
+            begin = rings.take(size)
+            is_hot = size <= HOT_BYTES
             assert 0 <= begin <= begin + size <= ring
             assert begin % 64 == 0
             assert is_hot == (begin < 2 * HOT_BYTES)
             for earlier, low, high in lasting:
-                if barrier.round - earlier < (1 if is_hot else 2):
+                if barrier.round - earlier < 2:
                     assert end_before(low, high, begin, begin + size), (earlier, barrier.round)
             lasting = [*lasting, (barrier.round, begin, begin + size)][-3:]
             for _ in range(8):
@@ -85,7 +83,7 @@ def test_the_regions_of_three_rounds_never_meet(steps: list[tuple[int, bool, flo
             clock[0] += 10.0 * goes_on
             barrier.round += 1
             if not is_hot:
-                assert list(rings.posted_places()) == [begin]
+                assert list(rings.places(size)) == [begin]
 
 
 def end_before(low: int, high: int, begin: int, end: int) -> bool:
@@ -99,7 +97,7 @@ def test_slow_writing_makes_the_ring_long_for_a_while(monkeypatch: pytest.Monkey
 
     def lap() -> int:
         """Returns how far the ring reaches."""
-        return max(rings.take_for_two(ROUND_BYTES) for _ in range(30))
+        return max(rings.take(ROUND_BYTES) for _ in range(30))
 
     def write(seconds: float, times: int) -> None:
         for _ in range(times):
@@ -133,7 +131,7 @@ def test_without_memory_for_it_the_ring_stays_short(monkeypatch: pytest.MonkeyPa
     rings, _ = make_rings(2, monkeypatch, REFUSED)
     find_slow(rings, monkeypatch)
     (_, end), _ = SharedRings.parts_in_use(2, ROUND_BYTES)
-    assert max(rings.take_for_two(ROUND_BYTES) for _ in range(30)) + ROUND_BYTES <= end
+    assert max(rings.take(ROUND_BYTES) for _ in range(30)) + ROUND_BYTES <= end
 
 
 def find_slow(rings: SharedRings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from gradsync.communicators.shared_memory.channels import SharedChannels
 from gradsync.communicators.shared_memory.movement import SharedMovement
 from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
 from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
-from gradsync.communicators.shared_memory.reduction import AllAtOnce, Scratch, Stream
+from gradsync.communicators.shared_memory.reduction import AllAtOnce, Scratch, WriteBack
 from gradsync.communicators.shared_memory.rings import SharedRings
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
@@ -36,6 +36,7 @@ from gradsync.communicators.shared_memory.segment import (
     populate,
     take_segment,
 )
+from gradsync.communicators.shared_memory.slots import Slots
 from gradsync.communicators.shared_memory.waiting import ANY_ROUND
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.communicators.verdicts import Verdicts
@@ -44,11 +45,11 @@ from gradsync.errors import BackendUnavailable
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
-# What is in flight between two barriers, for each rank. Measured: larger chunks leave the cache, smaller ones pay for
-# more barriers and NumPy calls.
-CHUNK_BYTES = 512 * 1024
-# Likewise for what is only moved, or reduced on one rank: some write the next round while others read the last one.
-ROUND_BYTES = 256 * 1024
+# What is in flight of a large all-reduce between two barriers, for each rank. Measured: larger chunks leave the cache,
+# smaller ones pay for more barriers and NumPy calls.
+CHUNK_BYTES = 1024 * 1024
+# Likewise of what is moved, or reduced on one rank: some write the next round while others read the last one.
+ROUND_BYTES = 512 * 1024
 # Up to here one barrier and n reads of everything beat two barriers and a share of the work.
 SMALL_BYTES = 128 * 1024
 
@@ -87,20 +88,25 @@ class SharedMemoryCommunicator(Communicator):
         self._barrier = SharedBarrier(
             self._memory[:header], rank, world_size, timeout_seconds, verdicts, ranks=self.ranks, label=self.label
         )
-        allocate_in_rings = partial(_allocate, self._mapping, header)
         self._rings = SharedRings(
-            self._memory[header:], world_size, CHUNK_BYTES, self._barrier, rank, allocate_in_rings
+            self._memory[header:],
+            world_size,
+            ROUND_BYTES,
+            self._barrier,
+            rank,
+            partial(_allocate, self._mapping, header),
         )
-        channels = header + self._rings.bytes
+        self._slots = Slots(self._memory[header + self._rings.bytes :], world_size, CHUNK_BYTES)
+        channels = header + self._rings.bytes + self._slots.bytes
         self._channels = SharedChannels(self._memory[channels:], rank, world_size, self._barrier)
         for part in _parts_in_use(world_size):
             populate(self._mapping, *part)
         scratch = Scratch(CHUNK_BYTES)
-        share_bytes = min(ROUND_BYTES, CHUNK_BYTES // max(world_size - 1, 1) // 64 * 64)
+        share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
         sizes = SMALL_BYTES, CHUNK_BYTES, ROUND_BYTES, share_bytes
         workplace = Workplace(rank, world_size, self._barrier, self._rings, *sizes)
         self._small_reduction = AllAtOnce(workplace, scratch)
-        self._large_reduction = Stream(workplace, scratch)
+        self._large_reduction = WriteBack(workplace, scratch, self._slots)
         self._partial_reduction = PartialReduction(workplace, scratch)
         self._movement = SharedMovement(workplace)
         # Of one rank, there is nothing to prepare.
@@ -185,6 +191,7 @@ class SharedMemoryCommunicator(Communicator):
         if self._prepared is not None:
             self._prepared.release()
         self._rings.release()
+        self._slots.release()
         self._channels.release()
         self._barrier.release()
         # Where a traceback still holds a view, the mapping goes with the last one.
@@ -196,16 +203,16 @@ class SharedMemoryCommunicator(Communicator):
 
 def segment_bytes(world_size: int) -> int:
     """Returns how much memory the ranks share."""
-    rings_bytes = SharedRings.bytes_for(world_size, CHUNK_BYTES)
-    return header_bytes(world_size) + rings_bytes + SharedChannels.bytes_for(world_size)
+    own_bytes = SharedRings.bytes_for(world_size, ROUND_BYTES) + Slots.bytes_for(world_size, CHUNK_BYTES)
+    return header_bytes(world_size) + own_bytes + SharedChannels.bytes_for(world_size)
 
 
 def _parts_in_use(world_size: int) -> list[tuple[int, int]]:
     """Returns what is used from the beginning, as (begin, end): all but the long rings."""
     header = header_bytes(world_size)
-    channels = header + SharedRings.bytes_for(world_size, CHUNK_BYTES)
-    rings = [(header + begin, header + end) for begin, end in SharedRings.parts_in_use(world_size, CHUNK_BYTES)]
-    return [(0, header), *rings, (channels, segment_bytes(world_size))]
+    slots = header + SharedRings.bytes_for(world_size, ROUND_BYTES)
+    rings = [(header + begin, header + end) for begin, end in SharedRings.parts_in_use(world_size, ROUND_BYTES)]
+    return [(0, header), *rings, (slots, segment_bytes(world_size))]
 
 
 def _create(world_size: int) -> int:

@@ -2,8 +2,9 @@
 
 AllAtOnce, for small lists: every rank publishes all its values, meets the others, and reduces everything. One barrier.
 
-Stream, for large ones: chunk by chunk, every rank publishes what others own, reduces the slice that it owns, and
-publishes the result, which the others fetch. Each rank reads and reduces 1/n of everything, whatever n.
+WriteBack, for large ones: chunk by chunk, every rank publishes what others own, reduces the slice that it owns, and
+writes the result back into the others' memory, from where they fetch it. Each rank reads and reduces 1/n of everything,
+whatever n. Results in a ring of the reducer's own, which others would fetch from there, took a quarter longer.
 
 Either way an element is reduced in rank order, so all ranks get the same bits, and the same inputs give the same bits
 from run to run. The size of the list does not matter either, but for complex products, which NumPy rounds differently
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.shared_memory.host_copy import pack_words, split_words, word_dtype
-from gradsync.communicators.shared_memory.rings import Rings
+from gradsync.communicators.shared_memory.host_copy import copy_words, pack_words, split_words, word_dtype
+from gradsync.communicators.shared_memory.slots import Slots
 from gradsync.communicators.shared_memory.stream_plan import Chunk, Region, plan_stream
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
@@ -69,102 +70,96 @@ class AllAtOnce:
         split_words(result.view(word), [target.view(word) for target in targets])
 
 
-class Stream:
-    """Publish what others own, reduce what this rank owns, publish the result.
+class WriteBack:
+    """Publish what others own, reduce what this rank owns, write it back.
 
     Args:
-        workplace: this rank's.
-        scratch: private memory.
+        workplace, scratch: as for AllAtOnce.
+        slots: memory of its own; a chunk fits into a slot.
     """
 
-    def __init__(self, workplace: Workplace, scratch: Scratch) -> None:
-        self._rings = workplace.rings
+    def __init__(self, workplace: Workplace, scratch: Scratch, slots: Slots) -> None:
+        self._slots_of = slots.of
         self._barrier = workplace.barrier
         self._scratch = scratch
-        self._rank = workplace.rank
-        self._world_size = workplace.world_size
+        self._rank = rank = workplace.rank
+        self._world_size = world_size = workplace.world_size
         self._chunk_bytes = workplace.chunk_bytes
-        self._peers = workplace.peers()
+        self._peers = [peer for peer in range(world_size) if peer != rank]
 
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         """Reduces each source into its target; see Communicator.all_reduce_list.
 
-        Three chunks are in flight: one published, one reduced, one fetched between two barriers. A chunk's region in a
-        ring has the layout of the chunk: the owner of the ring puts what it contributes to the others' slices there,
-        and later the result of its own.
+        Three chunks are in flight: one published, one reduced, one fetched between two barriers. A rank publishes
+        into its own slot only after fetching the chunk that was there two steps before, and others touch that slot
+        only between the barriers after its publication and after their reduction.
         """
         dtype = sources[0].dtype
         word = word_dtype(dtype)
         source_words = [source.view(word) for source in sources]
-        rings, own_words = self._rings.of(dtype), self._rings.of(word)[self._rank]
+        slots, slot_words = self._slots_of(dtype), self._slots_of(word)
         sizes = tuple([source.size for source in sources])
         itemsize = dtype.itemsize
-        chunks = plan_stream(sizes, self._chunk_bytes // itemsize, itemsize, self._world_size)
+        chunks = plan_stream(sizes, self._chunk_bytes // itemsize, itemsize, self._rank, self._world_size)
         # The mean is a sum that is divided on its way into the targets: that spares a pass over the data. Half
         # precision is divided with the sum, in float32.
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
         delivery = _Delivery(targets, self._world_size if divides_late else 1)
         sum_op = ReduceOp.SUM if divides_late else op
-        places: list[list[int]] = []  # of the chunks, by rank, in elements
         count = len(chunks)
         for step in range(count + 2):
-            if 1 <= step <= count:  # told at the meeting just now
-                places.append([place // itemsize for place in self._rings.posted_places()])
+            parity = step & 1
             if step >= 2:
-                for peer in self._peers:
-                    delivery.deliver(rings[peer], places[step - 2][peer], chunks[step - 2][peer])
+                for region in chunks[step - 2].others:
+                    delivery.deliver(slots[parity][self._rank], region)
             if step < count:
-                self._publish(chunks[step], source_words, own_words)
+                self._publish(chunks[step], source_words, slot_words[parity][self._rank])
             if 1 <= step <= count:
-                own_slice = chunks[step - 1][self._rank]
-                self._reduce(own_slice, sources, rings, places[step - 1], sum_op)
-                delivery.deliver(rings[self._rank], places[step - 1][self._rank], own_slice)
+                self._reduce(chunks[step - 1].own, sources, slots[1 - parity], sum_op, delivery)
             if step <= count:
                 self._barrier.meet(agreement)
 
-    def _publish(self, chunk: Chunk, source_words: Sequence[Array], own_words: Array) -> None:
-        itemsize = own_words.itemsize
-        at = self._rings.take_for_two(chunk[-1].end * itemsize) // itemsize
-        began, size = time.perf_counter(), 0
-        for peer in self._peers:
-            begin, end, pieces = chunk[peer]
-            if pieces:
-                parts = [source_words[array][low:high] for array, low, high in pieces]
-                pack_words(parts, own_words[at + begin : at + end])
-                size += end - begin
-        self._rings.wrote(size * itemsize, began)
+    @staticmethod
+    def _publish(chunk: Chunk, source_words: Sequence[Array], own_slot: Array) -> None:
+        for begin, end, pieces in chunk.others:
+            pack_words([source_words[array][low:high] for array, low, high in pieces], own_slot[begin:end])
 
     def _reduce(
-        self, region: Region, sources: Sequence[Array], rings: Rings, places: Sequence[int], op: ReduceOp
+        self, region: Region, sources: Sequence[Array], slots: Sequence[Array], op: ReduceOp, delivery: _Delivery
     ) -> None:
-        """Reduces this rank's slice of a chunk into this rank's ring."""
+        """Reduces this rank's slice of a chunk into the slot of every peer, and delivers it here."""
         begin, end, pieces = region
-        if not pieces:
+        if begin == end:
             return
-        dtype = rings[0].dtype
+        dtype = slots[0].dtype
         if (end - begin) * dtype.itemsize >= _WORTH_A_CALL_BYTES * len(pieces):
             for array, low, high in pieces:
-                self._reduce_into_ring(begin, sources[array][low:high], rings, places, op)
+                self._reduce_into_slots(begin, sources[array][low:high], slots, op)
                 begin += high - low
         else:
             own = self._scratch.own(dtype, end - begin)
             word = word_dtype(dtype)
             pack_words([sources[array][low:high].view(word) for array, low, high in pieces], own.view(word))
-            self._reduce_into_ring(begin, own, rings, places, op)
+            self._reduce_into_slots(begin, own, slots, op)
+        delivery.deliver(slots[self._peers[0]], region)
 
-    def _reduce_into_ring(self, begin: int, own: Array, rings: Rings, places: Sequence[int], op: ReduceOp) -> None:
-        """Reduces the elements of a chunk from `begin` on, of which `own` is this rank's contribution."""
-        size = own.size
-        contributions = [ring[place + begin : place + begin + size] for ring, place in zip(rings, places, strict=True)]
-        result = contributions[self._rank]
+    def _reduce_into_slots(self, begin: int, own: Array, slots: Sequence[Array], op: ReduceOp) -> None:
+        """Reduces the elements from `begin` on, of which `own` is this rank's contribution, into the peers' slots."""
+        contributions = [slot[begin : begin + own.size] for slot in slots]
+        # Rank 0 or rank 1: in rank order, its contribution is read before the first result is written.
+        result = contributions[self._peers[0]]
+        others = [contributions[peer] for peer in self._peers[1:]]
         contributions[self._rank] = own
-        reduce_into(op, contributions, result, self._scratch.accumulator(own.dtype, size))
+        reduce_into(op, contributions, result, self._scratch.accumulator(own.dtype, own.size))
+        word = word_dtype(own.dtype)
+        for place in others:
+            copy_words(result.view(word), place.view(word))
 
 
 class _Delivery:
-    """Copies results out of rings into the targets, dividing them where that was put off.
+    """Copies results out of slots into the targets, dividing them where that was put off.
 
     Args:
         targets: 1-D arrays.
@@ -177,18 +172,16 @@ class _Delivery:
         self._word = targets[0].dtype if divisor > 1 else word
         self._targets = targets if divisor > 1 else [target.view(word) for target in targets]
 
-    def deliver(self, ring: Array, at: int, region: Region) -> None:
-        """Moves one region of a chunk, which begins at a place in a ring, to where it belongs."""
-        begin, end, pieces = at + region.begin, at + region.end, region.pieces
-        if not pieces:
-            return
+    def deliver(self, slot: Array, region: Region) -> None:
+        """Moves one region of a chunk from a slot to where it belongs."""
+        begin, end, pieces = region
         targets = [self._targets[array][low:high] for array, low, high in pieces]
         if self._divisor == 1:
-            split_words(ring[begin:end].view(self._word), targets)
+            split_words(slot.view(self._word)[begin:end], targets)
             return
         for target in targets:
             end = begin + target.size
-            divide_into(ring[begin:end], self._divisor, target)
+            divide_into(slot[begin:end], self._divisor, target)
             begin = end
 
 

@@ -1,7 +1,7 @@
 """The memory through which ranks hand each other arrays: a ring for each rank, in which it moves on with every round.
 
 A rank writes into its own ring only; once all have met, the others read there. A place is written again when all have
-met three times since, and so are done with reading; but why a ring, and no fixed buffers used in turn? Rewriting memory
+met twice since, and so are done with reading; but why a ring, and no fixed buffers used in turn? Rewriting memory
 that another core has just read makes the processor take each line back first. A virtual machine does that at 9 GB/s,
 and for seconds on end, whenever its memory is in another mode, at 2; what a core has not touched for a while is written
 at 25. So a rank goes round a short ring, which stays in the caches, or, while it finds that writing is slow, a long
@@ -28,7 +28,7 @@ HOT_BYTES = 16 * 1024
 CACHE_LINE_BYTES = 64
 
 _LONG_BYTES = 16 * 1024**2  # what the others together read before a place is written again: some times their caches
-_REGIONS_OF_A_SHORT_RING = 4  # of the largest: those of three rounds must not meet, and one may be cut off at the end
+_REGIONS_OF_A_SHORT_RING = 4  # of the largest: three, so that those of two rounds never meet, and one to stay fast
 _JUDGED_FROM_BYTES = 64 * 1024
 _SLOW_BYTES_PER_SECOND = 3e9
 _SLOW_IN_A_ROW = 6  # a process that was interrupted is slow too, but not again and again
@@ -98,10 +98,6 @@ class SharedRings:
         """
         if size_bytes <= HOT_BYTES:
             return self._barrier.next_parity * HOT_BYTES
-        return self.take_for_two(size_bytes)
-
-    def take_for_two(self, size_bytes: int) -> int:
-        """As `take`; the region lasts for one round more. The others find it by `posted_places`."""
         begin = self._next
         if begin + size_bytes > self._in_use_bytes:
             begin = 2 * HOT_BYTES
@@ -119,10 +115,6 @@ class SharedRings:
         """
         if size_bytes <= HOT_BYTES:
             return self._hot_places[self._barrier.round & 1]
-        return self._barrier.posted_places()
-
-    def posted_places(self) -> list[int]:
-        """As `places`, for `take_for_two`."""
         return self._barrier.posted_places()
 
     def wrote(self, size_bytes: int, began: float) -> None:

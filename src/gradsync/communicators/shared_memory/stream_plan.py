@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 _CACHE_LINE_BYTES = 64
@@ -30,31 +30,44 @@ class Region(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-Chunk = tuple[Region, ...]  # one step of the stream: the slice of each rank
+class Chunk(NamedTuple):
+    """One step of the stream, as one rank sees it: its own slice, and the rest in at most two regions."""
+
+    own: Region
+    others: tuple[Region, ...]
 
 
 @lru_cache(maxsize=256)
-def plan_stream(sizes: tuple[int, ...], chunk_elements: int, itemsize: int, world_size: int) -> tuple[Chunk, ...]:
+def plan_stream(
+    sizes: tuple[int, ...], chunk_elements: int, itemsize: int, rank: int, world_size: int
+) -> tuple[Chunk, ...]:
     """Cuts arrays of the given sizes into chunks, and each chunk into a slice for each rank.
 
     Args:
         sizes: elements of each array, in order.
         chunk_elements: elements of a chunk, at most.
         itemsize: bytes of an element; slices begin on cache lines, so that no two ranks write into one.
+        rank: whose view of the chunks is wanted.
         world_size: number of slices in a chunk.
     """
-    total = sum(sizes)
     return tuple(
-        _chunk(sizes, begin, min(begin + chunk_elements, total), itemsize, world_size)
-        for begin in range(0, total, chunk_elements)
+        _chunk(sizes, begin, end, itemsize, rank, world_size) for begin, end in _cuts(sum(sizes), chunk_elements)
     )
 
 
-def _chunk(sizes: tuple[int, ...], begin: int, end: int, itemsize: int, world_size: int) -> Chunk:
+def _cuts(total: int, step: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+
+def _chunk(sizes: tuple[int, ...], begin: int, end: int, itemsize: int, rank: int, world_size: int) -> Chunk:
     length = end - begin
     line = max(1, _CACHE_LINE_BYTES // itemsize)
     bounds = [min(length, -(-length * r // world_size // line) * line) for r in range(world_size)] + [length]
-    return tuple(Region(low, high, pieces_between(sizes, begin + low, begin + high)) for low, high in pairwise(bounds))
+    low, high = bounds[rank], bounds[rank + 1]
+    before, own, after = (
+        Region(a, b, pieces_between(sizes, begin + a, begin + b)) for a, b in ((0, low), (low, high), (high, length))
+    )
+    return Chunk(own, tuple(region for region in (before, after) if region.begin < region.end))
 
 
 def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece, ...]:

@@ -1,0 +1,52 @@
+"""The slots of the ranks in shared memory, as arrays of any dtype."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gradsync.reduction import Array
+
+SlotArrays = tuple[tuple[Array, ...], ...]  # [parity][rank] -> 1-D array in shared memory
+SlotsOf = Callable[[np.dtype[Any]], SlotArrays]  # gives them under a dtype
+
+
+class Slots:
+    """Two buffers of a fixed size for each rank in shared memory, used in turn, as arrays of any dtype.
+
+    Args:
+        memory: begins with room for them.
+        world_size: number of ranks.
+        slot_bytes: size of one buffer.
+
+    Attributes:
+        bytes: how much of the memory they take.
+    """
+
+    def __init__(self, memory: memoryview, world_size: int, slot_bytes: int) -> None:
+        self.bytes = self.bytes_for(world_size, slot_bytes)
+        self._memory = memory[: self.bytes]
+        self._shape = (2, world_size, slot_bytes)
+        self._arrays: dict[np.dtype[Any], SlotArrays] = {}
+
+    @staticmethod
+    def bytes_for(world_size: int, slot_bytes: int) -> int:
+        """Returns how much memory the slots take."""
+        return 2 * world_size * slot_bytes
+
+    def of(self, dtype: np.dtype[Any]) -> SlotArrays:
+        """Returns [parity][rank] -> the whole buffer as a 1-D array."""
+        arrays = self._arrays.get(dtype)
+        if arrays is None:
+            whole = np.frombuffer(self._memory, np.uint8).reshape(self._shape)
+            arrays = self._arrays[dtype] = tuple(tuple(row.view(dtype) for row in half) for half in whole)
+        return arrays
+
+    def release(self) -> None:
+        """Lets go of the memory."""
+        self._arrays.clear()
+        with contextlib.suppress(BufferError):  # see SharedMemoryCommunicator._release
+            self._memory.release()
