@@ -51,7 +51,7 @@ class Liveness:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread; it listens at once, but is silent until this rank is seated, and for half a second."""
+        """Starts the thread; it is silent until this rank is seated, and for its first half second."""
         args = (weakref.ref(self), self._connection.input_waiter(), self._ending)
         self._thread = threading.Thread(target=_keep_alive, args=args, name="gradsync-liveness", daemon=True)
         self._thread.start()
@@ -114,7 +114,7 @@ class Liveness:
 def _keep_alive(reference: weakref.ReferenceType[Liveness], input_waiter: select.poll, ending: threading.Event) -> None:
     """The thread: a beat when it is due, and in between an ear for what comes in."""
     beat_at = time.monotonic() + HEARTBEAT_SECONDS
-    pause_seconds = 0.0
+    pause_seconds = HEARTBEAT_SECONDS
     has_input = False
     while not ending.wait(pause_seconds):
         liveness = reference()
