@@ -194,9 +194,8 @@ class Groups(CollectiveBase):
         except BaseException as error:
             if self._client is not None:
                 if isinstance(error, BackendUnavailable):
-                    await_news(
-                        NEWS_SECONDS, self._client.check
-                    )  # a member that died is not there either, and is the better reason
+                    # A member that died is not there either, and is the better reason.
+                    await_news(NEWS_SECONDS, self._client.check)
                 self._client.report_failure(f"in {what}: {describe(error)}")
             raise
 

@@ -80,7 +80,7 @@ class StorePath(HostPath):
     def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
         """See HostPath."""
         rank = self._client.rank
-        sizes = [bounds[r + 1] - bounds[r] if r != root else 0 for r in range(self._client.world_size)]
+        sizes = _sizes_beside(root, bounds)
         if rank != root:
             self._move(sizes, {rank: source}, {})
             return None
@@ -93,7 +93,7 @@ class StorePath(HostPath):
     def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
         """See HostPath."""
         rank = self._client.rank
-        sizes = [bounds[r + 1] - bounds[r] if r != root else 0 for r in range(self._client.world_size)]
+        sizes = _sizes_beside(root, bounds)
         if source is None:
             target = np.empty(sizes[rank], np.uint8)
             self._move(sizes, {}, {rank: target})
@@ -178,6 +178,11 @@ class StorePath(HostPath):
                 if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
                     self._verdicts.give_up(waited_seconds, missing)
                 self._verdicts.warn(waited_seconds, missing)
+
+
+def _sizes_beside(root: int, bounds: Bounds) -> list[int]:
+    """Returns the bytes of each rank's part; the root's own does not travel."""
+    return [end - begin if rank != root else 0 for rank, (begin, end) in enumerate(pairwise(bounds))]
 
 
 def _parts(whole: Array, bounds: Bounds) -> list[Array]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.backend import part_of
-from gradsync.communicators.collective_call import bounds_of
+from gradsync.communicators.collective_call import bounds_of, row_shape
 from gradsync.communicators.collectives.all_to_all import all_to_all_agreement
 from gradsync.communicators.collectives.movements import broadcast_agreement, gather_agreement
 from gradsync.communicators.collectives.reductions import all_reduce_agreement, reduce_scatter_agreement
@@ -110,7 +110,7 @@ class PreparedCalls:
     def _all_gather(self, array: Array, _: object) -> PreparedMovement | None:
         if array.nbytes > self._workplace.round_bytes:
             return None
-        rows, *rest = array.shape or (1,)
+        rows, *rest = row_shape(array.shape)
         agreement = gather_agreement("all_gather", array.shape, array.dtype)
         out_shape = (rows * self._world_size, *rest)
         movement = PreparedMovement(agreement, array.dtype, out_shape, self._workplace, array.nbytes)
@@ -128,7 +128,7 @@ class PreparedCalls:
         part_bytes = parts[0].stop * array.itemsize
         region_bytes = shares_bytes(self._world_size, part_bytes)
         agreement = all_to_all_agreement(array.shape, array.dtype)
-        movement = PreparedMovement(agreement, array.dtype, array.shape or (1,), self._workplace, region_bytes)
+        movement = PreparedMovement(agreement, array.dtype, row_shape(array.shape), self._workplace, region_bytes)
         for peer in self._peers:
             movement.publish(parts[peer], share_begin(self._rank, peer, part_bytes))
         movement.keep(parts[self._rank], parts[self._rank])
@@ -146,7 +146,7 @@ class PreparedCalls:
 
     def _parts(self, array: Array) -> list[slice] | None:
         """Returns the elements of each rank's part where the rows divide equally and a share holds a part."""
-        rows = (array.shape or (1,))[0]
+        rows = row_shape(array.shape)[0]
         size = array.size // self._world_size
         if rows % self._world_size or size * array.itemsize > self._workplace.share_bytes:
             return None

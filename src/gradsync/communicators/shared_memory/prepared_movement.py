@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.collective_call import Shape, row_shape
 from gradsync.communicators.shared_memory.host_copy import copy_words, word_dtype
 from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import UFUNCS, Array, ReduceOp, divide_into
-
-Shape = tuple[int, ...]
 
 
 class _ArraysOfOneKind:
@@ -134,7 +133,7 @@ class PreparedReduceScatter(_ArraysOfOneKind):
         workplace: Workplace,
         quietly: Callable[..., Any],
     ) -> None:
-        rows, *rest = array.shape or (1,)
+        rows, *rest = row_shape(array.shape)
         super().__init__(agreement, (rows // len(parts), *rest), array.dtype)
         rank = workplace.rank
         self._rings = workplace.rings

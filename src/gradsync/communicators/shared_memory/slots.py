@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import numpy as np
 from gradsync.reduction import Array
 
 SlotArrays = tuple[tuple[Array, ...], ...]  # [parity][rank] -> 1-D array in shared memory
-SlotsOf = Callable[[np.dtype[Any]], SlotArrays]  # gives them under a dtype
 
 
 class Slots:
