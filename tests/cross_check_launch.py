@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import gradsync as gs
 
 TESTS = Path(__file__).parent
+SOURCE = str(Path(gs.__file__).parents[1])
 RANK = str(TESTS / "cross_check_rank.py")
 ENVIRONMENTS = TESTS.parent / "benchmarks" / ".environments"
 RUN_SECONDS = 50.0
@@ -62,8 +64,24 @@ class Mpi:
         return None
 
     def run(self, world_size: int, folder: Path) -> None:
-        command = self._command(world_size, RANK, self._system, str(folder))
-        run_processes([command], _variables(folder, MPI_AS_HERE), folder)
+        self.run_script(world_size, folder, RANK, self._system, str(folder))
+
+    def run_script(
+        self,
+        world_size: int,
+        folder: Path,
+        *arguments: str,
+        more: dict[str, str] | None = None,
+        seconds: float = RUN_SECONDS,
+        codes: Sequence[int] = (0,),
+    ) -> str:
+        """Runs a script on ranks of this MPI, with gradsync's sources in reach; returns what they printed.
+
+        Raises:
+            RunFailed: mpiexec ended with none of these codes, or too late.
+        """
+        variables = _variables(folder, {**MPI_AS_HERE, "PYTHONPATH": SOURCE, **(more or {})})
+        return run_processes([self._command(world_size, *arguments)], variables, folder, seconds, codes)
 
     def _command(self, world_size: int, *arguments: str) -> list[str]:
         return [self._mpiexec, "-n", str(world_size), self._python, *arguments]
@@ -100,9 +118,13 @@ PEERS: dict[str, Mpi | Gloo] = {
 
 def run_gradsync(system: str, world_size: int, folder: Path) -> None:
     """Runs the ranks under `gradsync run`."""
-    command = [sys.executable, "-m", "gradsync", "run", "--no-prefix", "-n", str(world_size)]
-    source = str(Path(gs.__file__).parents[1])
-    run_processes([[*command, RANK, system, str(folder)]], _variables(folder, {"PYTHONPATH": source}), folder)
+    run_on_gradsync(world_size, folder, RANK, system, str(folder))
+
+
+def run_on_gradsync(world_size: int, folder: Path, *arguments: str) -> str:
+    """Runs a script under `gradsync run`, and returns what its ranks printed."""
+    command = [sys.executable, "-m", "gradsync", "run", "--no-prefix", "-n", str(world_size), *arguments]
+    return run_processes([command], _variables(folder, {"PYTHONPATH": SOURCE}), folder)
 
 
 def read_results(world_size: int, folder: Path) -> list[dict[str, np.ndarray]]:
@@ -121,18 +143,23 @@ def _variables(folder: Path, more: dict[str, str]) -> dict[str, str]:
 
 
 def run_processes(
-    commands: list[list[str]], variables: dict[str, str], folder: Path, seconds: float = RUN_SECONDS
-) -> None:
-    """Runs processes side by side to their end.
+    commands: list[list[str]],
+    variables: dict[str, str],
+    folder: Path,
+    seconds: float = RUN_SECONDS,
+    accepted_codes: Sequence[int] = (0,),
+) -> str:
+    """Runs processes side by side to their end, and returns what they printed.
 
     Args:
         commands: one for all ranks, or one for each rank, which then finds its number in RANK.
         variables: the environment.
         folder: where their output is kept.
         seconds: how long they may take.
+        accepted_codes: with which each may end.
 
     Raises:
-        RunFailed: one ended otherwise than with 0, or too late; all have been ended.
+        RunFailed: one ended otherwise, or too late; all have been ended.
     """
     log = folder / "log"
     deadline = time.monotonic() + seconds
@@ -150,7 +177,7 @@ def run_processes(
                 )
                 processes.append(process)
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
-        trouble = f"ended with {codes}" if any(codes) else None
+        trouble = f"ended with {codes}" if set(codes) - set(accepted_codes) else None
     except subprocess.TimeoutExpired:
         trouble = f"did not end within {seconds:g} s"
     finally:
@@ -158,6 +185,7 @@ def run_processes(
             _end(process)
     if trouble:
         raise RunFailed(f"{commands[0][0]} {trouble}:\n{log.read_text(errors='replace')[-4000:]}")
+    return log.read_text(errors="replace")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

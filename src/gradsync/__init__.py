@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gradsync.errors import GradientCancelled as GradientCancelled
     from gradsync.errors import GradsyncError as GradsyncError
     from gradsync.errors import InvalidArgument as InvalidArgument
+    from gradsync.errors import MpiError as MpiError
     from gradsync.errors import NcclError as NcclError
     from gradsync.errors import NonFiniteGradient as NonFiniteGradient
     from gradsync.errors import PlanMismatch as PlanMismatch
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from gradsync.process_group import init_process_group as init_process_group
     from gradsync.process_group import is_distributed as is_distributed
     from gradsync.process_group import is_initialized as is_initialized
+    from gradsync.process_group import is_launched as is_launched
     from gradsync.process_group import new_group as new_group
     from gradsync.sharding import shard_indices as shard_indices
     from gradsync.synchronising import synchronized as synchronized
@@ -83,6 +85,7 @@ _HOME = {
     "init_process_group": "gradsync.process_group",
     "destroy_process_group": "gradsync.process_group",
     "is_initialized": "gradsync.process_group",
+    "is_launched": "gradsync.process_group",
     "new_group": "gradsync.process_group",
     "override_backend": "gradsync.backend_override",
     "get_communicator": "gradsync.process_group",
@@ -109,6 +112,7 @@ _HOME = {
             "CollectiveTimeout",
             "RankFailed",
             "CommunicatorClosed",
+            "MpiError",
             "NcclError",
             "NonFiniteGradient",
             "FutureNotReady",

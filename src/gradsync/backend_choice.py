@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from gradsync.communicators.mpi.library import check_place, load_mpi
 from gradsync.communicators.nccl.connection import choose_device, count_devices, device_identity
 from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.communicators.shared_memory.communicator import check_platform
 from gradsync.environment import BACKEND, BACKENDS, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
+from gradsync.launcher_variables import SOURCES_WITH_MPI
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.visible_devices import count_gpus
@@ -22,6 +24,7 @@ _GPU = "gpu "  # begins the offer of a rank that has one; what follows tells GPU
 _NO_GPU = "no gpu: "
 _WANTS = "wants "  # begins what a rank says that was told which backend to take
 _MAX_OFFER_BYTES = 4096
+_EXAMPLE = "mpiexec -n 8 -hosts a,b python train.py"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -43,18 +46,18 @@ def check_backend(wanted: str, place: RankEnvironment, device: str | None) -> st
         raise InvalidArgument(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if wanted == "auto" and device is not None and device != "cpu":
         wanted = "nccl"
-    if wanted == "mpi":
-        raise BackendUnavailable("backend 'mpi' is not part of this version; use 'shm' on one host")
     if wanted not in ("auto", "nccl") and device not in (None, "cpu"):
         raise InvalidArgument(f"backend {wanted!r} runs on device 'cpu', got {device!r}")
     if wanted == "local" and place.world_size != 1:
         raise InvalidArgument(f"backend 'local' is for one rank, world_size is {place.world_size}")
     if wanted == "shm":
         check_platform()
+    if wanted == "mpi":
+        check_mpi(place)
     if wanted == "nccl":
         _check_nccl()
     if wanted == "auto" and place.local_world_size != place.world_size and count_gpus() == 0:
-        raise _no_backend(place, "no GPU is visible")
+        _check_mpi_instead(place, "no GPU is visible")
     return wanted
 
 
@@ -102,7 +105,8 @@ def suitable_backend(offers: Sequence[str], place: RankEnvironment, *, allow_sha
     if place.world_size == 1:
         return "local", f"one rank; {no_gpus}"
     if place.local_world_size != place.world_size:
-        raise _no_backend(place, no_gpus)
+        _check_mpi_instead(place, no_gpus)
+        return "mpi", f"{place.source} has started ranks on several hosts; {no_gpus}"
     check_platform()
     return "shm", f"all ranks are on this host; {no_gpus}"
 
@@ -173,10 +177,31 @@ def _gpu_offer(place: RankEnvironment, device: str | None, *, allow_shared_gpu: 
         return f"{_NO_GPU}{error}"
 
 
-def _no_backend(place: RankEnvironment, no_gpus: str) -> BackendUnavailable:
-    return BackendUnavailable(
-        f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: without a GPU for "
-        f"each rank ({no_gpus}), this version joins the ranks of one host"
+def check_mpi(place: RankEnvironment) -> None:
+    """Makes sure that MPI can join the ranks of the run; initialises it.
+
+    Raises:
+        BackendUnavailable: it cannot; the text says why.
+    """
+    if place.source == "gradsync":  # which keeps from its ranks what mpiexec may have told itself
+        raise BackendUnavailable(
+            f"backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these: {_EXAMPLE}"
+        )
+    check_place(load_mpi(), place.rank, place.world_size)
+
+
+def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
+    """Makes sure that MPI can join ranks of several hosts that have no GPU each."""
+    instead = f"start them with mpiexec or srun, as in {_EXAMPLE}"
+    if place.source in SOURCES_WITH_MPI:
+        try:
+            check_mpi(place)
+            return
+        except BackendUnavailable as error:
+            instead = str(error)
+    raise BackendUnavailable(
+        f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: NCCL needs a GPU for "
+        f"each rank ({no_gpus}); on the CPU, ranks of several hosts communicate over MPI: {instead}"
     )
 
 

@@ -11,7 +11,7 @@ from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.process_group import world_over
 
-_NAMES = tuple(name for name in BACKENDS if name not in ("auto", "mpi"))  # "mpi" is not part of this version
+_NAMES = tuple(name for name in BACKENDS if name != "auto")
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
     has, it is the world. Blocks may be nested.
 
     Args:
-        name: "nccl", "shm" or "local".
+        name: "nccl", "shm", "mpi" or "local".
 
     Returns:
         What gives the communicator to `as`, or None before init_process_group().

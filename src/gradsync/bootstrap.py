@@ -8,10 +8,12 @@
 | torchrun, or by hand | rank 0, at MASTER_ADDR and the port beside MASTER_PORT | likewise |
 | mpiexec or srun, on one machine | rank 0, at a free port | GRADSYNC_SECRET_FILE beside rank 0's file, or in it |
 | srun, on several machines | rank 0, at the step's first host and a port that its number gives | GRADSYNC_SECRET_FILE |
+| mpiexec or srun, with mpi4py | rank 0, at a free port of the address by which the others reach it | told over MPI |
 
 A file that rank 0 makes lies in the user's runtime directory (`meeting_file.py`), and only until all ranks have met: a
-rank of the next run must not find this one's. The last two rows count where MASTER_ADDR and MASTER_PORT are not set.
-The generation is counted by whoever hosts.
+rank of the next run must not find this one's. The last three rows count where MASTER_ADDR and MASTER_PORT are not set;
+the very last one for backend "mpi", and on several machines where no other way is known. The generation is counted by
+whoever hosts.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _FREE_PORT = ("127.0.0.1", 0)
+_BY_MPI = "told over MPI"
 
 # What rank 0 has published, by where it hosts: for later generations, when the file is gone.
 _met: dict[str, Meeting] = {}
@@ -70,7 +73,12 @@ class Host:
 
 
 def join(
-    place: RankEnvironment, address: str | None, timeout_seconds: float, host: Host | None = None
+    place: RankEnvironment,
+    address: str | None,
+    timeout_seconds: float,
+    host: Host | None = None,
+    *,
+    over_mpi: bool = False,
 ) -> tuple[RendezvousClient, Host | None]:
     """Meets the other ranks.
 
@@ -79,6 +87,7 @@ def join(
         address: host:port from the caller, or None for the environment's.
         timeout_seconds: for all of it.
         host: what this process hosts already; used again where it fits, else closed.
+        over_mpi: rank 0 tells the others over MPI where it hosts, unless an address is known; the same on all ranks.
 
     Returns:
         The joined client, and what this process hosts now.
@@ -90,8 +99,10 @@ def join(
         RendezvousError: refused, or the port is taken.
         RankFailed: a rank died while joining.
     """
-    where = _where(place, address)
     deadline = time.monotonic() + timeout_seconds
+    if over_mpi and address is None and place.address is None:
+        return _join_over_mpi(place, deadline, host)
+    where = _where(place, address)
     if host is not None and (host.where, host.world_size) != (where, place.world_size):
         host.close(wait_seconds=0.0)
         host = None
@@ -113,6 +124,38 @@ def join(
         raise
 
 
+def _join_over_mpi(place: RankEnvironment, deadline: float, host: Host | None) -> tuple[RendezvousClient, Host | None]:
+    from gradsync.meeting_file import Meeting
+    from gradsync.mpi_meeting import own_host, tell_meeting
+
+    if host is not None and (host.where, host.world_size) != (_BY_MPI, place.world_size):
+        host.close(wait_seconds=0.0)
+        host = None
+    interface = own_host(place, deadline)
+    hosting, meeting = host, None
+    try:
+        if place.rank == 0:
+            hosting = host or _host_for_mpi(interface, place)
+            meeting = Meeting(hosting.server.address, hosting.secret)
+        meeting = tell_meeting(meeting, place, deadline)
+        return _connect_to(meeting.address, meeting.secret, place, deadline), hosting
+    except BaseException:
+        if hosting is not None and hosting is not host:
+            hosting.close(wait_seconds=0.0)
+        raise
+
+
+def _host_for_mpi(interface: str, place: RankEnvironment) -> Host:
+    import secrets
+
+    from gradsync.rendezvous.server import RendezvousServer
+
+    secret = place.secret or take_secret() or secrets.token_bytes(32)
+    server = RendezvousServer(place.world_size, secret=secret, host=interface)
+    server.start()
+    return Host(_BY_MPI, place.world_size, secret, server, None)
+
+
 def _where(place: RankEnvironment, address: str | None) -> str:
     """Returns the address of the server, or a name by which the ranks of this machine find it: without a colon."""
     if address is not None:
@@ -126,7 +169,8 @@ def _where(place: RankEnvironment, address: str | None) -> str:
     if place.master_addr is None or place.master_port is None:
         raise InvalidArgument(
             f"rank {place.rank}/{place.world_size} does not know where to meet the others: set MASTER_ADDR and "
-            f"MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`"
+            f"MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`; "
+            "under mpiexec it is enough that mpi4py is installed for its MPI"
         )
     # MASTER_PORT is its owner's (torchrun, or the script itself); ours is the one beside it.
     return join_address(place.master_addr, port_beside(place.master_port))

@@ -85,7 +85,7 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     envvar=BACKEND,
     show_default=True,
     show_envvar=True,
-    help="How data moves: shm on one host, nccl with a GPU for each rank; mpi comes in a later version.",
+    help="How data moves: shm on one host, nccl with a GPU for each rank; mpi is for mpiexec.",
 )
 @click.option(
     "--max-restarts",

@@ -136,6 +136,18 @@ class NcclError(GradsyncError, RuntimeError):
         self.name = name
 
 
+class MpiError(GradsyncError, RuntimeError):
+    """MPI reported an error.
+
+    Attributes:
+        code: the error class, e.g. 15 for MPI_ERR_TRUNCATE in MPICH; 0 where MPI gave none.
+    """
+
+    def __init__(self, message: str, *, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class NonFiniteGradient(GradsyncError, ArithmeticError):
     """A gradient holds NaN or infinity, and the policy is to raise."""
 

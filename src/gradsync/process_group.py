@@ -18,6 +18,7 @@ from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.mpi.unfinished import end_failed_job, has_job_failed
 from gradsync.communicators.world import (
     get_initial_world,
     get_world,
@@ -25,13 +26,14 @@ from gradsync.communicators.world import (
     overriding_backend,
     set_world,
 )
-from gradsync.environment import configure_logging
+from gradsync.environment import configure_logging, read_environment
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.world_connection import WorldSettings, choose_backend, connect_world, read_settings
+from gradsync.world_connection import WorldSettings, choose_backend, connect_world, meets_over_mpi, read_settings
 from gradsync.world_siblings import Siblings
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
+_FAILED_JOB_SECONDS = 0.3  # and where MPI is about to end them: for them to hear why
 
 _client: RendezvousClient | None = None
 _host: Host | None = None  # kept from one generation to the next: others may come back to it before this rank does
@@ -55,9 +57,10 @@ def init_process_group(
     Usable with `with`: leaving the block destroys the group; leaving it by an exception tells the other ranks.
 
     Args:
-        backend: "auto", "nccl", "shm" or "local". "auto" takes "nccl" where each rank has a GPU, else "local" for a
-            world of one, and "shm" where all ranks are on one host, and says in the log what it took and why;
-            GRADSYNC_BACKEND decides for "auto", and `with gs.override_backend(name)` before that.
+        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" takes "nccl" where each rank has a GPU, else "local"
+            for a world of one, "shm" where all ranks are on one host, and "mpi" where mpiexec or srun has started them
+            on several, and says in the log what it took and why; GRADSYNC_BACKEND decides for "auto", and
+            `with gs.override_backend(name)` before that.
         rank: 0 to world_size - 1; None, together with world_size, is the environment's.
         world_size: number of ranks.
         address: host:port where rank 0 hosts the rendezvous; None is the environment's.
@@ -98,7 +101,7 @@ def init_process_group(
     if wanted == "local":
         communicator = LocalCommunicator()
     else:
-        client = _meet(settings)
+        client = _meet(settings, wanted)
         try:
             communicator = connect_world(wanted, client, settings)
         except BaseException as error:
@@ -135,6 +138,17 @@ def destroy_process_group() -> None:
                 communicator.close()
     finally:
         _leave()
+
+
+def is_launched() -> bool:
+    """Whether a launcher has told this process which rank it is: gradsync's, torchrun, mpiexec or srun.
+
+    A script that is to run by itself too takes `"auto" if gs.is_launched() else "local"` as its backend.
+
+    Raises:
+        InvalidArgument: the variables of launchers are malformed, or contradict each other.
+    """
+    return read_environment() is not None
 
 
 def is_initialized() -> bool:
@@ -206,7 +220,8 @@ def world_over(backend: str) -> Communicator | None:
     world, settings = get_initial_world(), _settings
     if world is None or settings is None or world.backend == backend:
         return world
-    return _siblings.over(backend, world, settings, lambda: _client or _meet(settings))  # one rank may have met nobody
+    # One rank may have met nobody.
+    return _siblings.over(backend, world, settings, lambda: _client or _meet(settings, backend))
 
 
 def world_attribute() -> Communicator:
@@ -217,10 +232,11 @@ def world_attribute() -> Communicator:
     return communicator
 
 
-def _meet(settings: WorldSettings) -> RendezvousClient:
-    """Meets the other ranks of the world."""
+def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:
+    """Meets the other ranks of the world, which want this backend."""
     global _client, _host
-    _client, _host = join(settings.place, settings.address, settings.timeout_seconds, _host)
+    over_mpi = meets_over_mpi(wanted, settings)
+    _client, _host = join(settings.place, settings.address, settings.timeout_seconds, _host, over_mpi=over_mpi)
     _client.describe_with(status.positions, status.report)
     return _client
 
@@ -253,7 +269,8 @@ def _leave_at_exit() -> None:
         _destroy_because_of(getattr(sys, "last_value", None))
     finally:
         if _host is not None:
-            _host.close(wait_seconds=_LEAVING_SECONDS)
+            _host.close(wait_seconds=_FAILED_JOB_SECONDS if has_job_failed() else _LEAVING_SECONDS)
+        end_failed_job()
 
 
 def _forget_after_fork() -> None:

@@ -15,6 +15,7 @@ from gradsync.communicators.shared_memory.communicator import connect_shared_mem
 from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, read_environment
 from gradsync.environment import collective_timeout_seconds as environment_timeout
 from gradsync.errors import InvalidArgument
+from gradsync.launcher_variables import SLURM, SOURCES_WITH_MPI
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.visible_devices import count_gpus
@@ -68,6 +69,26 @@ def read_settings(
     )
 
 
+def meets_over_mpi(wanted: str, settings: WorldSettings) -> bool:
+    """Whether the ranks tell each other over MPI where they meet: for "mpi", and where mpiexec tells nothing else."""
+    place = settings.place
+    if settings.address is not None or place.address is not None:
+        return False
+    if wanted == "mpi":
+        return True
+    is_told = place.run_name is not None or (place.master_addr is not None and place.master_port is not None)
+    if place.source not in SOURCES_WITH_MPI or place.world_size == 1 or (is_told and not _lacks_secret(place)):
+        return False
+    from gradsync.mpi_meeting import can_meet_over_mpi
+
+    return can_meet_over_mpi(place)
+
+
+def _lacks_secret(place: RankEnvironment) -> bool:
+    """Whether several machines of a Slurm step have no secret, without which they could meet over MPI only."""
+    return place.source == SLURM and place.run_name is None and place.secret is None
+
+
 def _check_seconds(**values: float) -> None:
     for name, value in values.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
@@ -79,6 +100,10 @@ def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankE
     if (rank is None) != (world_size is None):
         raise InvalidArgument(f"pass rank and world_size together, got rank={rank!r}, world_size={world_size!r}")
     environment = read_environment()
+    if environment is None and backend == "mpi" and rank is None:
+        from gradsync.mpi_meeting import mpi_place
+
+        environment = mpi_place()  # a launcher whose variables we do not know
     if rank is None or world_size is None:
         if environment is not None:
             return environment
@@ -131,9 +156,18 @@ def connect_world(wanted: str, client: RendezvousClient, settings: WorldSettings
 
 
 def connect_over(backend: str, client: CommunicatorClient, settings: WorldSettings, group: str) -> Communicator:
-    """Makes the communicator of a client's ranks over "shm" or "nccl"; `group` is its name, not used before."""
+    """Makes the communicator of a client's ranks over "shm", "mpi" or "nccl"; `group` is its name, not used before."""
     if backend == "shm":
         return connect_shared_memory(
+            client,
+            group=group,
+            timeout_seconds=settings.timeout_seconds,
+            collective_timeout_seconds=settings.collective_timeout_seconds,
+        )
+    if backend == "mpi":
+        from gradsync.communicators.mpi.joining import connect_mpi  # here: start-up counts
+
+        return connect_mpi(
             client,
             group=group,
             timeout_seconds=settings.timeout_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gradsync.backend_choice import share_gpu_offers
+from gradsync.backend_choice import check_mpi, share_gpu_offers
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.group_meeting import whom
 from gradsync.communicators.local import LocalCommunicator
@@ -31,7 +31,7 @@ class Siblings:
         """Returns the one over a backend; made at the first use, by all ranks.
 
         Args:
-            backend: "nccl", "shm" or "local"; not the world's.
+            backend: "nccl", "shm", "mpi" or "local"; not the world's.
             world: whose ranks they are.
             settings: of the world.
             meet: returns this rank's connection to the rendezvous server.
@@ -86,7 +86,7 @@ def _agree(backend: str, client: RendezvousClient, ranks: Sequence[int], name: s
     What one rank alone finds out, all must know: they would wait for it otherwise.
 
     Args:
-        backend: "nccl" or "shm".
+        backend: "nccl", "shm" or "mpi".
         client: this rank's connection.
         ranks: all ranks.
         name: of the communicator that is to be made, not used before.
@@ -99,7 +99,9 @@ def _agree(backend: str, client: RendezvousClient, ranks: Sequence[int], name: s
     asking = GroupClient(client, ranks, f"{name}/offers")
     try:
         if backend == "shm":
-            _share_refusals(asking, _why_not_shm(settings.place, asking), settings.timeout_seconds)
+            _share_refusals(asking, backend, _why_not_shm(settings.place, asking), settings.timeout_seconds)
+        elif backend == "mpi":
+            _share_refusals(asking, backend, _why_not_mpi(settings.place), settings.timeout_seconds)
         else:
             device = _gpu_of(settings)
             share_gpu_offers(
@@ -149,7 +151,16 @@ def _why_not_shm(place: RankEnvironment, client: GroupClient) -> str:
     return ""
 
 
-def _share_refusals(client: GroupClient, refusal: str, timeout_seconds: float) -> None:
+def _why_not_mpi(place: RankEnvironment) -> str:
+    """Returns why MPI cannot join this rank with the others; empty where nothing is known against it."""
+    try:
+        check_mpi(place)
+    except BackendUnavailable as error:
+        return str(error)
+    return ""
+
+
+def _share_refusals(client: GroupClient, backend: str, refusal: str, timeout_seconds: float) -> None:
     """Raises what any rank has against a backend, on all of them."""
     client.set(f"refusal/{client.rank}", refusal.encode()[:_MAX_REFUSAL_BYTES])
     client.barrier("refusals", timeout_seconds=timeout_seconds)  # names who does not come
@@ -158,5 +169,5 @@ def _share_refusals(client: GroupClient, refusal: str, timeout_seconds: float) -
     if told:
         same = len(set(refusals)) == 1
         raise BackendUnavailable(
-            f"{client.label}: backend 'shm' cannot join these ranks: {refusals[0] if same else told[0]}"
+            f"{client.label}: backend {backend!r} cannot join these ranks: {refusals[0] if same else told[0]}"
         )

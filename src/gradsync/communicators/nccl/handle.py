@@ -11,10 +11,9 @@ import ctypes
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import cupy
 
@@ -23,48 +22,8 @@ from gradsync.errors import CommunicatorClosed, NcclError, describe
 
 DESTROY_SECONDS = 10.0
 _OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for a call to come back before it interrupts it
-_LOOK_EVERY_SECONDS = 0.02
 
 _log = logging.getLogger("gradsync")
-_Result = TypeVar("_Result")
-
-
-def call_with_deadline(
-    function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
-) -> _Result:
-    """Calls a function that may hang, on a daemon thread, which is left behind where it does.
-
-    Args:
-        function: what to call.
-        name: of the thread.
-        seconds: the deadline.
-        check: called while waiting; what it raises ends the wait.
-
-    Raises:
-        TimeoutError: the deadline came first.
-    """
-    outcome: list[_Result] = []
-    errors: list[BaseException] = []
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            ended.set()
-
-    deadline = time.monotonic() + seconds
-    threading.Thread(target=run, name=name, daemon=True).start()
-    while not ended.wait(_LOOK_EVERY_SECONDS):
-        if check is not None:
-            check()
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"{name} did not return within {seconds:g} s")
-    if errors:
-        raise errors[0]
-    return outcome[0]
 
 
 class NcclHandle:

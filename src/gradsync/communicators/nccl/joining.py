@@ -10,7 +10,8 @@ from typing import Any
 
 import cupy
 
-from gradsync.communicators.nccl.handle import NcclHandle, call_with_deadline
+from gradsync.communicators.deadline_call import call_with_deadline
+from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.errors import CollectiveTimeout, RendezvousTimeout
 from gradsync.rendezvous.group_client import CommunicatorClient

@@ -12,7 +12,6 @@ branches off and where it comes back.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -20,8 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.communicators.closing_notices import ClosingNotices
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.errors import GradsyncError, PlanMismatch, RankFailed, RendezvousTimeout
+from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout
 from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.rendezvous.messages import MAX_EVENT_BYTES
@@ -85,7 +85,7 @@ class PredictedAgreement:
         self._label = label
         self._timeout_seconds = timeout_seconds
         self._own_rank = client.world_ranks[client.rank]
-        self._closing_keys = f"nccl/{group}/closed"
+        self._closings = ClosingNotices(client, f"nccl/{group}/closed", label)
         self._lock = threading.Lock()  # between the thread that launches and the one that hears the server
         self._history = History()
         self._position = 0  # of the next event
@@ -153,9 +153,7 @@ class PredictedAgreement:
 
     def announce_closed(self) -> None:
         """Tells the other ranks, should they wait for this one, how far it has come."""
-        with contextlib.suppress(GradsyncError):
-            self._client.set(f"{self._closing_keys}/{self._own_rank}", str(self._position).encode())
-            self._client.add(self._closing_keys)
+        self._closings.announce(self._position)
 
     def look_for_closed_ranks(self, position: float, ranks: Iterable[int] | None = None) -> None:
         """Raises RankFailed when another rank has closed the communicator before it had passed this event.
@@ -164,18 +162,7 @@ class PredictedAgreement:
             position: of the event.
             ranks: whom to look for, by their numbers in the world; None is all.
         """
-        if not self._client.add(self._closing_keys, 0):
-            return
-        for rank in self._other_ranks() if ranks is None else ranks:
-            with contextlib.suppress(TimeoutError):
-                came_to = int(self._client.get(f"{self._closing_keys}/{rank}", timeout_seconds=0.0))
-                if came_to <= position:
-                    raise RankFailed(
-                        f"{self._label}: rank {rank} closed the communicator while this rank still needed it; "
-                        "do all ranks make the same number of steps?",
-                        rank=rank,
-                        phase="collective",
-                    )
+        self._closings.look(position, ranks)
 
     def close(self) -> None:
         """Stops listening."""

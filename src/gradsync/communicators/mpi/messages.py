@@ -1,0 +1,244 @@
+"""Messages between two ranks over MPI.
+
+Both ends of a message first greet each other with what they believe it to be; only where they agree does it travel. So
+a send returns when the receiver has come, ranks that differ both know it before anything is written, and two ranks that
+wait for each other in the same direction find that out. A rank whose peer waits for it in a collective is told, and
+joins that collective in disagreement. Both halves of an exchange get on by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.backend import Message
+from gradsync.communicators.mpi.transport import (
+    TAG_BARRED_RECEIVER,
+    TAG_BARRED_SENDER,
+    TAG_DATA,
+    TAG_HELLO_OF_RECEIVER,
+    TAG_HELLO_OF_SENDER,
+    TAG_TEXT,
+    MpiTransport,
+)
+from gradsync.communicators.shared_memory.host_copy import copy_words
+from gradsync.errors import PlanMismatch
+from gradsync.reduction import Array
+
+_TEXT_BYTES = 4096  # description of a message, for PlanMismatch
+
+# What a greeting says: what the message is believed to be, whether the sender of the greeting does the opposite for the
+# same peer at the same time, and how many collectives it has begun.
+_DIGEST, _IS_ANSWERING, _BEGUN = range(3)
+_HELLO_WORDS = 3
+
+# Which notice bars the greeting of which tag.
+_BARRED = {TAG_HELLO_OF_SENDER: TAG_BARRED_SENDER, TAG_HELLO_OF_RECEIVER: TAG_BARRED_RECEIVER}
+
+# (peer, tag) -> a greeting that was taken out of MPI's queue before the message that it belongs to was begun here.
+_Early = dict[tuple[int, int], Array]
+
+
+class MpiMessages:
+    """The messages of one rank.
+
+    Args:
+        transport: this rank's.
+        ranks: the numbers of all ranks in the world.
+        label: this rank in errors.
+        agree: agrees with all ranks on a collective.
+    """
+
+    def __init__(
+        self, transport: MpiTransport, ranks: tuple[int, ...], label: str, agree: Callable[[Agreement], None]
+    ) -> None:
+        self._transport = transport
+        self._ranks = ranks
+        self._label = label
+        self._agree = agree
+        self._early: _Early = {}
+
+    def move(self, send: Message | None, receive: Message | None) -> None:
+        """Sends a message, receives one, or both at once; returns when both have ended.
+
+        Raises:
+            PlanMismatch: on both ranks of a message, when they disagree on it, or when each waits for the other; on
+                all ranks, when the peer waits for this one in a collective.
+            RankFailed, CollectiveTimeout: the peer died, has closed the communicator, or did not come.
+        """
+        if send is not None and receive is not None and send.peer == self._transport.rank:
+            copy_words(send.flat, receive.flat)
+            return
+        is_pair = send is not None and receive is not None and send.peer == receive.peer
+        requests: list[Any] = []  # one list: should the wait be given up, all of it is kept
+        halves = [
+            _Half(self._transport, self._early, message, requests, is_sending=is_sending, is_answering=is_pair)
+            for message, is_sending in ((receive, False), (send, True))
+            if message is not None
+        ]
+
+        def awaited() -> list[int]:
+            return [half.peer for half in halves if not half.advance()]
+
+        def is_done() -> bool:
+            return not awaited()
+
+        self._transport.waiting.until(is_done, requests, halves, awaited)
+        for half in halves:
+            if half.is_barred:
+                self._agree(half.agreement)  # they cannot
+        for half in halves:
+            if half.theirs is not None:
+                self._raise_mismatch(half, half.theirs)
+
+    def bar_waiting_peers(self) -> None:
+        """Tells ranks that greet this one, which is in a collective, that it will not come to their messages.
+
+        But for those that were in this collective too, and have left it before this one.
+        """
+        comm, mpi = self._transport.comm, self._transport.mpi
+        for greeting, notice in _BARRED.items():
+            while comm.Iprobe(mpi.ANY_SOURCE, greeting, status := mpi.Status()):
+                peer = status.Get_source()
+                hello = self._transport.take(peer, greeting, _HELLO_WORDS)
+                if hello[_BEGUN] >= self._transport.waiting.begun:
+                    self._early[peer, greeting] = hello
+                else:
+                    comm.Isend(np.zeros(0, np.uint64), peer, notice).Free()  # of no bytes: nothing has to stay
+
+    def _raise_mismatch(self, half: _Half, theirs: str) -> NoReturn:
+        own, other = self._ranks[self._transport.rank], self._ranks[half.peer]
+        first, second = sorted((own, other))
+        what = f"ranks {first} and {second} disagree on the message between them"
+        if half.is_circle:
+            what = f"ranks {first} and {second} wait for each other: swap what one of them does, or use exchange"
+        texts = {own: half.text, other: theirs}
+        shown = "".join(f"\n  rank {number}: {texts[number]}" for number in (first, second))
+        raise PlanMismatch(f"{self._label}: {what}; nothing was moved:{shown}", descriptions=texts)
+
+
+class _Half:
+    """One direction of what a rank does in send, recv or exchange.
+
+    Args:
+        transport: this rank's.
+        early: greetings that have come too early, of all messages.
+        message: what is to be sent, or room for what comes.
+        requests: gets all of MPI's that it begins.
+        is_sending: which of the two.
+        is_answering: whether this rank does the opposite for the same peer at the same time.
+
+    Attributes:
+        peer: the other rank.
+        agreement, text: what this rank believes the message to be.
+        theirs: what the peer was about to do, where that differs.
+        is_circle: whether the peer waits for this rank in the same direction.
+        is_barred: whether the peer waits for this rank in a collective.
+    """
+
+    def __init__(
+        self,
+        transport: MpiTransport,
+        early: _Early,
+        message: Message,
+        requests: list[Any],
+        *,
+        is_sending: bool,
+        is_answering: bool,
+    ) -> None:
+        self._transport = transport
+        self._early = early
+        self._message = message
+        self._requests = requests
+        self._is_sending = is_sending
+        self._is_answering = is_answering
+        self.peer = message.peer
+        self.agreement = message.agreement
+        self.text = message.agreement.describe()
+        self.theirs: str | None = None
+        self.is_circle = False
+        self.is_barred = False
+        tags = TAG_HELLO_OF_SENDER, TAG_HELLO_OF_RECEIVER
+        self._own_tag, self._other_tag = tags if is_sending else tags[::-1]
+        self._texts: tuple[Array, Array] | None = None
+        self._is_over = False
+        self._greet()
+
+    def _greet(self) -> None:
+        comm, peer = self._transport.comm, self.peer
+        begun = self._transport.waiting.begun
+        self._mine = np.array([self.agreement.digest, self._is_answering, begun], np.uint64)
+        self._greeting = comm.Isend(self._mine, peer, self._own_tag)
+        self._requests.append(self._greeting)
+        self._last_step: list[Any] | None = None  # requests of what follows the greetings
+        self._hearing: Any = None
+        early = self._early.pop((peer, self._other_tag), None)
+        if early is not None:
+            self._theirs_is(early)
+            return
+        self._hello = np.zeros(_HELLO_WORDS, np.uint64)
+        self._hearing = comm.Irecv(self._hello, peer, self._other_tag)
+        self._requests.append(self._hearing)
+
+    def advance(self) -> bool:
+        """Does what can be done now; returns whether it is over."""
+        if self._is_over:
+            return True
+        if self._last_step is None:
+            if self._hearing.Test():
+                self._theirs_is(self._hello)
+            else:
+                self._look_for_deadlock()
+        if self._last_step is None or not self._transport.mpi.Request.Testall([self._greeting, *self._last_step]):
+            return False
+        if self._texts is not None:
+            self.theirs = self._texts[1].tobytes().rstrip(b"\0").decode(errors="replace")
+        self._is_over = True
+        return True
+
+    def _theirs_is(self, hello: Array) -> None:
+        """Goes on after the peer's greeting."""
+        if int(hello[_DIGEST]) != self.agreement.digest:
+            self._exchange_texts()
+            return
+        part = [(self.peer, self._message.flat)]
+        self._begin(*((part, []) if self._is_sending else ([], part)), TAG_DATA)
+
+    def _exchange_texts(self) -> None:
+        text = self.text.encode(errors="replace")[:_TEXT_BYTES]
+        mine, theirs = np.zeros(_TEXT_BYTES, np.uint8), np.zeros(_TEXT_BYTES, np.uint8)
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        self._texts = mine, theirs
+        self._begin([(self.peer, mine)], [(self.peer, theirs)], TAG_TEXT)
+
+    def _begin(self, sends: list[tuple[int, Array]], receives: list[tuple[int, Array]], tag: int) -> None:
+        self._last_step = self._transport.post(sends, receives, tag)
+        self._requests += self._last_step
+
+    def _look_for_deadlock(self) -> None:
+        """Finds out whether the peer waits for this rank elsewhere: in the same direction, or in a collective."""
+        comm, notice = self._transport.comm, _BARRED[self._own_tag]
+        if comm.Iprobe(self.peer, notice):
+            self._transport.take(self.peer, notice, 0)
+            self._stop_hearing()
+            self.is_barred = True
+            self._last_step = []
+        elif not self._is_answering and comm.Iprobe(self.peer, self._own_tag):
+            # What the peer did before it began to wait has come before its greeting.
+            if self._hearing.Test():
+                self._theirs_is(self._hello)
+                return
+            hello = self._transport.take(self.peer, self._own_tag, _HELLO_WORDS)
+            if hello[_IS_ANSWERING]:  # it does both at once, and will come to this message too
+                self._early[self.peer, self._own_tag] = hello
+                return
+            self._stop_hearing()
+            self.is_circle = True
+            self._exchange_texts()
+
+    def _stop_hearing(self) -> None:
+        self._hearing.Cancel()
+        self._hearing.Wait()

@@ -1,0 +1,44 @@
+"""What MPI still works on when a collective was given up, and how a process ends that has such.
+
+A collective of MPI cannot be taken back: its memory must stay until the process ends. And MPI_Finalize, which mpi4py
+calls at the very end, waits for all ranks: a process that has failed must end the job instead, or it would hang there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from gradsync.communicators.mpi.library import loaded_mpi
+
+_EXIT_CODE_INTERRUPTED = 130
+
+_unfinished: list[object] = []
+
+
+def keep_for_ever(requests: Sequence[Any], memory: object) -> None:
+    """Keeps requests that have not ended, and the memory that MPI may still read and write."""
+    _unfinished.append((requests, memory))
+
+
+def has_job_failed() -> bool:
+    """Whether this process, about to exit, has to end a job of MPI: it exits because of an exception, or has given up
+    collectives on which MPI still works.
+    """
+    mpi = loaded_mpi()
+    return mpi is not None and mpi.COMM_WORLD.Get_size() > 1 and (_last_error() is not None or bool(_unfinished))
+
+
+def end_failed_job() -> None:
+    """Ends the whole job by MPI_Abort, where it has failed. For the very end: the traceback has been printed."""
+    if has_job_failed():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = _EXIT_CODE_INTERRUPTED if isinstance(_last_error(), KeyboardInterrupt) else 1
+        loaded_mpi().COMM_WORLD.Abort(code)
+
+
+def _last_error() -> BaseException | None:
+    """Returns the exception that nobody has caught."""
+    return getattr(sys, "last_value", None)

@@ -1,0 +1,182 @@
+"""What ranks of mpiexec do when something goes wrong: mpi_scenes.py SCENE [TIMEOUT]. Run by test_mpi.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import gradsync as gs
+
+LAST = 1  # the rank that misbehaves
+
+
+def tell(text: object) -> None:
+    """Prints a line by itself: ranks share the output."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def reduce_once(comm: Any) -> None:
+    comm.all_reduce(np.ones(1000))
+
+
+def raises(comm: Any) -> None:
+    if comm.rank == LAST:
+        raise ValueError("wrong shapes in layer 3")
+    reduce_once(comm)
+
+
+def exits(comm: Any) -> None:
+    if comm.rank == LAST:
+        sys.exit(3)
+    reduce_once(comm)
+
+
+def is_stopped(comm: Any) -> None:
+    if comm.rank == LAST:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    reduce_once(comm)
+
+
+def stays_away(comm: Any) -> None:
+    if comm.rank == LAST:
+        time.sleep(60)
+    reduce_once(comm)
+
+
+def closes(comm: Any) -> None:
+    if comm.rank == LAST:
+        comm.close()
+        time.sleep(60)
+    reduce_once(comm)
+
+
+def aborts(comm: Any) -> None:
+    if comm.rank == LAST:
+        comm.abort("I have seen enough")
+        time.sleep(60)
+    reduce_once(comm)
+
+
+def answers_other_ranks_differently(comm: Any) -> None:
+    """Each disagreement is raised on all that are part of it, and the communicator goes on."""
+    array = np.ones(1000)
+    for mine, theirs in [
+        (lambda: comm.broadcast(array), lambda: comm.all_reduce(array)),
+        (lambda: comm.recv(array, 0), lambda: comm.all_reduce(array)),
+        (lambda: comm.send(array, 0), comm.barrier),
+        (lambda: comm.exchange(array, dest=0, out=array.copy(), source=0), comm.barrier),
+        (lambda: comm.send(array, 0), lambda: comm.send(array, LAST)),
+        (lambda: comm.recv(array, 0), lambda: comm.recv(array, LAST)),
+    ]:
+        try:
+            (mine if comm.rank == LAST else theirs)()
+        except gs.PlanMismatch as error:
+            tell(f"{comm.rank}: {error.descriptions}")
+        assert comm.all_reduce(np.ones(3))[0] == comm.world_size
+    tell("went on")
+
+
+def one_of_an_exchange_is_barred(comm: Any) -> None:
+    """Rank 0 and 1 exchange with each other while rank 2 waits in a collective for both."""
+    array = np.ones(1000)
+    after, before = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+    for _ in range(20):
+        try:
+            if comm.rank == 2:
+                comm.barrier()
+            else:
+                comm.exchange(array, dest=after, out=array.copy(), source=before)
+            tell("nobody told")
+        except gs.PlanMismatch as error:
+            assert set(error.descriptions) == {0, 1, 2}, error
+        assert comm.all_reduce(np.ones(3))[0] == 3
+    tell("went on")
+
+
+def threads_use_groups_of_their_own(comm: Any) -> None:
+    """Two communicators of the same ranks, each on a thread of its own."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    groups = [comm.new_group(range(comm.world_size)) for _ in range(2)]
+
+    def work(group: Any) -> float:
+        array = np.full(20_000, 1.0)
+        for _ in range(200):
+            group.all_reduce(array, "mean")
+        return float(array.sum())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, groups)) == [20_000.0, 20_000.0]
+    tell("went on")
+
+
+def groups_come_and_go(comm: Any) -> None:
+    """More than MPICH has room for at a time."""
+    for _ in range(1200):
+        group = comm.new_group(range(comm.world_size))
+        group.barrier()
+        group.close()
+    tell("went on")
+
+
+def generations_follow(_comm: Any) -> None:
+    for number in range(5):
+        gs.destroy_process_group()
+        comm = gs.init_process_group("mpi")
+        assert comm.all_reduce(np.full(3, number))[0] == number * comm.world_size
+    tell("went on")
+
+
+def backends_by_turns(comm: Any) -> None:
+    """The ranks of an MPI job share memory within a block; and the other way round."""
+    with gs.override_backend("shm") as shared:
+        assert shared.backend == "shm"
+        assert shared.all_reduce(np.ones(3))[0] == comm.world_size
+    gs.destroy_process_group()
+    world = gs.init_process_group("shm")
+    with gs.override_backend("mpi") as over_mpi:
+        assert over_mpi.backend == "mpi"
+        assert over_mpi.all_reduce(np.ones(3))[0] == world.world_size
+    tell("went on")
+
+
+SCENES: dict[str, Callable[[Any], None]] = {
+    scene.__name__: scene
+    for scene in (
+        raises,
+        exits,
+        is_stopped,
+        stays_away,
+        closes,
+        aborts,
+        answers_other_ranks_differently,
+        one_of_an_exchange_is_barred,
+        threads_use_groups_of_their_own,
+        groups_come_and_go,
+        generations_follow,
+        backends_by_turns,
+    )
+}
+
+
+def main(scene: str, timeout_seconds: float = 20.0) -> None:
+    comm = gs.init_process_group("mpi", collective_timeout_seconds=timeout_seconds)
+    for _ in range(20):
+        comm.all_reduce(np.ones(1000), "mean")
+    tell(f"pid {os.getpid()}")
+    began = time.monotonic()
+    try:
+        SCENES[scene](comm)
+    finally:
+        tell(f"rank {comm.rank} after {time.monotonic() - began:.2f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(float, sys.argv[2:]))

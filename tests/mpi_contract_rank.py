@@ -1,0 +1,34 @@
+"""A rank of mpiexec that runs parts of the contract, and leaves what it found: mpi_contract_rank.py FOLDER PART..."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import gradsync as gs
+from contract_suite import run_part_anew
+from gradsync.communicators.mpi import transport
+
+
+def main(folder: Path, parts: list[str], options: dict[str, object]) -> None:
+    """Runs one part after the other, each in a process group of its own, until one fails."""
+    if os.environ.get("GRADSYNC_TEST_NATIVE_MPI"):
+        transport.DIRECT_RANKS = 0
+    gs.init_process_group("mpi")
+    rank = gs.get_communicator().rank
+    found: dict[str, object] = {}
+    try:
+        for part in parts:
+            found[part] = run_part_anew(None, part, "numpy", options)
+    except BaseException:
+        found["failure"] = traceback.format_exc()
+        raise
+    finally:
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:], {"backend": "mpi"})
