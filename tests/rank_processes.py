@@ -38,6 +38,12 @@ class Outcome:
     traceback_text: str = ""
     exit_code: int | None = None
 
+    def returned(self) -> Any:
+        """Returns the result of a rank that must have one."""
+        assert self.error is None, self.traceback_text
+        assert self.exit_code == 0, f"exit code {self.exit_code}"
+        return self.result
+
 
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any

@@ -179,7 +179,7 @@ def fail_outside_collectives(comm: Any) -> str:
 def test_an_exception_in_the_with_block_is_told_to_the_others() -> None:
     failed, survivor = run_ranks_for_outcomes(2, fail_outside_collectives)
     assert isinstance(failed.error, ValueError)
-    assert "ValueError: no data" in survivor.result
+    assert "ValueError: no data" in survivor.returned()
 
 
 SCRIPT = """
