@@ -143,6 +143,7 @@ def _rank_main(
             sys.path.insert(0, str(STAND_IN))
         with gs.init_process_group(**options) as communicator:
             outcome = Outcome(result=function(communicator, *args))
+        gs.destroy_process_group()  # one that the function has begun: multiprocessing ends without Python's atexit
     except BaseException as error:
         outcome = Outcome(error=error, traceback_text=traceback.format_exc())
     with contextlib.suppress(BrokenPipeError):

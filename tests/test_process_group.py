@@ -200,9 +200,7 @@ def start_plain_ranks(tmp_path: Path, count: int, *arguments: str, script: str =
     """Starts ranks as a user without our launcher would: RANK, WORLD_SIZE and MASTER_* only."""
     path = tmp_path / "script.py"
     path.write_text(script)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = gs.free_port()  # and the one beside it, where the ranks meet, is not one that the kernel hands out either
     processes = []
     for rank in range(count):
         variables = {
