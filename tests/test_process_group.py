@@ -232,7 +232,7 @@ def test_plain_ranks_without_our_launcher(tmp_path: Path) -> None:
 
 def test_plain_ranks_tell_an_uncaught_exception(tmp_path: Path) -> None:
     (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, "die")]
-    assert "KeyError: 'lost'" in second
+    assert "KeyError: 'lost'" in second, first
     assert "RankFailed" in first
     assert "lost" in first
 
@@ -263,5 +263,5 @@ print("done")
 def test_plain_ranks_form_generation_after_generation(tmp_path: Path, slow: str) -> None:
     processes = start_plain_ranks(tmp_path, 2, slow, script=AGAIN)
     outputs = [p.communicate(timeout=60) for p in processes]
-    assert outputs == [("done\n", "")] * 2
+    assert outputs == [("done\n", "")] * 2, outputs
     assert not list(tmp_path.glob("gradsync-*.secret"))
