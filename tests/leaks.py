@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ import gradsync as gs
 from belongings import Belongings
 
 WARM_UP_CYCLES = 20  # what is made once, on first use, is no leak
+ENDED_WITHIN_SECONDS = 30.0
 LARGEST_GROWTH_BYTES = 6 * 2**20  # of 1,000 cycles: a leak of one page in each would be 4 MB
 
 
@@ -27,9 +29,11 @@ def grown(cycle: Callable[[int], Any], cycles: int) -> list[str]:
     """Runs cycles, and returns in words what there is more of, or less, than before."""
     for number in range(WARM_UP_CYCLES):
         cycle(number)
+    await_idle_threads()
     before = Belongings.now()
     for number in range(cycles):
         cycle(WARM_UP_CYCLES + number)
+    await_idle_threads()
     after = Belongings.now()
     found = [
         f"{name}: {was} before, {now} after {cycles} cycles"
@@ -40,6 +44,14 @@ def grown(cycle: Callable[[int], Any], cycles: int) -> list[str]:
     if growth > LARGEST_GROWTH_BYTES:
         found.append(f"memory: {growth / 2**20:.1f} MiB more after {cycles} cycles")
     return found
+
+
+def await_idle_threads() -> None:
+    """Waits for the threads of collectives in the background, which end a second after the last one."""
+    deadline = time.monotonic() + ENDED_WITHIN_SECONDS
+    for thread in threading.enumerate():
+        if thread.name == "gradsync-collectives":
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def use(comm: Any) -> None:

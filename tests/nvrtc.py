@@ -1,14 +1,22 @@
-"""NVIDIA's run-time compiler by ctypes: CUDA source compiles without a GPU, by the nvidia-cuda-nvrtc-cu12 wheel."""
+"""NVIDIA's run-time compiler by ctypes: CUDA source compiles without a GPU, by the nvidia-cuda-nvrtc-cu12 wheel.
+
+It runs in a process of its own, one for each compilation: in its own process it makes calls go on after a signal
+(SA_RESTART), where Python's handlers count on their being interrupted.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WHEEL = "nvidia-cuda-nvrtc-cu12"
+_TIMEOUT_SECONDS = 100.0
 # Said about the target, whatever the source.
 _OLD_TARGET = re.compile(r"^nvrtc: warning: Architectures prior to .* are deprecated.*$", re.MULTILINE)
 
@@ -38,6 +46,44 @@ def find_library() -> Path:
 
 
 class Nvrtc:
+    """The compiler, in other processes.
+
+    Raises:
+        NvrtcMissing: there is none.
+    """
+
+    def __init__(self) -> None:
+        #: Compute capabilities: 90 stands for 9.0.
+        self.supported_architectures: list[int] = _call("supported_architectures")
+
+    def compile(self, source: str, architecture: str, options: tuple[str, ...] = ()) -> Compiled:
+        compiled: Compiled = _call("compile", source, architecture, options)
+        return compiled
+
+
+def _call(method: str, *arguments: Any) -> Any:
+    """Calls a method of the library in a new process, which ends with the call."""
+    command = [sys.executable, "-c", "import nvrtc; nvrtc._answer()"]
+    asked = pickle.dumps((method, arguments))
+    here = Path(__file__).parent
+    done = subprocess.run(command, input=asked, capture_output=True, timeout=_TIMEOUT_SECONDS, cwd=here)
+    assert done.returncode == 0, done.stderr.decode()
+    answer = pickle.loads(done.stdout)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _answer() -> None:
+    method, arguments = pickle.load(sys.stdin.buffer)
+    try:
+        answer = getattr(_Library(), method)(*arguments)
+    except (NvrtcMissing, CompileError) as error:
+        answer = error
+    pickle.dump(answer, sys.stdout.buffer)
+
+
+class _Library:
     def __init__(self) -> None:
         path = find_library()
         try:
@@ -47,14 +93,13 @@ class Nvrtc:
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     def supported_architectures(self) -> list[int]:
-        """Compute capabilities: 90 stands for 9.0."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         architectures = (ctypes.c_int * count.value)()
         self._call("nvrtcGetSupportedArchs", architectures)
         return list(architectures)
 
-    def compile(self, source: str, architecture: str, options: tuple[str, ...] = ()) -> Compiled:
+    def compile(self, source: str, architecture: str, options: tuple[str, ...]) -> Compiled:
         program = ctypes.c_void_p()
         self._call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"source.cu", 0, None, None)
         try:

@@ -38,6 +38,12 @@ class Outcome:
     traceback_text: str = ""
     exit_code: int | None = None
 
+    def returned(self) -> Any:
+        """Returns the result of a rank that must have one."""
+        assert self.error is None, self.traceback_text
+        assert self.exit_code == 0, f"exit code {self.exit_code}"
+        return self.result
+
 
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any
@@ -137,6 +143,7 @@ def _rank_main(
             sys.path.insert(0, str(STAND_IN))
         with gs.init_process_group(**options) as communicator:
             outcome = Outcome(result=function(communicator, *args))
+        gs.destroy_process_group()  # one that the function has begun: multiprocessing ends without Python's atexit
     except BaseException as error:
         outcome = Outcome(error=error, traceback_text=traceback.format_exc())
     with contextlib.suppress(BrokenPipeError):

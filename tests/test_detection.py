@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,15 @@ def play_early(scene):
     scene.wait_for_ranks(1)
 
 
+@pytest.fixture
+def _handlers_of_before():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers_of_before")
 def test_exit_code_and_table_tell_of_complaints_and_skipped_rows(monkeypatch, capsys):
     impossible = Row("impossible", "a meteorite", "orbit", 2, play_early, needs=lambda: "no meteorite")
     made = [impossible, Row("early", "ends", "nowhere", 1, play_early)]

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -216,10 +215,8 @@ def by_hand(rank: int, port: int) -> dict[str, str]:
 
 
 def test_by_hand(script: str, variables: dict[str, str]) -> None:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        check(ranks_by_hand(script, variables, by_hand(0, port), by_hand(1, port)))
+    port = gs.free_port()  # and the one beside it, where the ranks meet, is not one that the kernel hands out either
+    check(ranks_by_hand(script, variables, by_hand(0, port), by_hand(1, port)))
     assert nothing_is_left(variables["XDG_RUNTIME_DIR"])
 
 

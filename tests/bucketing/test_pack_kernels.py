@@ -97,7 +97,7 @@ def nvrtc() -> Nvrtc:
 
 @pytest.mark.parametrize("architecture", [70, 75, 80, 86, 89, 90, 100])
 def test_the_kernels_compile_without_a_warning(nvrtc, architecture) -> None:
-    if architecture not in nvrtc.supported_architectures():
+    if architecture not in nvrtc.supported_architectures:
         pytest.skip(f"this NVRTC does not know sm_{architecture}")
     compiled = nvrtc.compile(SOURCE, f"sm_{architecture}")
     assert compiled.diagnostics == ""

@@ -31,11 +31,13 @@ def client() -> Any:
 def wait_until_told(kind: type[gs.GradsyncError] = gs.RankFailed) -> str:
     """Waits for the end of the generation, and returns what the server says of it.
 
-    Closes the world's communicator, which tells the same to whoever closes it, once its watcher has heard it too.
+    Closes the communicators, which tell the same to whoever closes them, once their watchers have heard it too.
     """
     told = str(expect(kind, lambda: client().get("nobody sets this", timeout_seconds=SECONDS)))
-    with contextlib.suppress(gs.GradsyncError):
-        gs.get_communicator().close()
+    world = gs.get_communicator()
+    for close in (world.family.close, world.close):
+        with contextlib.suppress(gs.GradsyncError):
+            close()
     return told
 
 

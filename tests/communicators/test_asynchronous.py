@@ -390,7 +390,7 @@ def die(comm: Any) -> list[str]:
 
 def test_a_rank_that_dies_fails_all_futures() -> None:
     survivor, _ = run_ranks_for_outcomes(2, die)
-    assert survivor.result == ["RankFailed", "CommunicatorClosed", "CommunicatorClosed"]
+    assert survivor.returned() == ["RankFailed", "CommunicatorClosed", "CommunicatorClosed"]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -506,8 +506,6 @@ def test_ctrl_c_comes_through_while_the_main_thread_waits(wait: str) -> None:
     gate.await_entered()
     last = submit(comm, lambda: None)
     waits = {"result": last.result, "barrier": comm.barrier, "close": comm.close}
-    # Anew: libraries that tests load in this process may have made waits go on after a signal (SA_RESTART).
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):

@@ -252,7 +252,7 @@ def test_a_member_dies_while_others_make_a_group(place: Place, victim: int) -> N
     assert time.monotonic() - started < 20
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
-            assert f"rank {victim}" in outcome.result, outcome
+            assert f"rank {victim}" in outcome.returned()
 
 
 def fail_in_the_making(comm: Any) -> str:
@@ -317,9 +317,23 @@ def die_inside(comm: Any) -> tuple[int | None, str]:
 def test_a_member_that_dies_in_a_collective_has_its_number_in_the_world(place: Place, world_size: int) -> None:
     outcomes = place.outcomes(world_size, die_inside)
     for outcome in outcomes[:2]:
-        rank, text = outcome.result
+        rank, text = outcome.returned()
         assert rank == 2
         assert "rank 2" in text
+
+
+def leave_after_the_world_has_heard(comm: Any) -> None:
+    rank, _ = die_inside(comm)
+    assert rank == 2
+    deadline = time.monotonic() + LATER
+    while not comm.closed:  # by its watcher
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_failure_that_a_group_has_raised_is_not_raised_by_the_end_of_the_world() -> None:
+    for outcome in STAND_IN.outcomes(3, leave_after_the_world_has_heard)[:2]:
+        outcome.returned()
 
 
 def go_on_without(comm: Any, rounds: int) -> int:

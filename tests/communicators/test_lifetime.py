@@ -270,7 +270,7 @@ def expect_failure(call: Callable[[], Any]) -> str:
 
 def test_a_close_in_the_middle_of_a_collective_is_told_at_once() -> None:
     outcomes = run_ranks_for_outcomes(3, closed_by_another_thread, collective_timeout_seconds=WAIT)
-    texts = [outcome.result for outcome in outcomes]
+    texts = [outcome.returned() for outcome in outcomes]
     assert "closed or aborted during a collective" in texts[0]
     assert all("rank 0 aborted: in barrier" in text for text in texts[1:]), texts
 

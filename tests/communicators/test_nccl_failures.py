@@ -73,7 +73,7 @@ def test_a_rank_that_dies_beside_a_stuck_collective_is_named(
     survivor = outcomes.pop(int(victim_is_root))
     assert outcomes[0].exit_code == -9
     assert survivor.error is None, survivor.traceback_text
-    assert survivor.result < 5  # 1 s, and what a busy machine adds
+    assert survivor.returned() < 5  # 1 s, and what a busy machine adds
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
@@ -136,22 +136,22 @@ def begin(place: Place, where: str, how: str, seconds: float) -> list[Any]:
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_a_peer_that_fails_before_ncclcomminitrank(place: Place, world_size: int) -> None:
     told, failed = begin(place, "choose_device", "refuse", LONG_SECONDS)
-    assert failed.result == "BackendUnavailable: no GPU for me"
-    assert told.result.startswith("RankFailed")
-    assert "no GPU for me" in told.result
+    assert failed.returned() == "BackendUnavailable: no GPU for me"
+    assert told.returned().startswith("RankFailed")
+    assert "no GPU for me" in told.returned()
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_a_peer_that_dies_before_ncclcomminitrank(place: Place, world_size: int) -> None:
     told, died = begin(place, "_init_rank", "die", LONG_SECONDS)
     assert died.exit_code == -9
-    assert told.result.startswith("RankFailed: rank 0/2: rank 1")
+    assert told.returned().startswith("RankFailed: rank 0/2: rank 1")
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_a_peer_that_does_not_come_to_ncclcomminitrank(place: Place, world_size: int) -> None:
     told, absent = begin(place, "_init_rank", "stay away", 1.0)
-    assert told.result.startswith("RendezvousTimeout: rank 0/2: ncclCommInitRank on cuda:0 did not return within")
+    assert told.returned().startswith("RendezvousTimeout: rank 0/2: ncclCommInitRank on cuda:0 did not return within")
     assert absent.error is None, absent.traceback_text
 
 

@@ -564,6 +564,16 @@ def test_a_peer_that_closes_is_told(verb: str) -> None:
     assert error.rank == 8
 
 
+def test_a_peer_that_closes_because_of_a_verdict_leaves_the_telling_to_the_server(verb: str) -> None:
+    """Which tells one rank after the other: a peer may be gone before this one has heard."""
+    mine, other = ranks_of(2)
+    verdict = gs.RankFailed("rank 2 failed", rank=2)
+    other.client.failure = mine.client.failure = verdict
+    other.barrier.announce_closed()
+    mine.client.checks_before = 3
+    assert expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1)) is verdict
+
+
 def test_a_peer_may_close_after_its_part() -> None:
     def send_and_close(rank: Rank) -> None:
         rank.send(values(10**6), 1)

@@ -10,7 +10,7 @@ import command
 import pytest
 
 import gradsync as gs
-from gradsync.launching.signal_inbox import own_descriptors
+from gradsync.launching.signal_inbox import SignalInbox, own_descriptors
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.server import RendezvousServer
 
@@ -24,22 +24,34 @@ def run_script(tmp_path, source, **options):
 
 
 def fork_idle_child():
-    """Forks a child that does nothing until it is killed; gives its process id."""
+    """Forks a child that does nothing until it is killed, or this process ends; gives its process id."""
     reader, writer = os.pipe()
+    lifeline, our_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(writer, b"!")
-        signal.pause()
-        os._exit(0)
+        try:
+            os.close(our_end)
+            os.write(writer, b"!")
+            os.read(lifeline, 1)
+        finally:
+            os._exit(0)
     os.close(writer)
+    os.close(lifeline)
+    _our_ends[pid] = our_end
     assert os.read(reader, 1) == b"!"  # what is done after a fork has been done
     os.close(reader)
     return pid
 
 
-def end(pid):
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+_our_ends = {}
+
+
+def end(pid, number=signal.SIGKILL):
+    """Ends an idle child by a signal; gives the one that it has died of."""
+    os.kill(pid, number)
+    status = os.waitpid(pid, 0)[1]
+    os.close(_our_ends.pop(pid))
+    return os.WTERMSIG(status)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -71,42 +83,96 @@ def test_forked_child_keeps_no_rank_waiting_for_the_servers_goodbye():
             end(pid)
 
 
-PATIENT_CHILD = """
-    import multiprocessing, signal, sys, threading
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_forked_child_takes_signals_as_the_program_did():
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with SignalInbox() as inbox:
+            assert end(fork_idle_child(), signal.SIGTERM) == signal.SIGTERM
+            assert inbox.read() == []
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+# Children of a launching program that live until it ends, however it ends.
+IDLE_CHILDREN = """
+    import os, threading
     import gradsync as gs
 
-    def idle():
-        signal.pause()
+    lifeline, our_end = os.pipe()
+    children = []
+
+    def fork_idle_child():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(our_end)
+                os.read(lifeline, 1)
+            finally:
+                os._exit(0)
+        children.append(pid)
 
     def fail():
         raise SystemExit(3)
 
-    if __name__ == "__main__":
-        children = []
-        stop = threading.Event()
-
-        def fork_often():
-            while not stop.is_set() and len(children) < 40:
-                child = multiprocessing.get_context("fork").Process(target=idle, daemon=True)
-                child.start()
-                children.append(child)
-
-        thread = threading.Thread(target=fork_often)
-        thread.start()
-        gs.set_start_method(sys.argv[1] if len(sys.argv) > 1 else "spawn")
+    def launch_failing():
         try:
             gs.launch(fail, (), 2)
         except gs.WorkerError as error:
-            print(error.exitcode, all(child.is_alive() for child in children))
-        stop.set()
-        thread.join()
-        for child in children:
-            child.kill()
+            print(error.exitcode, children != [] and all(os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children))
 """
 
+FORKS_OFTEN = (
+    IDLE_CHILDREN
+    + """
+    if __name__ == "__main__":
+        stop = threading.Event()
 
-def test_run_ends_although_children_forked_meanwhile_live_on(tmp_path):
-    done = run_script(tmp_path, PATIENT_CHILD, env=os.environ | {"PYTHONWARNINGS": "ignore"})
+        def fork_often():
+            fork_idle_child()
+            while not stop.is_set() and len(children) < 40:
+                fork_idle_child()
+
+        thread = threading.Thread(target=fork_often)
+        thread.start()
+        launch_failing()
+        stop.set()
+        thread.join()
+"""
+)
+
+# Whenever the launching thread has made a pipe, another one has a moment to fork.
+FORKS_AT_EVERY_PIPE = (
+    IDLE_CHILDREN
+    + """
+    if __name__ == "__main__":
+        make_pipe = os.pipe
+        wanted, forked = threading.Event(), threading.Event()
+
+        def fork_when_wanted():
+            while True:
+                wanted.wait()
+                wanted.clear()
+                fork_idle_child()
+                forked.set()
+
+        def make_pipe_and_wait():
+            made = make_pipe()
+            forked.clear()
+            wanted.set()
+            forked.wait(0.2)
+            return made
+
+        threading.Thread(target=fork_when_wanted, daemon=True).start()
+        os.pipe = make_pipe_and_wait
+        launch_failing()
+"""
+)
+
+
+@pytest.mark.parametrize("program", [FORKS_OFTEN, FORKS_AT_EVERY_PIPE], ids=["often", "at every pipe"])
+def test_run_ends_although_children_forked_meanwhile_live_on(tmp_path, program):
+    done = run_script(tmp_path, program, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     assert done.stdout == "3 True\n", done.stderr
 
 

@@ -31,7 +31,14 @@ class Wire:
         self.connection = ClientConnection(stream, "server:1")
         self.connection._session = session(is_server=False)
         self.questions: list[tuple[str, int]] = []
-        self.inbox = Inbox(self.connection, "rank 0/2", lambda push: self.questions.append(push.fields))
+        self.introductions: list[Message | None] = []  # what was known then of the answer to the join
+        self.joining = Pending()
+        self.inbox = Inbox(
+            self.connection,
+            "rank 0/2",
+            lambda push: self.questions.append(push.fields),
+            lambda: self.introductions.append(self.joining.answer),
+        )
         self._session = session(is_server=True)
 
     def seal(self, *messages: tuple) -> bytes:
@@ -117,6 +124,16 @@ def test_question_does_not_wait_for_the_one_before_it(wire) -> None:
     first, second, failure = run_threads([*waits, serve])
     assert failure is None
     assert (first.fields, second.fields) == ((5, b"value"), (6, None))
+
+
+def test_rank_introduces_itself_before_its_join_is_answered(wire) -> None:
+    """Whichever thread reads: the one that joins may send its next message as soon as it finds the answer."""
+    wire.inbox.expect(wire.joining, 5)
+    wire.server.sendall(wire.seal((FrameType.SEATED, 5, "machine", 7), (FrameType.REPLY, 5, 1)))
+    wire.inbox.poll()
+    assert wire.introductions == [None]
+    assert wire.joining.answer.fields == (5, 1)
+    assert wire.inbox.server == ("machine", 7)
 
 
 @pytest.mark.parametrize("bytes_sent", [b"", b"\0" * 100])

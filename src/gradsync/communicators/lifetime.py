@@ -73,7 +73,7 @@ class Lifetime:
         return turn
 
     def close(self) -> None:
-        """Ends it in order; see Communicator.close. Raises a failure that no call has raised."""
+        """Ends it in order; see Communicator.close. Raises a failure that no call of its family has raised."""
         self._take_back()
         if pending and self.ended_because is None:
             await_submitted(self)
@@ -83,7 +83,8 @@ class Lifetime:
         tell_lost(self)
         if self._untold is not None:
             error, self._untold = self._untold, None
-            raise error
+            if str(error) not in self._communicator.family.told():
+                raise error
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends it for all ranks; see Communicator.abort."""
@@ -106,8 +107,9 @@ class Lifetime:
                 self.ended_because = f"it failed: {_headline(error)}"
         self._end_use()
 
-    def note_told(self) -> None:
+    def note_told(self, error: BaseException) -> None:
         """Notes that the failure is being raised outside of a collective, by a future: closing need not raise it."""
+        self._communicator.family.note_told(error)
         with self._claiming:
             self.was_told = True
             self._untold = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gradsync.launching.in_rank import report_pipe
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
-from gradsync.launching.signal_inbox import own_descriptors
+from gradsync.launching.signal_inbox import no_other_fork, own_descriptors
 from gradsync.launching.start_methods import RankStart, StartedProcess, start_process
 from gradsync.launching.targets import Target
 from gradsync.machine import read_stat
@@ -93,6 +93,7 @@ class RankProcess:
         self._guard: StartedProcess | None = None
         self._command_lock = threading.Lock()  # another thread may signal a rank while this one closes its pipes
 
+    @no_other_fork()
     def start(
         self, method: str, target: Target, record: int, environ: dict[str, str], streams: tuple[int, ...]
     ) -> None:

@@ -86,6 +86,17 @@ class SignalInbox:
 
 
 @contextlib.contextmanager
+def no_other_fork() -> Iterator[None]:
+    """Surrounds the start of a process by this thread: forks of other threads wait.
+
+    Their children would hold copies of descriptors that are closed here in a moment, such as the pipe whose end tells
+    `subprocess.Popen` that its program runs: it would wait for as long as such a child lives.
+    """
+    with _fork_lock:
+        yield
+
+
+@contextlib.contextmanager
 def kept_in_fork(descriptors: Iterable[int]) -> Iterator[None]:
     """Surrounds a fork by this thread whose child is to have these of our descriptors."""
     global _kept
@@ -97,8 +108,25 @@ def kept_in_fork(descriptors: Iterable[int]) -> Iterator[None]:
             _kept = 0, frozenset()
 
 
-def _close_own_descriptors() -> None:
-    """In a child of any fork, also of the user: its copies would hide the end of a run from those who wait for it."""
+def _before_fork() -> None:
+    _fork_lock.acquire()
+
+
+def _after_fork_in_parent() -> None:
+    with contextlib.suppress(RuntimeError):  # a signal's handler has raised while _before_fork waited
+        _fork_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """In a child of any fork, also of the user: its signals are its own, and it ends no wait of this process.
+
+    Its copies of our descriptors would hide the end of a run from those who wait for it.
+    """
+    global _fork_lock
+    _fork_lock = threading.RLock()
+    for inbox in reversed(_entered):
+        inbox._restore()
+    _entered.clear()
     thread, kept = _kept
     for descriptor in own_descriptors.difference(kept if thread == threading.get_ident() else ()):
         with contextlib.suppress(OSError):
@@ -106,9 +134,11 @@ def _close_own_descriptors() -> None:
     own_descriptors.clear()
 
 
-_fork_lock = threading.Lock()
+# Reentrant: `kept_in_fork` surrounds a fork, and a signal's handler may fork too.
+_fork_lock = threading.RLock()
 _kept: tuple[int, frozenset[int]] = (0, frozenset())
-os.register_at_fork(after_in_child=_close_own_descriptors)
+_entered: list[SignalInbox] = []
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def _occupy_standard_descriptors() -> None:
@@ -116,13 +146,3 @@ def _occupy_standard_descriptors() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_DESCRIPTOR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-
-
-_entered: list[SignalInbox] = []
-
-
-def restore_handlers() -> None:
-    """Puts back what the inboxes of this process replaced: for a forked child, whose signals are its own."""
-    for inbox in reversed(_entered):
-        inbox._restore()
-    _entered.clear()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gradsync.launching.in_rank.guard import GuardDescriptors
-from gradsync.launching.signal_inbox import kept_in_fork, restore_handlers
+from gradsync.launching.signal_inbox import kept_in_fork
 from gradsync.launching.targets import Target
 
 # The rank must import the launcher's own gradsync, whatever the current directory holds.
@@ -112,7 +112,6 @@ def _fork(start: RankStart) -> StartedProcess:
         pid = os.fork()
     if pid == 0:
         try:
-            restore_handlers()
             _enter(start, launcher_pid)
         finally:
             os._exit(70)

@@ -1,4 +1,4 @@
-"""What the server sends unasked, beside answers and verdicts: who it is, inquiries, and questions of other ranks.
+"""What the server sends unasked and wants answered: inquiries, and questions of other ranks.
 
 Sits between `inbox`, which reads them, and those of this rank who have the answer.
 """
@@ -28,5 +28,3 @@ class Pushes:
             self._followers.tell(*message.fields)
         elif message.type is FrameType.INQUIRE:
             self._self_report.answer(*message.fields)
-        elif message.type is FrameType.SEATED:
-            self._self_report.introduce()

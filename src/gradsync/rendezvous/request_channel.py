@@ -77,7 +77,8 @@ class RequestChannel:
         self.self_report = SelfReport(connection)
         self._connection = connection
         self._who = who
-        self._inbox = Inbox(connection, who, Pushes(self.followers, self.self_report).answer)
+        pushes = Pushes(self.followers, self.self_report)
+        self._inbox = Inbox(connection, who, pushes.answer, self.self_report.introduce)
         self._liveness = Liveness(connection, self._inbox, self.self_report, who)
         self._phase: str | None = None
         self._sent_phase: str | None = None

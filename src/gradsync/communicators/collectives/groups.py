@@ -66,8 +66,12 @@ class Family:
         self._communicators.add(communicator)
 
     def note_told(self, error: BaseException) -> None:
-        """Notes that a collective of one of them has raised this failure: the server's verdict ends them all."""
+        """Notes that a call of one of them has raised this failure: the server's verdict ends them all."""
         self._told.add(str(error))
+
+    def told(self) -> frozenset[str]:
+        """Returns the texts of the failures that a call of one of them has raised."""
+        return frozenset(self._told)
 
     def close(self) -> None:
         """Closes all that were taken in; raises the first error that none has raised yet, when all are closed."""
@@ -77,8 +81,7 @@ class Family:
             try:
                 communicator.close()
             except GradsyncError as error:
-                if str(error) not in self._told:
-                    errors.append(error)
+                errors.append(error)
         if errors:
             raise errors[0]
 

@@ -93,14 +93,14 @@ class NcclCommunicator(NcclCollectives):
 
     def close(self) -> None:
         """See Communicator.close; waits for what is queued, and raises a failure that no call has told yet."""
-        was_told = self.lifetime.was_told
+        was_told, told = self.lifetime.was_told, self.family.told()
         failure = None if self.closed else self._await_last_launch()
         try:
             super().close()
         finally:
             if self._telling is not None:
                 self._telling.wait(_TELL_SECONDS)
-        if failure is not None and not was_told:
+        if failure is not None and not was_told and str(failure) not in told:
             raise failure
 
     def _connect_group(self, members: tuple[int, ...], name: str) -> NcclCommunicator:
@@ -225,7 +225,7 @@ class NcclCommunicator(NcclCollectives):
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            self.lifetime.note_told()
+            self.lifetime.note_told(self._failure)
             raise copy.copy(self._failure)
 
     def _begin_to_fail(self, error: BaseException) -> bool:

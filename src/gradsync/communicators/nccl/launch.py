@@ -43,7 +43,7 @@ class Launch:
     Args:
         name: see above.
         check: raises what has broken the communicator.
-        note_told: called when its error is raised.
+        note_told: called with its error when that is raised.
         handle: NCCL's communicator.
         device_id: its device.
         timeout_seconds: how long the host waits for it, when it is not told.
@@ -53,7 +53,7 @@ class Launch:
         self,
         name: str,
         check: Callable[[], None],
-        note_told: Callable[[], None],
+        note_told: Callable[[BaseException], None],
         handle: NcclHandle,
         device_id: int,
         timeout_seconds: float,
@@ -227,7 +227,7 @@ class Launch:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            self._note_told()
+            self._note_told(self._error)
             raise copy.copy(self._error)
 
     def _call(self, function: Callable[[BaseException | None], None]) -> None:

@@ -22,8 +22,9 @@ WORDS_PER_RANK = 8
 _STATE = 3
 _CULPRIT = 4  # of an aborted rank: the rank whose failure made it abort, often its own; as it is numbered in the world
 _GAVE_UP_AT = 5  # of an aborted rank: the first round of the barrier that it did not complete
-# The last one: aborted because of the server's verdict, which every rank can hear there, or will in a moment.
-_OPEN, _CLOSED, _ABORTED, _CONDEMNED = 0, 1, 2, 3
+# The last two: aborted because of the server's verdict, and closed by a rank that knew of one. Every rank can hear it
+# there, or will in a moment.
+_OPEN, _CLOSED, _ABORTED, _CONDEMNED, _CLOSED_CONDEMNED = 0, 1, 2, 3, 4
 _REASON_BYTES = 1024  # why a rank aborted
 
 # Waiting: first read, which answers within a microsecond on idle cores; then let others run, in case this core is
@@ -115,8 +116,11 @@ class SharedWaiting:
 
     def _look_for_closed(self, awaited: Sequence[int], missing: Callable[[], list[int]]) -> None:
         for peer in awaited:
+            state = self.words[peer * WORDS_PER_RANK + _STATE]
             # A rank may do its part and then close: that is looked at again after its state.
-            if self.words[peer * WORDS_PER_RANK + _STATE] == _CLOSED and peer in missing():
+            if state in (_CLOSED, _CLOSED_CONDEMNED) and peer in missing():
+                if state == _CLOSED_CONDEMNED:
+                    self._verdicts.await_news(NEWS_SECONDS)
                 number = self.ranks[peer]
                 self._raise_failed(
                     number,
@@ -152,7 +156,7 @@ class SharedWaiting:
 
     def announce_closed(self) -> None:
         """Tells the others that this rank will not come again; what it did before still counts."""
-        self.words[self._line + _STATE] = _CLOSED
+        self.words[self._line + _STATE] = _CLOSED_CONDEMNED if self.is_verdict_known() else _CLOSED
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
         """Makes every rank that waits, now or later, raise RankFailed with the reason.
