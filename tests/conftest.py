@@ -58,7 +58,7 @@ def mpich(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
 
 @pytest.fixture(scope="session")
 def open_mpi(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
-    """Open MPI, where `make open-mpi` has installed it."""
+    """Open MPI, where `make peers` has installed it."""
     return _mpi_or_skip("openmpi", tmp_path_factory)
 
 

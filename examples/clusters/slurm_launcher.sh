@@ -1,0 +1,17 @@
+#!/bin/bash
+# The same with one gradsync run on each node: restarts, one report of a failure, lines that name their rank.
+#SBATCH --job-name=gradsync
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --time=01:00:00
+set -euo pipefail
+
+secret=$HOME/gradsync.$SLURM_JOB_ID  # on a file system that all nodes see
+(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > "$secret")
+trap 'rm -f "$secret"' EXIT
+export GRADSYNC_SECRET_FILE=$secret
+export HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+srun bash -c 'exec gradsync run -n "${RANKS_PER_NODE:-4}" --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
+    --rendezvous "$HEAD:${PORT:-29400}" "$@"' gradsync "$@"
