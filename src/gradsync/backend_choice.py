@@ -175,8 +175,9 @@ def _gpu_offer(place: RankEnvironment, device: str | None, *, allow_shared_gpu: 
 
 def _no_backend(place: RankEnvironment, no_gpus: str) -> BackendUnavailable:
     return BackendUnavailable(
-        f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: without a GPU for "
-        f"each rank ({no_gpus}), this version joins the ranks of one host"
+        f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: {no_gpus}, and NCCL "
+        "needs one for each rank; on several machines without GPUs start the ranks by mpiexec, with backend 'mpi'; "
+        "where all launchers are on one machine, name backend 'shm'"
     )
 
 

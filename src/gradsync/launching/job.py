@@ -29,6 +29,25 @@ class MeetingPoint:
 
 
 @dataclass(frozen=True)
+class NodePlace:
+    """This machine among those of a run, each with a launcher of its own.
+
+    Attributes:
+        node_rank: its number.
+        nnodes: how many there are.
+        run_name: of the run, the same on all of them.
+        interface: by which it reaches the others; None where that is not known.
+        is_ipv6: whether that is by IPv6.
+    """
+
+    node_rank: int
+    nnodes: int
+    run_name: str
+    interface: str | None = None
+    is_ipv6: bool = False
+
+
+@dataclass(frozen=True)
 class Job:
     """What a launch asks for.
 
@@ -49,6 +68,7 @@ class Job:
         max_restarts: how often all ranks are started again after a failure.
         state_dir: where ranks may leave what they need after a restart; GRADSYNC_STATE_DIR in the ranks.
         removed_variables: names of variables of this process that the ranks do not get.
+        node: this machine among those of the run, where its launcher knows the others.
 
     Raises:
         InvalidArgument: a number is out of its range, or the start method is unknown.
@@ -70,6 +90,7 @@ class Job:
     max_restarts: int = 0
     state_dir: str | None = None
     removed_variables: frozenset[str] = frozenset()
+    node: NodePlace | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
