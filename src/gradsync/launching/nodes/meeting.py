@@ -146,7 +146,11 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
         client.set(f"node/{own.node}", json.dumps(asdict(own)).encode())
         told = [client.get(f"node/{node}", timeout_seconds=_TELLING_SECONDS) for node in range(options.nnodes)]
         nodes = tuple(NodeRecord(**json.loads(text)) for text in told)
+        client.barrier("met", timeout_seconds=_TELLING_SECONDS)  # from here on each one knows what is wrong, if it is
         _check_alike(nodes)
+    except InvalidArgument:
+        client.close()
+        raise
     except BaseException:
         client.abandon()
         raise
