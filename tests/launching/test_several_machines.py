@@ -7,9 +7,10 @@ import sys
 import time
 
 import command
-import namespaces
 import pytest
 from node_commands import Nodes, write
+
+import namespaces
 
 _WHY_NOT = namespaces.why_none()
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
@@ -139,9 +140,9 @@ LAUNCHER = """
         pass
 
     if __name__ == "__main__":
-        start, master, role = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+        place = {"rank_start": int(sys.argv[1]), "master_ip": sys.argv[2], "port": 29500}
         launcher_run.call_in_group = meet
-        gs.launcher(work, n_gpus=1, world_size=2, rank_start=start, master_ip=master, port=29500, start_method="fork")(role)
+        gs.launcher(work, n_gpus=1, world_size=2, start_method="fork", **place)(sys.argv[3])
 """
 
 
