@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from gradsync.launching.nodes.interfaces import interface_of
+from gradsync.launching.interfaces import interface_of, network_towards
+from gradsync.launching.job import Network
 from gradsync.launching.nodes.node_report import NodeReport, cause_of, loss_report, report_of, signal_report
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import ErrorReport
@@ -83,6 +84,12 @@ def test_every_address_of_this_machine_has_its_interface():
     assert seen
     for address, names in seen.items():
         assert interface_of(address) in names
+
+
+def test_the_way_to_a_host():
+    assert network_towards("127.0.0.1", 4000) == network_towards("localhost", 4000) == Network("lo", False)
+    assert network_towards("::1", 4000) in (Network("lo", True), None)  # None: no IPv6 here
+    assert network_towards("no.such.host.invalid", 4000) is None
 
 
 def test_an_address_of_nobody_has_none():

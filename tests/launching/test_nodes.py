@@ -35,6 +35,7 @@ def nodes(tmp_path):
         (("--secret-file", "f"), "--secret-file needs --nnodes"),
         (("--nnodes", 2), "--nnodes 2 needs --node-rank, this machine's number from 0 to 1"),
         (("--nnodes", 2, "--node-rank", 2), "--node-rank needs to be from 0 to 1 with --nnodes 2, got 2"),
+        (("--nnodes", 2, "--node-rank", 0, "--join-timeout", "inf"), "--join-timeout to be a number of seconds"),
         (("--nnodes", 99999, "--node-rank", 2), "--nnodes needs to be at most 16384, got 99999"),
         (("--nnodes", 2, "--node-rank", 0), "--nnodes 2 needs --rendezvous HOST:PORT, the same on every machine"),
         (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "h:0"), "--rendezvous: .* port from 1 to 65535, got 'h:0'"),
@@ -269,6 +270,16 @@ def test_different_restarts_are_refused(nodes):
     ends = run.end_all()
     assert [code for code, _ in ends] == [2, 2]
     assert all("all machines need the same --max-restarts, node 0 has 1, node 1 (" in err for _, err in ends)
+
+
+def test_a_launcher_that_cannot_start_its_ranks_says_why(nodes, tmp_path):
+    (tmp_path / "file").write_text("")
+    run = nodes()
+    run.start(0, "wait")
+    run.start(1, "wait", options=("--log-dir", tmp_path / "file"))
+    ends = run.end_all()
+    assert [code for code, _ in ends] == [1, 2]
+    assert re.search(r"node 1 \(\S+ 127.0.0.1\) is gone since .* failed in phase 'starting ranks': .*file", ends[0][1])
 
 
 @pytest.mark.parametrize(("backend", "exit_code"), [("shm", 0), ("auto", 1)])

@@ -126,7 +126,8 @@ LAUNCHER = """
         from gradsync.environment import read_environment
         client, _ = join(read_environment(), None, 60)
         unique_id = client.unique_id("world", root=0, make_id=lambda: os.urandom(128))
-        os.write(1, b"id %s\\n" % unique_id.hex()[:12].encode())
+        interface = os.environ["NCCL_SOCKET_IFNAME"]
+        os.write(1, f"id {unique_id.hex()[:12]} {interface}\\n".encode())
         if role == "fail":
             try:
                 raise ValueError("boom")
@@ -161,6 +162,7 @@ def test_decorated_functions_meet_over_machines(network, tmp_path, family, role)
     told = [process.communicate(timeout=60) for process in processes]
     codes = [process.returncode for process in processes]
     assert len({out for out, _ in told}) == 1, told
+    assert re.fullmatch(r"id \w{12} =eth0\n", told[0][0])
     assert codes == ([0, 0] if role == "work" else [1, 1]), told
     if role == "fail":
         assert told[1][1].endswith("ValueError: boom\n")

@@ -36,15 +36,24 @@ class NodePlace:
         node_rank: its number.
         nnodes: how many there are.
         run_name: of the run, the same on all of them.
-        interface: by which it reaches the others; None where that is not known.
-        is_ipv6: whether that is by IPv6.
     """
 
     node_rank: int
     nnodes: int
     run_name: str
-    interface: str | None = None
-    is_ipv6: bool = False
+
+
+@dataclass(frozen=True)
+class Network:
+    """By what this machine reaches the others.
+
+    Attributes:
+        interface: its name.
+        is_ipv6: whether that is by IPv6.
+    """
+
+    interface: str
+    is_ipv6: bool
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class Job:
         state_dir: where ranks may leave what they need after a restart; GRADSYNC_STATE_DIR in the ranks.
         removed_variables: names of variables of this process that the ranks do not get.
         node: this machine among those of the run, where its launcher knows the others.
+        network: by what this machine reaches the others, where there are any and it is known.
 
     Raises:
         InvalidArgument: a number is out of its range, or the start method is unknown.
@@ -91,6 +101,7 @@ class Job:
     state_dir: str | None = None
     removed_variables: frozenset[str] = frozenset()
     node: NodePlace | None = None
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()

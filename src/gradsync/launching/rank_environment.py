@@ -62,10 +62,10 @@ def rank_environment(
 
 def _nccl_variables(job: Job) -> dict[str, str]:
     """Gives what lets NCCL meet by the network that the launchers use; what the user has set counts more."""
-    if job.node is None or job.node.interface is None:
+    if job.network is None:
         return {}
-    family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if job.node.is_ipv6 else {}
-    return {"NCCL_SOCKET_IFNAME": f"={job.node.interface}"} | family  # "=": this one, not all that begin like it
+    family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if job.network.is_ipv6 else {}
+    return {"NCCL_SOCKET_IFNAME": f"={job.network.interface}"} | family  # "=": this one, not all that begin like it
 
 
 def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:

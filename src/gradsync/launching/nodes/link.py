@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from gradsync.errors import CommunicatorClosed, GradsyncError, RankFailed
+from gradsync.errors import CommunicatorClosed, GradsyncError, RankFailed, describe
 from gradsync.launching.nodes.meeting import Meeting
 from gradsync.launching.nodes.node_report import NodeReport, cause_of, loss_report, signal_report
 from gradsync.launching.notices import Notices
@@ -73,7 +73,9 @@ class NodeLink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._loss is None and kind is None:
+        if error is not None:
+            self._client.report_failure(describe(error))
+        if self._loss is None:
             self._client.close()
         else:
             self._client.abandon()

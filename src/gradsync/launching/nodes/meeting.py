@@ -15,9 +15,9 @@ import time
 from dataclasses import asdict, dataclass
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
-from gradsync.launching.job import MeetingPoint, NodePlace
+from gradsync.launching.interfaces import interface_of
+from gradsync.launching.job import MeetingPoint, Network, NodePlace
 from gradsync.launching.nodes.hosting import StartPorts
-from gradsync.launching.nodes.interfaces import interface_of
 from gradsync.launching.nodes.node_options import NodeOptions
 from gradsync.launching.notices import Notices
 from gradsync.rendezvous.client import RendezvousClient
@@ -103,9 +103,11 @@ class Meeting:
 
     def place(self) -> NodePlace:
         """Returns this machine among the others, for the ranks."""
-        is_ipv6 = ":" in self.own.address
-        run_name = self.nodes[0].nonce[:8]
-        return NodePlace(self.own.node, len(self.nodes), run_name, self.own.interface, is_ipv6)
+        return NodePlace(self.own.node, len(self.nodes), run_name=self.nodes[0].nonce[:8])
+
+    def network(self) -> Network | None:
+        """Returns by what this machine reaches the others; None where that is not known."""
+        return None if self.own.interface is None else Network(self.own.interface, ":" in self.own.address)
 
     def meeting_point(self, secret: bytes) -> MeetingPoint:
         """Returns where the ranks meet; the secret of this start is made here, and never travels."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gradsync.environment import SECRET_FILE, take_secret
 from gradsync.errors import InvalidArgument
+from gradsync.launching.numbers import check_seconds
 from gradsync.rendezvous.messages import MAX_RANKS
 from gradsync.rendezvous.sockets import parse_address
 from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_file
@@ -51,6 +52,7 @@ def check_node_options(
     Raises:
         InvalidArgument: one is missing, malformed or out of its range, or the secret cannot be read.
     """
+    check_seconds("gradsync run", "--join-timeout", join_timeout_seconds)
     if nnodes > MAX_RANKS:
         raise InvalidArgument(f"--nnodes needs to be at most {MAX_RANKS}, got {nnodes}")
     if node_rank is None:

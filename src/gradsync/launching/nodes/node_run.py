@@ -128,6 +128,7 @@ class _NodeRun:
             master_port=meeting.nodes[0].master_port,
             meeting_point=meeting.meeting_point(self._options.secret),
             node=meeting.place(),
+            network=meeting.network(),
         )
 
     def _tell_place(self, meeting: Meeting, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Which network interface has an address: asked of the kernel, which tells of all addresses in one answer."""
+"""Which network interface has an address, or leads to one: asked of the kernel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Iterator
+
+from gradsync.launching.job import Network
 
 # Source: include/uapi/linux/netlink.h, rtnetlink.h and if_addr.h.
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
@@ -30,6 +32,26 @@ def interface_of(address: str) -> str | None:
         if found == wanted.packed:
             return socket.if_indextoname(index)
     return "lo" if wanted.is_loopback else None  # which has all of 127.0.0.0/8
+
+
+def network_towards(host: str, port: int) -> Network | None:
+    """Returns by what this machine reaches a host, which may be itself; None where that cannot be told.
+
+    Nothing is sent: the kernel looks up the way.
+
+    Args:
+        host: its name or address.
+        port: of a server there.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    interface = interface_of(address)
+    return None if interface is None else Network(interface, family == socket.AF_INET6)
 
 
 def _addresses() -> Iterator[tuple[int, bytes]]:
