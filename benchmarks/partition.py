@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import selectors
 import statistics
 import sys
@@ -47,6 +49,7 @@ FAULTS: dict[str, Callable[[Nodes, int], None]] = {
 def reports(run: Nodes, sides: list[int], began: float) -> dict[int, float]:
     """Waits for the line of each side, and returns how long it took."""
     found: dict[int, float] = {}
+    told = dict.fromkeys(sides, "")
     with selectors.DefaultSelector() as selector:
         for node in sides:
             selector.register(run.processes[node].stderr, selectors.EVENT_READ, node)
@@ -55,10 +58,11 @@ def reports(run: Nodes, sides: list[int], began: float) -> dict[int, float]:
             if not ready:
                 break
             for key, _ in ready:
-                line = key.fileobj.readline()
-                if f"gradsync: node {1 - key.data} " in line and "is gone since" in line:
+                text = os.read(key.fd, 65536).decode()
+                told[key.data] += text
+                if re.search(rf"^gradsync: node {1 - key.data} \(.* is gone since", told[key.data], re.MULTILINE):
                     found[key.data] = time.monotonic() - began
-                if not line or key.data in found:
+                if not text or key.data in found:
                     selector.unregister(key.fileobj)
     return found
 

@@ -17,7 +17,6 @@ from gradsync.launching.notices import Notices
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.sockets import format_address, parse_address
 
-_LEAVING_SECONDS = 5.0  # for the other launchers to say goodbye, once all have told how their ranks ended
 _NONCE_BYTES = 16
 
 
@@ -39,7 +38,6 @@ def hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServer
         server.start()
         try:
             yield server
-            server.wait_until_empty(_LEAVING_SECONDS)  # node 0 leaves last
         finally:
             server.stop()
 

@@ -21,6 +21,8 @@ from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
 from gradsync.rendezvous.server import RendezvousServer
 
+_LEAVING_SECONDS = 5.0  # for the other launchers to say goodbye, once all have told how their ranks ended
+_LEAVING_AFTER_LOSS_SECONDS = 0.5
 _REPORT_SECONDS = 1.0  # for a terminal that stands still
 
 
@@ -76,26 +78,33 @@ class _NodeRun:
         while True:
             verdict, restart, generations, report = self._start(offer)
             if verdict.cause is None:
+                self._leave(verdict)
                 return 0
             is_last = not verdict.may_retry or restart >= self._job.max_restarts
             self._tell(report, is_last=is_last)
             if is_last:
+                self._leave(verdict)
                 return verdict.cause.exit_code
             offer = replace(offer, restart=restart + 1, generations=generations)
             how_often = f"restart {offer.restart} of at most {self._job.max_restarts}"
             when = f", once node {verdict.cause.node} is back" if verdict.is_lost else ""
             self._notices.tell(f"gradsync: starting all ranks again{when} ({how_often})")
 
+    def _leave(self, verdict: Verdict) -> None:
+        """Lets the others leave before node 0 does; one that is cut off never says goodbye."""
+        if self._server is not None:
+            self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
+
     def _start(self, offer: Offer) -> _End:
         """Goes through one start."""
         with contextlib.ExitStack() as stack:
             ports = None if self._server is None else stack.enter_context(start_ports(self._host))
             meeting = self._meet(offer, ports)
+            signals = stack.enter_context(SignalInbox())
+            link = stack.enter_context(NodeLink(meeting, signals, self._notices))
             job = self._job_of(meeting)
             self._tell_place(meeting, job)
             ranks_server = stack.enter_context(self._serving(meeting, job, ports))
-            signals = stack.enter_context(SignalInbox())
-            link = stack.enter_context(NodeLink(meeting, signals, self._notices))
             outcome = self._supervise(job, meeting, signals, link)
             verdict = link.settle(report_of(meeting.own.node, outcome))
         # Where another node hosts, the count is not known: a start forms one at least.
