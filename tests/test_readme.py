@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,27 @@ def test_python_blocks_run(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), code
         expected = re.findall(r"by rank: (\[.*?\])", code)
         assert not expected or done.stdout.strip() == expected[0]
+
+
+def test_the_commands_for_several_machines_run(tmp_path: Path) -> None:
+    """With two launchers on this machine in place of two machines, and a rank each in place of eight."""
+    section = TEXT.partition("\n## Several machines\n")[2].partition("\n## ")[0]
+    [block] = re.findall(r"```sh\n(.*?)```", section, flags=re.DOTALL)
+    block = block.replace("head:29400", f"127.0.0.1:{gs.free_port()}").replace("-n 8", "-n 1")
+    secret, *nodes = block.replace("gradsync run", f"{shlex.quote(sys.executable)} -m gradsync run").splitlines()
+    (tmp_path / "train.py").write_text(
+        "import gradsync as gs\n"
+        "with gs.init_process_group('shm') as comm:\n"
+        "    print(comm.objects.all_gather(comm.rank))\n"
+    )
+    subprocess.run(secret, shell=True, cwd=tmp_path, check=True, timeout=60)
+    started = [
+        subprocess.Popen(node, shell=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for node in nodes
+    ]
+    told = [process.communicate(timeout=100) for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    assert [out for out, _ in told] == ["[rank 0] [0, 1]\n", "[rank 1] [0, 1]\n"]
 
 
 MACHINE = {

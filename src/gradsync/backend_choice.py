@@ -192,7 +192,7 @@ def check_mpi(place: RankEnvironment) -> None:
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
     """Makes sure that MPI can join ranks of several hosts that have no GPU each."""
-    instead = f"start them with mpiexec or srun, as in {_EXAMPLE}"
+    instead = f"start them with mpiexec or srun, as in {_EXAMPLE}; if all are on one machine, name backend 'shm'"
     if place.source in SOURCES_WITH_MPI:
         try:
             check_mpi(place)

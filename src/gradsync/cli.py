@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from gradsync import __version__
-from gradsync.environment import BACKEND, BACKENDS, STATE_DIR
+from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED
 from gradsync.launching.numbers import DEFAULT_GRACE_SECONDS
@@ -55,6 +55,9 @@ Examples:
   gradsync run -n 2 --gpus 2,3 -m my.train    two ranks of a module, each with a GPU of its own
   gradsync run -n 4 --max-restarts 3 train.py start again after a failure
   gradsync run -n 4 --stdin 2 train.py        breakpoint() works in rank 2
+  gradsync run -n 8 --nnodes 2 --node-rank 0 --rendezvous head:29400 --secret-file gradsync.secret train.py
+                                              sixteen ranks on two machines; the other one, with the same secret,
+                                              says --node-rank 1
 
 \b
 Exit codes:
@@ -71,7 +74,7 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     "--nprocs",
     "--nproc-per-node",
     type=click.IntRange(min=1),
-    help="Number of ranks.  [default: one per GPU of --gpus, or visible GPU, or usable core]",
+    help="Number of ranks on this machine.  [default: one per GPU of --gpus, or visible GPU, or usable core]",
 )
 @click.option(
     "--gpus",
@@ -121,11 +124,42 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     help="The rank that reads standard input, or none; the others read /dev/null.",
 )
 @click.option("--prefix/--no-prefix", default=None, help="Show the rank before each line.  [default: with 2 or more]")
+@click.option(
+    "--nnodes", type=click.IntRange(min=1), help="Number of machines; one gradsync run on each.  [default: 1]"
+)
+@click.option(
+    "--node-rank",
+    type=click.IntRange(min=0),
+    help="This machine's number, from 0; its ranks follow those of lower numbers.",
+)
+@click.option(
+    "--rendezvous",
+    metavar="HOST:PORT",
+    help="Where the machines meet, the same on all: an address of node 0, and a port that is free there.",
+)
+@click.option(
+    "--secret-file",
+    metavar="FILE",
+    help=f"With the secret that the machines share, yours alone (mode 0600).  [default: {SECRET_FILE}]",
+)
+@click.option(
+    "--join-timeout",
+    "join_timeout_seconds",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    help="Seconds to wait for the other machines, at the start and after a failure.",
+)
+@click.option(
+    "--node-address",
+    metavar="ADDRESS",
+    help="This machine's address for the others.  [default: the one by which it reaches the rendezvous]",
+)
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def run(**options: Any) -> None:
-    """Runs SCRIPT in several rank processes on this machine.
+    """Runs SCRIPT in several rank processes on this machine, or on several with --nnodes.
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
     under torchrun, and calls gradsync.init_process_group() without arguments. When a rank fails, the others are

@@ -33,6 +33,24 @@ def interface_of(address: str) -> str | None:
     return "lo" if wanted.is_loopback else None  # which has all of 127.0.0.0/8
 
 
+def address_towards(host: str, port: int) -> str | None:
+    """Returns the address from which this machine reaches a host, which may be itself; None where it does not.
+
+    Nothing is sent: the kernel looks up the way.
+
+    Args:
+        host: its name or address.
+        port: of a server there.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
 def own_addresses() -> list[str]:
     """Returns the addresses by which other machines may reach this one, in figures, IPv4 first.
 

@@ -6,7 +6,6 @@ job can read its gradients too.
 
 from __future__ import annotations
 
-import socket
 import time
 from typing import Any
 
@@ -16,13 +15,13 @@ from gradsync.communicators.mpi.library import load_mpi, loaded_mpi, to_mpi_erro
 from gradsync.communicators.mpi.unfinished import keep_for_ever
 from gradsync.environment import RankEnvironment
 from gradsync.errors import BackendUnavailable, RendezvousTimeout
-from gradsync.interfaces import own_addresses
+from gradsync.interfaces import address_towards, own_addresses
 from gradsync.meeting_file import Meeting
 
 _MAX_BYTES = 512  # of an address and a secret, or of some addresses
 _TOLD_ADDRESSES = 8
 _LOOK_EVERY_SECONDS = 1e-3
-_DISCARD_PORT = 9  # of a datagram that is never sent
+_ANY_PORT = 9  # nothing is sent there
 
 _own_comm: Any = None  # apart from what the program does on MPI_COMM_WORLD; lasts as long as MPI
 
@@ -67,9 +66,10 @@ def own_host(place: RankEnvironment, deadline: float) -> str:
         return "127.0.0.1"
     mine = own_addresses()[:_TOLD_ADDRESSES]
     others = [address for row in _share(" ".join(mine).encode(), place, deadline) for address in row.split()]
-    for address in dict.fromkeys(others):
-        if address not in mine and _address_towards(address) in mine:
-            return str(_address_towards(address))
+    for other in dict.fromkeys(others):
+        address = address_towards(other, _ANY_PORT)
+        if other not in mine and address in mine:
+            return address
     raise BackendUnavailable(
         f"rank {place.rank}/{place.world_size}: this machine ({', '.join(mine) or 'no address'}) has no way to any "
         f"other one of the job ({', '.join(dict.fromkeys(others)) or 'no addresses'}): name an address that rank 0 can "
@@ -90,17 +90,6 @@ def tell_meeting(meeting: Meeting | None, place: RankEnvironment, deadline: floa
     _finish(comm.Ibcast(buffer, 0), place, deadline, buffer)
     address, secret = buffer.tobytes().rstrip(b"\0").decode().split("\n")
     return Meeting(address, bytes.fromhex(secret))
-
-
-def _address_towards(address: str) -> str | None:
-    """Returns the local address of the way to another one; nothing is sent."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
 
 
 def _share(mine: bytes, place: RankEnvironment, deadline: float) -> list[str]:

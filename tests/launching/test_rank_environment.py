@@ -4,7 +4,7 @@ import pytest
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
-from gradsync.launching.job import Job, MeetingPoint
+from gradsync.launching.job import Job, MeetingPoint, Network, NodePlace
 from gradsync.launching.rank_environment import rank_environment
 from gradsync.launching.targets import Target
 
@@ -106,3 +106,25 @@ def test_other_numbers_are_checked(numbers, text):
 def test_start_method_is_checked():
     with pytest.raises(InvalidArgument, match=r"start method needs to be one of .*'forkserver'.*got 'thread'"):
         Job(TARGET, 1, start_method="thread")
+
+
+def test_a_machine_among_others_tells_its_place_and_its_network():
+    node, network = NodePlace(2, 3, "run"), Network("eth1", is_ipv6=False)
+    job = Job(TARGET, 1, world_size=6, rank_start=5, node=node, network=network)
+    found = variables(job)
+    assert (found["GROUP_RANK"], found["GROUP_WORLD_SIZE"]) == ("2", "3")
+    assert found["TORCHELASTIC_RUN_ID"] == "gradsync-run"
+    assert found["NCCL_SOCKET_IFNAME"] == "=eth1"
+    assert "NCCL_SOCKET_FAMILY" not in found
+    over_ipv6 = variables(Job(TARGET, 1, network=Network("eth1", is_ipv6=True)))
+    assert over_ipv6["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+
+
+def test_the_network_that_the_user_has_named_counts_more():
+    mine = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_FAMILY": "AF_INET"}
+    found = variables(Job(TARGET, 1, network=Network("eth1", is_ipv6=True)), environ=mine)
+    assert mine.items() <= found.items()
+
+
+def test_ranks_of_one_machine_choose_their_network_as_ever():
+    assert "NCCL_SOCKET_IFNAME" not in variables(Job(TARGET, 1))

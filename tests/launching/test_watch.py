@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from gradsync.launching.rank_process import ErrorReport
-from gradsync.launching.signal_inbox import SignalInbox
+from gradsync.launching.signal_inbox import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 from gradsync.launching.watch import Watch
 
 
@@ -75,8 +75,8 @@ class PlayedRank:
 
 
 @contextlib.contextmanager
-def watching(*ranks, grace_seconds=0.05, on_news=None):
-    with SignalInbox() as signals, Watch(signals, grace_seconds, on_news=on_news) as watch:
+def watching(*ranks, grace_seconds=0.05, on_news=None, on_stopping=None):
+    with SignalInbox() as signals, Watch(signals, grace_seconds, on_news=on_news, on_stopping=on_stopping) as watch:
         for rank in ranks:
             watch.add(rank)
         yield watch, signals
@@ -222,3 +222,53 @@ def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_timeout, is_stopp
         outcome = watch.run()
     assert outcome.root_cause is outcome.ranks[0 if has_nothing_to_tell else 1]
     assert culprit.received == ([signal.SIGTERM, signal.SIGKILL] if has_nothing_to_tell else [])
+
+
+@pytest.mark.usefixtures("_no_time_to_settle")
+def test_a_failure_on_another_machine_ends_the_ranks():
+    ranks = [PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])]
+    with watching(*ranks) as (watch, signals):
+        signals.put(NEWS_ELSEWHERE)
+        signals.put(FAILED_ELSEWHERE)
+        outcome = watch.run()
+    assert [rank.received for rank in ranks] == [[signal.SIGTERM], [signal.SIGTERM, signal.SIGKILL]]
+    assert outcome.signal_number is None
+    assert all(rank.was_stopped for rank in outcome.ranks)
+
+
+@pytest.mark.usefixtures("_no_time_to_settle")
+def test_a_machine_that_suffers_leaves_the_cause_its_time():
+    waiting, culprit = PlayedRank(0), PlayedRank(1)
+    with watching(waiting, culprit) as (watch, signals):
+        signals.put(SUFFERED_ELSEWHERE)
+        assert watch.is_told_to_end()
+        assert waiting.received == []
+        culprit.fail(report())
+        culprit.end(1)
+        outcome = watch.run()
+    assert waiting.received == [signal.SIGTERM]
+    assert outcome.root_cause.rank == 1
+
+
+@pytest.mark.usefixtures("_no_time_to_settle")
+@pytest.mark.parametrize(
+    ("act", "only_suffers"),
+    [
+        (lambda rank, signals: rank.fail(report()), False),
+        (lambda rank, signals: rank.end(-signal.SIGKILL), False),
+        (lambda rank, signals: signals.put(signal.SIGTERM), False),
+        (lambda rank, signals: rank.fail(report(is_consequence=True, is_timeout=True)), True),
+    ],
+)
+def test_who_ends_the_ranks_says_so_once(act, only_suffers):
+    told = []
+    failing, other = PlayedRank(0), PlayedRank(1)
+    with watching(failing, other, on_stopping=told.append) as (watch, signals):
+        act(failing, signals)
+        watch.run()
+    assert told == [only_suffers]
+
+
+def test_what_other_machines_said_is_no_signal_afterwards():
+    with SignalInbox() as signals:
+        signals.put(FAILED_ELSEWHERE)

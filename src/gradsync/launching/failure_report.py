@@ -45,6 +45,12 @@ def failure_text(outcome: Outcome) -> str:
     return "".join(lines)
 
 
+def lines_on_others(outcome: Outcome) -> str:
+    """Tells what failed here of a run whose cause was on another machine: whole lines, without tracebacks."""
+    hanging = [f"gradsync: {rank.describe()}\n" for rank in outcome.ranks if rank.exit_code is None]
+    return "".join([f"gradsync: {line}\n" for line in _also_failed(outcome.ranks)] + hanging)
+
+
 def _last_output(rank: RankOutcome) -> list[str]:
     """Gives the end of a rank's output, which may stand far above among that of other ranks."""
     if not rank.last_lines:

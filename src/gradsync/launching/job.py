@@ -29,6 +29,34 @@ class MeetingPoint:
 
 
 @dataclass(frozen=True)
+class NodePlace:
+    """This machine among those of a run, each with a launcher of its own.
+
+    Attributes:
+        node_rank: its number.
+        nnodes: how many there are.
+        run_name: of the run, the same on all of them.
+    """
+
+    node_rank: int
+    nnodes: int
+    run_name: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """By what this machine reaches the others.
+
+    Attributes:
+        interface: its name.
+        is_ipv6: whether that is by IPv6.
+    """
+
+    interface: str
+    is_ipv6: bool
+
+
+@dataclass(frozen=True)
 class Job:
     """What a launch asks for.
 
@@ -49,6 +77,8 @@ class Job:
         max_restarts: how often all ranks are started again after a failure.
         state_dir: where ranks may leave what they need after a restart; GRADSYNC_STATE_DIR in the ranks.
         removed_variables: names of variables of this process that the ranks do not get.
+        node: this machine among those of the run, where its launcher knows the others.
+        network: by what this machine reaches the others, where there are any and it is known.
 
     Raises:
         InvalidArgument: a number is out of its range, or the start method is unknown.
@@ -70,6 +100,8 @@ class Job:
     max_restarts: int = 0
     state_dir: str | None = None
     removed_variables: frozenset[str] = frozenset()
+    node: NodePlace | None = None
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()

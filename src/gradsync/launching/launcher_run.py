@@ -10,7 +10,7 @@ from gradsync.launching.cuda_state import check_cuda_untouched
 from gradsync.launching.function_outcome import failure, raise_for_signal, take_results, what_became_of_others
 from gradsync.launching.in_rank.group_call import call_in_group
 from gradsync.launching.in_rank.named_function import NamedFunction
-from gradsync.launching.job import Job, MeetingPoint
+from gradsync.launching.job import Job, MeetingPoint, Network
 from gradsync.launching.launcher_options import LauncherOptions
 from gradsync.launching.meeting_points import meeting_point
 from gradsync.launching.start_method_choice import chosen_start_method
@@ -42,6 +42,7 @@ def run_on_ranks(
             master_port=_master_port(point) if point is not None and has_other_nodes else None,
             rendezvous_port=options.port,
             meeting_point=point,
+            network=_network_to_others(point) if point is not None and has_other_nodes else None,
             start_method=method,
         )
         outcome = supervise(job)
@@ -50,6 +51,13 @@ def run_on_ranks(
     if root is not None:
         raise failure(outcome, root, f"{root.describe()}; {what_became_of_others(root)}")
     return take_results(outcome, stacklevel=3)
+
+
+def _network_to_others(point: MeetingPoint) -> Network | None:
+    """Gives by what this machine reaches the node that hosts."""
+    from gradsync.launching.network import network_towards  # here: few calls have other nodes
+
+    return network_towards(*parse_address(point.address))
 
 
 def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:

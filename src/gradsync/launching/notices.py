@@ -25,6 +25,13 @@ class Notices:
                     self._stream.write(f"{text}\n")
                     self._stream.flush()
 
+    def insist(self, text: str) -> None:
+        """Writes lines, for as long as it takes: what must not be lost."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                self._stream.write(f"{text}\n")
+                self._stream.flush()
+
 
 def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
     """Whether a write would not wait; a stream without a descriptor never does."""

@@ -74,7 +74,7 @@ class Outcome:
     def root_cause(self) -> RankOutcome | None:
         """The rank whose failure came first and was not caused by another's; None when none failed."""
         failed = [rank for rank in self.ranks if rank.order is not None]
-        return min(failed, key=_distance_from_cause, default=None)
+        return min(failed, key=distance_from_cause, default=None)
 
     @property
     def may_be_tried_again(self) -> bool:
@@ -103,8 +103,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
-    """Sorts failures: own ones, own ones told late, consequences of others, ends that we caused, unsendable results."""
+def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
+    """Sorts failures: own ones, own ones told late, consequences of others, ends that we caused, unsendable results.
+
+    Returns:
+        0 to 4 for these, and the position among the failures.
+    """
     if rank.is_unsendable:
         return 4, rank.order or 0
     is_own_error = rank.error is not None and not rank.error.is_consequence

@@ -56,22 +56,34 @@ def rank_environment(
     removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE, environment.STATE_DIR}
     removed |= variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
-    return kept | blas_thread_variables(job.n_ranks, environ) | _torchrun_variables(job, rank, restart) | own
+    blas = blas_thread_variables(job.n_ranks, environ)
+    return _nccl_variables(job) | kept | blas | _torchrun_variables(job, rank, restart) | own
+
+
+def _nccl_variables(job: Job) -> dict[str, str]:
+    """Gives what lets NCCL meet by the network that the launchers use; what the user has set counts more."""
+    if job.network is None:
+        return {}
+    family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if job.network.is_ipv6 else {}
+    return {"NCCL_SOCKET_IFNAME": f"={job.network.interface}"} | family  # "=": this one, not all that begin like it
 
 
 def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
     """Gives what torchrun sets beside RANK and its like, for scripts that read it."""
     world_size = str(job.world_size)
+    # torchrun's groups are machines; where nobody has told, each has as many ranks as this one.
+    group, groups = job.rank_start // job.n_ranks, -(-job.world_size // job.n_ranks)
+    if job.node is not None:
+        group, groups = job.node.node_rank, job.node.nnodes
     return {
-        # torchrun's groups are machines, each with as many ranks as this one.
-        "GROUP_RANK": str(job.rank_start // job.n_ranks),
-        "GROUP_WORLD_SIZE": str(-(-job.world_size // job.n_ranks)),
+        "GROUP_RANK": str(group),
+        "GROUP_WORLD_SIZE": str(groups),
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid()}",
+        "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid() if job.node is None else job.node.run_name}",
         # PyTorch's rank 0 then hosts its own store at MASTER_PORT: there is no agent of torchrun that does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

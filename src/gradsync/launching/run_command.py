@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradsync.environment import allows_shared_gpu
 from gradsync.errors import InvalidArgument
@@ -23,6 +24,9 @@ from gradsync.launching.output.pump import OutputPump
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import module_target, script_target
 from gradsync.visible_devices import count_gpus, default_process_count
+
+if TYPE_CHECKING:
+    from gradsync.launching.nodes.node_options import NodeOptions
 
 _REPORT_SECONDS = 1.0  # for a terminal that stands still to take the report of a failure before a restart
 
@@ -43,6 +47,17 @@ class RunOptions:
     grace_seconds: float
     stdin_rank: str
     prefix: bool | None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    secret_file: str | None = None
+    join_timeout_seconds: float = 120.0
+    node_address: str | None = None
+
+    @property
+    def has_other_nodes(self) -> bool:
+        """Whether launchers on other machines take part."""
+        return (self.nnodes or 1) > 1
 
 
 def run_command(options: RunOptions) -> int:
@@ -56,6 +71,7 @@ def run_command(options: RunOptions) -> int:
     """
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed by who started us
     notices = Notices(sys.stderr)
+    nodes = _node_options(options)
     target = (module_target if options.as_module else script_target)(options.script, options.arguments)
     gpus = None if options.gpus is None else parse_gpus(options.gpus)
     n_ranks = options.nprocs or (default_process_count() if gpus is None else len(gpus))
@@ -63,8 +79,8 @@ def run_command(options: RunOptions) -> int:
         if count_gpus() == 0:
             notices.tell(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {options.gpus} has no effect")
         gpus = tuple(choose_gpus(gpus, n_ranks, os.environ, allow_shared=allows_shared_gpu()))
-    prefix = n_ranks > 1 if options.prefix is None else options.prefix
-    stdin_rank = _stdin_rank(options.stdin_rank, n_ranks)
+    prefix = n_ranks > 1 or nodes is not None if options.prefix is None else options.prefix
+    stdin_rank = _stdin_rank(options.stdin_rank, n_ranks if nodes is None else None)
     log_dir = None if options.log_dir is None else Path(options.log_dir)
 
     def make_output(restart: int) -> OutputPump:
@@ -87,6 +103,10 @@ def run_command(options: RunOptions) -> int:
             max_restarts=options.max_restarts,
             state_dir=state_dir,
         )
+        if nodes is not None:
+            from gradsync.launching.nodes.node_run import run_on_nodes
+
+            return run_on_nodes(nodes, job, make_output, notices)
         outcome = supervise(job, make_output=make_output, notices=notices, on_restart=tell_restart)
     _tell_failure(outcome, notices)
     return outcome.exit_code
@@ -102,15 +122,46 @@ def _tell_failure(outcome: Outcome, notices: Notices) -> None:
         return
     with contextlib.suppress(OSError):  # nobody reads it
         sys.stdout.flush()
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    notices.insist(text.rstrip("\n"))
 
 
-def _stdin_rank(text: str, n_ranks: int) -> int | None:
+def _node_options(options: RunOptions) -> NodeOptions | None:
+    """Gives what is known of the other machines; None where this one is alone.
+
+    Raises:
+        InvalidArgument: an option is missing or wrong, or has no meaning for one machine.
+    """
+    if options.has_other_nodes:
+        from gradsync.launching.nodes.node_options import check_node_options
+
+        return check_node_options(
+            options.nnodes or 1,
+            options.node_rank,
+            options.rendezvous,
+            options.secret_file,
+            options.join_timeout_seconds,
+            options.node_address,
+        )
+    if options.node_rank:
+        raise InvalidArgument(
+            f"--node-rank {options.node_rank} needs --nnodes, the number of machines, to be at least "
+            f"{options.node_rank + 1}, got {options.nnodes or 'none'}"
+        )
+    if options.nnodes is None:
+        of_nodes = ("node_rank", "rendezvous", "secret_file", "node_address")
+        given = [name for name in of_nodes if getattr(options, name) is not None]
+        if given:
+            raise InvalidArgument(f"--{given[0].replace('_', '-')} needs --nnodes, the number of machines")
+    return None
+
+
+def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
+    """Gives the rank that reads standard input; None as number of ranks is not known yet."""
     if text == "none":
         return None
-    if not text.isascii() or not text.isdigit() or int(text) >= n_ranks:
-        raise InvalidArgument(f"--stdin needs a rank from 0 to {n_ranks - 1}, or none, got {text!r}")
+    if not text.isascii() or not text.isdigit() or (n_ranks is not None and int(text) >= n_ranks):
+        range_text = "0 up" if n_ranks is None else f"0 to {n_ranks - 1}"
+        raise InvalidArgument(f"--stdin needs a rank from {range_text}, or none, got {text!r}")
     return int(text)
 
 

@@ -14,6 +14,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 
 _LAST_STANDARD_DESCRIPTOR = 2
 
+# What other machines of the run have to say comes the same way, by numbers that no signal has.
+#: The run has failed on another machine.
+FAILED_ELSEWHERE = 254
+#: It has failed there, as far as is known only because of a rank of another machine: that one may still tell its own.
+SUFFERED_ELSEWHERE = 253
+#: There is something new to look at.
+NEWS_ELSEWHERE = 252
+
 #: Descriptors of this process that end with it: a forked rank must not keep them open.
 own_descriptors: set[int] = set()
 
@@ -63,7 +71,8 @@ class SignalInbox:
             own_descriptors.discard(descriptor)
             os.close(descriptor)
         for unread_number in unread:
-            signal.raise_signal(unread_number)
+            if unread_number < signal.NSIG:
+                signal.raise_signal(unread_number)
 
     def put(self, number: int) -> None:
         """Adds a signal as if it had come; safe in any thread."""

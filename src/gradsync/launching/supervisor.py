@@ -73,6 +73,7 @@ class Supervisor:
         job, make_output, notices: see `supervise`.
         signals: an entered inbox; what is put there ends the job.
         on_news: called, by whoever calls `finish`, with a rank that has begun, reported or ended.
+        on_stopping: likewise, when the ranks are first told to stop; see `Watch`.
 
     Attributes:
         ranks: the rank processes of the last start.
@@ -86,12 +87,14 @@ class Supervisor:
         make_output: MakeOutput | None = None,
         notices: Notices | None = None,
         on_news: Callable[[RankProcess], None] | None = None,
+        on_stopping: Callable[[bool], None] | None = None,
     ) -> None:
         self._job = job
         self._signals = signals
         self._make_output = make_output
         self._notices = notices or Notices(None)
         self._on_news = on_news
+        self._on_stopping = on_stopping
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
         self._generations = 0  # formed by the servers of earlier starts
@@ -119,7 +122,8 @@ class Supervisor:
         point = job.meeting_point or self._stack.enter_context(_own_meeting_point(job.rendezvous_port))
         port = job.master_port or self._stack.enter_context(reserved_port())
         environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
-        self._watch = self._stack.enter_context(Watch(self._signals, job.grace_seconds, self._notices, self._on_news))
+        watch = Watch(self._signals, job.grace_seconds, self._notices, self._on_news, self._on_stopping)
+        self._watch = self._stack.enter_context(watch)
         self._output = None if self._make_output is None else self._make_output(restart)
         # Threads first would be copied into forked ranks.
         ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
@@ -142,14 +146,19 @@ class Supervisor:
         """Watches the ranks to their end, starting all of them again as often as the job says."""
         restarts = 0
         while True:
-            outcome = self._with_last_output(self._watch.run())
-            self._stack.close()
+            outcome = self.finish_start()
             if not outcome.may_be_tried_again or restarts == self._job.max_restarts:
                 return outcome
             restarts += 1
             if on_restart is not None:
                 on_restart(outcome, restarts)
             self.start(restarts)
+
+    def finish_start(self) -> Outcome:
+        """Watches the ranks of this start to their end; for a caller who starts them again by itself."""
+        outcome = self._with_last_output(self._watch.run())
+        self._stack.close()
+        return outcome
 
     def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str]) -> None:
         """Starts one rank, with pipes for its output where it is shown."""

@@ -17,7 +17,7 @@ from gradsync.launching.notices import Notices
 from gradsync.launching.out_of_memory import OomWatch
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import RankProcess
-from gradsync.launching.signal_inbox import SignalInbox
+from gradsync.launching.signal_inbox import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 
 # After a failure the other ranks learn of it over the rendezvous: they may first end by themselves. A failure
 # that only tells of another rank's waits longer, so that that rank can tell its own, where it may still come to it.
@@ -42,6 +42,8 @@ class Watch:
         grace_seconds: between SIGTERM and SIGKILL.
         notices: where a Ctrl-C is answered with a line.
         on_news: called with a rank when it, or its guard, has told something.
+        on_stopping: called when the ranks are first told to stop, with whether all that is known is that they suffer
+            from a rank which is not among them.
 
     Attributes:
         signal_number: the signal that ends the job, once one has come.
@@ -53,6 +55,7 @@ class Watch:
         grace_seconds: float,
         notices: Notices = _SILENT,
         on_news: Callable[[RankProcess], None] | None = None,
+        on_stopping: Callable[[bool], None] | None = None,
     ) -> None:
         self._signals = signals
         self._grace_seconds = grace_seconds
@@ -60,6 +63,7 @@ class Watch:
         self._memory = OomWatch()
         self._notices = notices
         self._on_news = on_news
+        self._on_stopping = on_stopping
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.descriptor, selectors.EVENT_READ)
         self._ranks: list[RankProcess] = []
@@ -71,6 +75,7 @@ class Watch:
         self._step_time = 0.0
         self._told_to_stop = False
         self._gave_up = False
+        self._has_failed_elsewhere = False
         self.signal_number: int | None = None
 
     def __enter__(self) -> Watch:
@@ -98,7 +103,7 @@ class Watch:
         """Takes the signals that have come, and tells whether one ends the job; for while `run` does not run."""
         for number in self._signals.read():
             self._take_signal(number)
-        return self.signal_number is not None
+        return self.signal_number is not None or self._has_failed_elsewhere
 
     def run(self) -> Outcome:
         """Waits until all ranks have ended, stopping them when one fails or a signal comes."""
@@ -156,11 +161,14 @@ class Watch:
             self._found_stopped.update(other.rank for other in self._running.values() if other.is_stopped())
         if rank.error is not None and rank.error.is_unsendable:
             return  # the others may end their work
-        settle = self._settle_seconds(rank)
+        self._stop_after(self._settle_seconds(rank))
+
+    def _stop_after(self, settle_seconds: float) -> None:
+        """Has the ranks told to stop after so long, unless that happens sooner anyway."""
         if not self._steps:
-            self._plan(((settle, signal.SIGTERM), *self._end))
+            self._plan(((settle_seconds, signal.SIGTERM), *self._end))
         elif not self._told_to_stop:
-            self._step_time = min(self._step_time, time.monotonic() + settle)
+            self._step_time = min(self._step_time, time.monotonic() + settle_seconds)
 
     def _settle_seconds(self, rank: RankProcess) -> float:
         """Gives how long the other ranks may end by themselves, or tell what this failure is only a consequence of."""
@@ -174,7 +182,12 @@ class Watch:
 
     def _take_signal(self, number: int) -> None:
         """Forwards the first signal; a Ctrl-C after it kills at once, and anything else is old news."""
-        if number == signal.SIGTSTP:
+        if number == NEWS_ELSEWHERE:
+            return
+        if number in (FAILED_ELSEWHERE, SUFFERED_ELSEWHERE):
+            self._has_failed_elsewhere = True
+            self._stop_after(_SETTLE_SECONDS if number == FAILED_ELSEWHERE else _ROOT_CAUSE_SECONDS)
+        elif number == signal.SIGTSTP:
             self._suspend()
         elif self.signal_number is None:
             self.signal_number = number
@@ -213,12 +226,19 @@ class Watch:
         if number == _GIVE_UP:
             self._gave_up = True
             return
+        if not self._told_to_stop and self._on_stopping is not None:
+            self._on_stopping(self._only_suffers())
         self._told_to_stop = True
         if number == signal.SIGKILL:
             self._notices.tell(f"gradsync: killing {_count(len(self._running))}, not ended when asked to")
         self._send(number)
         if self._steps:
             self._step_time = time.monotonic() + self._steps[0][0]
+
+    def _only_suffers(self) -> bool:
+        """Whether no failure is known here but such as only tell of a rank elsewhere."""
+        failed = [rank for rank in self._ranks if rank.rank in self._failures]
+        return self.signal_number is None and all(r.error is not None and r.error.is_consequence for r in failed)
 
     def _send(self, number: int) -> None:
         for rank in self._running.values():

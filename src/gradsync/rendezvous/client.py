@@ -27,8 +27,8 @@ class RendezvousClient(Membership):
         label: this rank in messages, e.g. "rank 1/4".
     """
 
-    def __init__(self, connection: ClientConnection, rank: int, world_size: int) -> None:
-        super().__init__(connection, rank, world_size)
+    def __init__(self, connection: ClientConnection, rank: int, world_size: int, called: str = "rank") -> None:
+        super().__init__(connection, rank, world_size, called)
         self.world_ranks = tuple(range(world_size))
         self.label = self._who
         self._ids = UniqueIds(self._requests, rank, self._who)

@@ -77,6 +77,11 @@ class ClientConnection:
         self._unsent += proof  # travels with the first message
 
     @property
+    def own_host(self) -> str:
+        """The address of this end."""
+        return str(self._stream.getsockname()[0])
+
+    @property
     def has_unsent(self) -> bool:
         """Whether something waits for room in the socket."""
         return bool(self._unsent)

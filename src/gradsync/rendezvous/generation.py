@@ -23,10 +23,11 @@ class Generation:
     Args:
         world_size: how many ranks it needs.
         waits: the server's table of open waits.
+        called: what messages call a member.
     """
 
-    def __init__(self, world_size: int, waits: WaitTable) -> None:
-        self.roster = Roster(world_size)
+    def __init__(self, world_size: int, waits: WaitTable, called: str = "rank") -> None:
+        self.roster = Roster(world_size, called)
         self.number: int | None = None  # counted once formed
         self.failure: Failure | None = None
         self._world_size = world_size

@@ -41,19 +41,28 @@ class Membership:
         rank, world_size: as given to `connect`.
         generation: counted by the server from 1.
         address: the server's address.
+        own_host: the address of this machine by which it reaches the server.
     """
 
-    def __init__(self, connection: ClientConnection, rank: int, world_size: int) -> None:
+    def __init__(self, connection: ClientConnection, rank: int, world_size: int, called: str = "rank") -> None:
         self.rank = rank
         self.world_size = world_size
         self.generation = 0
         self.address = connection.address
-        self._who = f"rank {rank}/{world_size}"
+        self.own_host = connection.own_host
+        self._who = f"{called} {rank}/{world_size}"
         self._requests = RequestChannel(connection, self._who)
 
     @classmethod
     def connect(
-        cls: type[M], address: str, *, secret: bytes, rank: int, world_size: int, timeout_seconds: float = 120.0
+        cls: type[M],
+        address: str,
+        *,
+        secret: bytes,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float = 120.0,
+        called: str = "rank",
     ) -> M:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
@@ -65,6 +74,7 @@ class Membership:
             rank: this rank, from 0.
             world_size: how many ranks the caller expects.
             timeout_seconds: one deadline for all of it.
+            called: what messages call a member, as the server does.
 
         Raises:
             InvalidArgument: an argument is out of its range.
@@ -79,11 +89,11 @@ class Membership:
         if not 0 <= rank < world_size:
             raise InvalidArgument(f"connect needs a rank from 0 to world_size - 1 = {world_size - 1}, got {rank}")
         secret = check_secret(secret)
-        who = f"rank {rank}/{world_size}"
+        who = f"{called} {rank}/{world_size}"
         attempts_left = _JOIN_ATTEMPTS
         while True:
             attempts_left -= 1
-            client = cls(dial(address, secret=secret, deadline=deadline, who=who), rank, world_size)
+            client = cls(dial(address, secret=secret, deadline=deadline, who=who), rank, world_size, called)
             try:
                 client.generation = client._join(deadline, timeout_seconds)
                 return client

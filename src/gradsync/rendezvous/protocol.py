@@ -13,7 +13,7 @@ from __future__ import annotations
 from gradsync.rendezvous import verdict_texts
 from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send
 from gradsync.rendezvous.generation import Generation
-from gradsync.rendezvous.messages import PROTOCOL_VERSION, REFUSED, TO_GENERATION, FrameType, Message
+from gradsync.rendezvous.messages import REFUSED, TO_GENERATION, FrameType, Message
 from gradsync.rendezvous.roster import RUNNING_PHASE, MemberState, Roster
 from gradsync.rendezvous.silence import Judgement, SilenceTable
 from gradsync.rendezvous.waiting import Failure, Request, WaitTable
@@ -30,13 +30,23 @@ class RendezvousCore:
         machine: the server's own, see `machine_identity`; "" where that is not known.
         pid: the server's own.
         earlier_generations: how many an earlier server of this run has formed.
+        called: what messages call a member.
 
     Attributes:
         formed_count: number of the generation that was formed last.
     """
 
-    def __init__(self, world_size: int, *, machine: str = "", pid: int = 0, earlier_generations: int = 0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        machine: str = "",
+        pid: int = 0,
+        earlier_generations: int = 0,
+        called: str = "rank",
+    ) -> None:
         self._world_size = world_size
+        self._called = called
         self._machine = machine
         self._pid = pid
         self._generations: list[Generation] = []  # the present one first
@@ -108,7 +118,7 @@ class RendezvousCore:
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
         version, rank, world_size, timeout_ms = message.fields
         request = Request(connection, rank, message.sequence, now)
-        refusal = self._check_join(version, rank, world_size)
+        refusal = verdict_texts.join_refusal(self._world_size, version, rank, world_size, self._called)
         if refusal:
             return [request.refuse(refusal, REFUSED), Close(connection)]
         for generation in self._generations:
@@ -117,10 +127,10 @@ class RendezvousCore:
                 break
             if member.state is MemberState.PRESENT:
                 who = generation.roster.label(rank)
-                refusal = f"{who} has joined already and is alive (in {member.phase!r}); each rank joins once"
+                refusal = f"{who} has joined already and is alive (in {member.phase!r}); each {self._called} joins once"
                 return [request.refuse(refusal, REFUSED), Close(connection)]
         else:
-            generation = Generation(self._world_size, self._waits)
+            generation = Generation(self._world_size, self._waits, self._called)
             self._generations.append(generation)
         if generation.failure is not None:
             return [request.fail(generation.failure), Close(connection)]
@@ -128,19 +138,6 @@ class RendezvousCore:
         self._seats[connection] = (generation, rank)
         self._waits.add(request, timeout_ms, generation)
         return [Send(connection, FrameType.SEATED, (message.sequence, self._machine, self._pid))]
-
-    def _check_join(self, version: int, rank: int, world_size: int) -> str:
-        """Returns why this join cannot be accepted, with both values, or an empty text."""
-        if version != PROTOCOL_VERSION:
-            return (
-                f"the server speaks protocol version {PROTOCOL_VERSION}, rank {rank} version {version}; "
-                "run the same version of gradsync on every rank"
-            )
-        if world_size != self._world_size:
-            return f"the server expects world_size {self._world_size}, rank {rank} came with {world_size}"
-        if rank >= self._world_size:
-            return f"the server expects ranks 0 to {self._world_size - 1}, got rank {rank}"
-        return ""
 
     def _serve(self, request: Request, generation: Generation, message: Message) -> list[Send]:
         """Answers a request that needs a generation which has formed and not failed."""
@@ -293,5 +290,4 @@ class RendezvousCore:
         if now < self._notice_at:
             return []
         self._notice_at = now + NOTICE_INTERVAL_SECONDS
-        where = roster.whereabouts(roster.missing_ranks())
-        return [Notice(f"{len(roster.members)} of {self._world_size} ranks have joined; waiting for {where}")]
+        return [Notice(verdict_texts.incomplete(roster))]

@@ -47,17 +47,19 @@ class Roster:
 
     Args:
         world_size: how many ranks the generation needs.
+        called: what messages call a member.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, called: str = "rank") -> None:
         self.world_size = world_size
+        self.called = called
         self.members: dict[int, Member] = {}
         self._gave_up: dict[int, None] = {}  # ranks that waited to join and stopped waiting, in that order
         self._departures: list[int] = []  # ranks that left in good order, the latest last
 
     def label(self, rank: int) -> str:
         """Returns the rank as messages name it."""
-        return f"rank {rank}/{self.world_size}"
+        return f"{self.called} {rank}/{self.world_size}"
 
     def process(self, rank: int) -> str:
         """Returns "pid 123" or "pid 123 on node7", or "" where it is not known."""
@@ -134,7 +136,7 @@ class Roster:
     def whereabouts(self, ranks: Iterable[int]) -> str:
         """Describes where these ranks are, e.g. "rank 1 (in 'forward'), rank 2 (not joined)"."""
         ranks = list(ranks)
-        named = ", ".join(f"rank {rank} ({self._place_of(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
+        named = ", ".join(f"{self.called} {rank} ({self._place_of(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
         more = len(ranks) - MAX_NAMED_RANKS
         return f"{named} and {more} more" if more > 0 else named
 

@@ -35,6 +35,7 @@ class RendezvousServer:
         listener: a bound TCP socket to use instead of host and port; the server owns it from now on.
         run_id: names the run in messages and binds its sessions; random by default, at most 64 bytes.
         earlier_generations: how many an earlier server of the same run has formed; its own count goes on from there.
+        called: what messages call a member; those of the launchers' own rendezvous are nodes.
 
     Attributes:
         address: where clients connect, e.g. "127.0.0.1:43211" or "[::1]:4000".
@@ -55,6 +56,7 @@ class RendezvousServer:
         listener: socket.socket | None = None,
         run_id: str | None = None,
         earlier_generations: int = 0,
+        called: str = "rank",
     ) -> None:
         if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
             raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
@@ -64,7 +66,11 @@ class RendezvousServer:
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)
         self._core = RendezvousCore(
-            world_size, machine=machine_identity(), pid=os.getpid(), earlier_generations=earlier_generations
+            world_size,
+            machine=machine_identity(),
+            pid=os.getpid(),
+            earlier_generations=earlier_generations,
+            called=called,
         )
         self._loop = EventLoop(
             listener,

@@ -55,8 +55,13 @@ def format_address(listener: socket.socket) -> str:
     return join_address(*listener.getsockname()[:2])
 
 
-def bind_listener(host: str, port: int) -> socket.socket:
+def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free port") -> socket.socket:
     """Returns a listening socket; with port 0 the kernel picks one, and the socket is its reservation.
+
+    Args:
+        host: name or address of the interface.
+        port: the port.
+        if_taken: what to do when another process holds the port, beside stopping that.
 
     Raises:
         InvalidArgument: the host is empty or the port out of range.
@@ -79,8 +84,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise RendezvousError(
-                f"port {port} on {host} is in use{_describe_holder(port)}; "
-                "stop its holder, or use port 0 for a free port"
+                f"port {port} on {host} is in use{_describe_holder(port)}; stop its holder, or {if_taken}"
             ) from None
         raise RendezvousError(f"the rendezvous cannot bind {host} port {port}: {error}") from error
     return listener

@@ -1,4 +1,4 @@
-"""What the server says about a rank, in words: it died, it failed, it is silent.
+"""What the server says about a rank, in words: it may not join, others wait for it, it died, it failed, it is silent.
 
 Part of the server's core, without I/O; `absence_report` has the words for a rank that does not come to a collective.
 """
@@ -6,8 +6,29 @@ Part of the server's core, without I/O; `absence_report` has the words for a ran
 from __future__ import annotations
 
 from gradsync.rendezvous.finding import Finding
+from gradsync.rendezvous.messages import PROTOCOL_VERSION
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.waiting import Failure
+
+
+def join_refusal(expected_size: int, version: int, rank: int, world_size: int, called: str) -> str:
+    """Returns why a join cannot be accepted, with both values, or an empty text."""
+    if version != PROTOCOL_VERSION:
+        return (
+            f"the server speaks protocol version {PROTOCOL_VERSION}, {called} {rank} version {version}; "
+            f"run the same version of gradsync on every {called}"
+        )
+    if world_size != expected_size:
+        return f"the server expects world_size {expected_size}, {called} {rank} came with {world_size}"
+    if rank >= expected_size:
+        return f"the server expects {called}s 0 to {expected_size - 1}, got {called} {rank}"
+    return ""
+
+
+def incomplete(roster: Roster) -> str:
+    """Returns the notice about the ranks that keep the others waiting."""
+    where = roster.whereabouts(roster.missing_ranks())
+    return f"{len(roster.members)} of {roster.world_size} {roster.called}s have joined; waiting for {where}"
 
 
 def death(roster: Roster, rank: int, cause: str) -> Failure:

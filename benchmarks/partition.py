@@ -1,0 +1,140 @@
+"""Cuts one of two machines off, or kills its launcher, and measures how soon both sides say so.
+
+    python benchmarks/partition.py                # writes benchmarks/results/partition.json
+    python benchmarks/partition.py --rounds 1     # writes nothing
+
+The machines are network namespaces on one bridge, each with one `gradsync run --nnodes 2` of one rank. A time is from
+the fault to the line on standard error that names the node which is gone. "link down": as of a pulled cable; "DROP":
+as by a firewall, links stay up and packets are lost; "SIGKILL": of the launcher, whose own side says nothing.
+The exit code is 1 when the wrong node was named, or something was left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import selectors
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from measurement import provenance
+
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER.parent / "tests"), str(FOLDER.parent / "tests" / "launching")]
+
+from node_commands import Nodes  # noqa: E402
+
+import namespaces  # noqa: E402
+
+ROUNDS = 7
+TARGET_SECONDS = {"link down": 4.0, "DROP": 4.0, "SIGKILL": 0.5}  # 3 s by the heartbeats, and two of them across hosts
+NEVER_SECONDS = 30.0
+FAULTS: dict[str, Callable[[Nodes, int], None]] = {
+    "link down": lambda run, victim: run.machines[victim].take_link_down(),
+    "DROP": lambda run, victim: run.machines[victim].drop_packets(),
+    "SIGKILL": lambda run, victim: run.processes[victim].kill(),
+}
+
+
+def reports(run: Nodes, sides: list[int], began: float) -> dict[int, float]:
+    """Waits for the line of each side, and returns how long it took."""
+    found: dict[int, float] = {}
+    told = dict.fromkeys(sides, "")
+    with selectors.DefaultSelector() as selector:
+        for node in sides:
+            selector.register(run.processes[node].stderr, selectors.EVENT_READ, node)
+        while len(found) < len(sides):
+            ready = selector.select(max(0.0, began + NEVER_SECONDS - time.monotonic()))
+            if not ready:
+                break
+            for key, _ in ready:
+                text = os.read(key.fd, 65536).decode()
+                told[key.data] += text
+                if re.search(rf"^gradsync: node {1 - key.data} \(.* is gone since", told[key.data], re.MULTILINE):
+                    found[key.data] = time.monotonic() - began
+                if not text or key.data in found:
+                    selector.unregister(key.fileobj)
+    return found
+
+
+def observe(fault: str, victim: int) -> tuple[dict[int, float], list[str]]:
+    """Brings a fault about once; returns when each side told it, and what is wrong."""
+    sides = [1 - victim] if fault == "SIGKILL" else [0, 1]
+    with tempfile.TemporaryDirectory() as folder, namespaces.machines(2) as machines:
+        with Nodes(Path(folder), f"{machines[0].ipv4}:29400", 2, machines) as run:
+            run.start_all("wait")
+            for node in range(2):
+                run.await_ids(node)
+            time.sleep(1.0)  # heartbeats have come to their pace
+            began = time.monotonic()
+            FAULTS[fault](run, victim)
+            found = reports(run, sides, began)
+            for node in sides:
+                run.processes[node].communicate(timeout=NEVER_SECONDS)
+        wrong = [f"node {node} did not name the other" for node in sides if node not in found]
+        return found, wrong + [f"left behind: {what}" for what in namespaces.left_behind(machines)]
+
+
+def row(fault: str, victim: int, rounds: int, console: Console) -> list[dict[str, Any]]:
+    """Returns the rows of one fault on one machine: one for each side that tells it."""
+    times: dict[int, list[float]] = {}
+    wrong: list[str] = []
+    for _ in range(rounds):
+        found, complaints = observe(fault, victim)
+        wrong += complaints
+        for node, seconds in found.items():
+            times.setdefault(node, []).append(seconds)
+    for complaint in wrong:
+        console.print(f"{fault} of node {victim}: {complaint}")
+    return [
+        {
+            "fault": fault,
+            "victim": "hosts the rendezvous" if victim == 0 else "does not host it",
+            "side": "cut off" if node == victim else "other",
+            "median_seconds": statistics.median(samples),
+            "worst_seconds": max(samples),
+            "target_seconds": TARGET_SECONDS[fault],
+            "samples": samples,
+            "complaints": wrong,
+        }
+        for node, samples in sorted(times.items())
+    ]
+
+
+def main() -> int:
+    """Measures all rows, prints them, and writes them when the rounds are not shortened."""
+    parser = argparse.ArgumentParser(description="Measures how soon a machine that is cut off is told.")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    rounds = parser.parse_args().rounds
+    console = Console()
+    why_not = namespaces.why_none()
+    if why_not is not None:
+        console.print(f"not measured: {why_not}")
+        return 0
+    where = provenance("benchmarks/partition.py")
+    found = [line for fault in FAULTS for victim in (0, 1) for line in row(fault, victim, rounds, console)]
+    table = Table(title="From the fault until it is told: seconds")
+    for heading in ("fault", "of the node that", "side", "median", "worst", "target"):
+        table.add_column(heading)
+    for line in found:
+        times = (f"{line[name]:.2f}" for name in ("median_seconds", "worst_seconds", "target_seconds"))
+        table.add_row(line["fault"], line["victim"], line["side"], *times)
+    console.print(table)
+    if rounds >= ROUNDS:
+        path = FOLDER / "results" / "partition.json"
+        path.write_text(json.dumps({**where, "results": found}, indent=1) + "\n")
+    return int(any(line["complaints"] for line in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Several machines, one `gradsync run` on each: how these meet, start the ranks together, and end them together."""

@@ -1,0 +1,192 @@
+"""A run on several machines, as the launcher of one of them goes through it: meet, start, end together, try again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from gradsync.errors import InvalidArgument, RankFailed
+from gradsync.launching.failure_report import lines_on_others
+from gradsync.launching.job import Job
+from gradsync.launching.nodes.hosting import StartPorts, hosting, start_ports
+from gradsync.launching.nodes.link import NodeLink, Verdict
+from gradsync.launching.nodes.meeting import Meeting, Offer, meet
+from gradsync.launching.nodes.node_options import NodeOptions
+from gradsync.launching.nodes.node_report import report_of
+from gradsync.launching.notices import Notices
+from gradsync.launching.outcome import Outcome
+from gradsync.launching.signal_inbox import SignalInbox
+from gradsync.launching.supervisor import MakeOutput, Supervisor
+from gradsync.rendezvous.server import RendezvousServer
+
+_LEAVING_SECONDS = 5.0  # for the other launchers to say goodbye, once all have told how their ranks ended
+_LEAVING_AFTER_LOSS_SECONDS = 0.5
+_REPORT_SECONDS = 1.0  # for a terminal that stands still
+
+
+def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notices: Notices) -> int:
+    """Runs the ranks of this machine, together with those of the others.
+
+    Args:
+        options: this machine among the others.
+        job: what to run here, as if there were no other machine.
+        make_output: see `Supervisor`.
+        notices: where it is told what happens.
+
+    Returns:
+        The exit code, the same on all machines.
+
+    Raises:
+        InvalidArgument: the options do not fit this machine, or those of the others.
+        AuthenticationError, RendezvousError, RendezvousTimeout: the launchers do not meet.
+    """
+    with hosting(options, notices) as server:
+        return _NodeRun(options, job, make_output, notices, server).run()
+
+
+class _End(NamedTuple):
+    """How a start ended: the verdict, how often there had been one before, generations so far, and the report."""
+
+    verdict: Verdict
+    restart: int
+    generations: int
+    report: str
+
+
+class _NodeRun:
+    """The starts of one run, one after the other."""
+
+    def __init__(
+        self,
+        options: NodeOptions,
+        job: Job,
+        make_output: MakeOutput,
+        notices: Notices,
+        server: RendezvousServer | None,
+    ) -> None:
+        self._options = options
+        self._job = job
+        self._make_output = make_output
+        self._notices = notices
+        self._server = server
+
+    def run(self) -> int:
+        """Starts the ranks as often as need be."""
+        offer = Offer(self._job.n_ranks, self._job.max_restarts)
+        while True:
+            verdict, restart, generations, report = self._start(offer)
+            if verdict.cause is None:
+                self._leave(verdict)
+                return 0
+            is_last = not verdict.may_retry or restart >= self._job.max_restarts
+            self._tell(report, is_last=is_last)
+            if is_last:
+                self._leave(verdict)
+                return verdict.cause.exit_code
+            offer = replace(offer, restart=restart + 1, generations=generations)
+            how_often = f"restart {offer.restart} of at most {self._job.max_restarts}"
+            when = f", once node {verdict.cause.node} is back" if verdict.is_lost else ""
+            self._notices.tell(f"gradsync: starting all ranks again{when} ({how_often})")
+
+    def _leave(self, verdict: Verdict) -> None:
+        """Lets the others leave before node 0 does; one that is cut off never says goodbye."""
+        if self._server is not None:
+            self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
+
+    def _start(self, offer: Offer) -> _End:
+        """Goes through one start."""
+        with contextlib.ExitStack() as stack:
+            ports = None if self._server is None else stack.enter_context(start_ports(self._host))
+            meeting = self._meet(offer, ports)
+            signals = stack.enter_context(SignalInbox())
+            link = stack.enter_context(NodeLink(meeting, signals, self._notices))
+            job = self._job_of(meeting)
+            self._tell_place(meeting, job)
+            ranks_server = stack.enter_context(self._serving(meeting, job, ports))
+            outcome = self._supervise(job, meeting, signals, link)
+            verdict = link.settle(report_of(meeting.own.node, outcome))
+        # Where another node hosts, the count is not known: a start forms one at least.
+        formed = meeting.earlier_generations + 1 if ranks_server is None else ranks_server.generation
+        return _End(verdict, meeting.restart, formed, _report(verdict, outcome, meeting))
+
+    @property
+    def _host(self) -> str:
+        assert self._server is not None
+        return self._server.address.rpartition(":")[0].strip("[]")
+
+    def _meet(self, offer: Offer, ports: StartPorts | None) -> Meeting:
+        address = self._options.rendezvous if self._server is None else self._server.address
+        while True:
+            try:
+                return meet(self._options, address, offer, ports, self._notices)
+            except RankFailed as error:  # it had joined, and has not told what it brings
+                self._notices.tell(f"gradsync: {self._options.name} waits for others anew: {error}")
+
+    def _job_of(self, meeting: Meeting) -> Job:
+        """Returns the job of this machine's ranks in this start."""
+        stdin_rank = self._job.stdin_rank
+        if stdin_rank is not None and stdin_rank >= meeting.world_size:
+            raise InvalidArgument(f"--stdin needs a rank from 0 to {meeting.world_size - 1}, or none, got {stdin_rank}")
+        return replace(
+            self._job,
+            world_size=meeting.world_size,
+            rank_start=meeting.rank_start,
+            master_addr=meeting.nodes[0].address,
+            master_port=meeting.nodes[0].master_port,
+            meeting_point=meeting.meeting_point(self._options.secret),
+            node=meeting.place(),
+            network=meeting.network(),
+        )
+
+    def _tell_place(self, meeting: Meeting, job: Job) -> None:
+        own = meeting.own
+        last = job.rank_start + job.n_ranks - 1
+        ranks = f"rank {last}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {last}"
+        self._notices.tell(
+            f"gradsync: node {own.node} of {len(meeting.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
+            f"{own.address} ({own.interface or 'no interface known'}); rendezvous at {self._options.rendezvous}"
+        )
+
+    @contextlib.contextmanager
+    def _serving(self, meeting: Meeting, job: Job, ports: StartPorts | None) -> Iterator[RendezvousServer | None]:
+        """Runs the ranks' rendezvous server on node 0, until the ranks of all machines have ended."""
+        if ports is None or job.meeting_point is None:
+            yield None
+            return
+        server = RendezvousServer(
+            job.world_size,
+            secret=job.meeting_point.secret,
+            listener=ports.listener,
+            earlier_generations=meeting.earlier_generations,
+        )
+        with server:
+            yield server
+
+    def _supervise(self, job: Job, meeting: Meeting, signals: SignalInbox, link: NodeLink) -> Outcome:
+        supervisor = Supervisor(
+            job, signals, make_output=self._make_output, notices=self._notices, on_stopping=link.tell_stopping
+        )
+        with supervisor:
+            supervisor.start(meeting.restart)
+            meeting.client.set_phase("running ranks")
+            return supervisor.finish_start()
+
+    def _tell(self, report: str, *, is_last: bool) -> None:
+        """Tells why the ranks failed; a terminal that stands still keeps nobody from going, or starting again."""
+        if is_last:
+            self._notices.insist(report)
+        else:
+            self._notices.tell(report, wait_seconds=_REPORT_SECONDS)
+
+
+def _report(verdict: Verdict, outcome: Outcome, meeting: Meeting) -> str:
+    """Says why a start failed, in the same words on all machines, after what else failed on this one."""
+    cause = verdict.cause
+    if cause is None:
+        return ""
+    is_told_below = cause.node == meeting.own.node and not verdict.is_lost
+    before = "" if is_told_below else lines_on_others(outcome)
+    head = f"gradsync: {meeting.nodes[cause.node].name} {cause.how}"
+    return f"{before}{head}{':' if cause.text else ''}\n{cause.text}".rstrip("\n")

@@ -1,0 +1,100 @@
+"""What launchers tell each other of their ranks' ends, and whose counts as the cause."""
+
+import ipaddress
+import os
+import subprocess
+
+import pytest
+
+from gradsync.interfaces import interface_of
+from gradsync.launching.job import Network
+from gradsync.launching.network import network_towards
+from gradsync.launching.nodes.node_report import NodeReport, cause_of, loss_report, report_of, signal_report
+from gradsync.launching.outcome import Outcome, RankOutcome
+from gradsync.launching.rank_process import ErrorReport
+
+
+def failed(rank, *, order=0, consequence=False, stopped=False, text="Traceback\nValueError: x\n", code=1):
+    error = ErrorReport(text, "ValueError: x", consequence)
+    return RankOutcome(rank, 100 + rank, code, error=error, order=order, was_stopped=stopped)
+
+
+def outcome(*ranks, signal_number=None):
+    return Outcome(tuple(ranks), signal_number)
+
+
+def test_ranks_that_ended_well_are_no_cause():
+    report = report_of(1, outcome(RankOutcome(2, 102, 0)))
+    assert report.level is None
+    assert cause_of([report, report_of(0, outcome())], None) is None
+
+
+def test_a_report_survives_the_way():
+    report = report_of(3, outcome(failed(7, text="Traceback\n\x00 ü\n")))
+    assert NodeReport.from_bytes(report.to_bytes()) == report
+    assert "rank 7 (pid 107 on " in report.text
+
+
+def test_the_end_of_a_long_report_is_kept():
+    report = report_of(3, outcome(failed(7, text="é\x00 line\n" * 50_000 + "ValueError: the last\n")))
+    assert len(report.to_bytes()) < 60 * 1024
+    assert report.text.startswith("gradsync: (the beginning of this report is left out)\n")
+    assert report.text.endswith("ValueError: the last\n")
+
+
+def test_which_end_is_the_cause():
+    own = report_of(2, outcome(failed(4)))
+    late = report_of(1, outcome(failed(2, stopped=True)))
+    suffering = report_of(0, outcome(failed(0, consequence=True)))
+    stopped = report_of(3, outcome(RankOutcome(6, 106, -15, order=0, was_stopped=True)))
+    lost, signalled = loss_report(4, "is gone"), signal_report(5, 2)
+    in_order = [signalled, lost, own, late, suffering, stopped]
+    for first, cause in enumerate(in_order):
+        assert cause_of(reversed(in_order[first:]), None) is cause
+    assert [report.only_suffers for report in in_order] == [False, False, False, False, True, True]
+
+
+def test_of_equal_ends_the_first_that_was_told_counts():
+    reports = [report_of(node, outcome(failed(node))) for node in range(3)]
+    assert cause_of(reports, 2).node == 2
+    assert cause_of(reports, None).node == 0
+
+
+def test_exit_codes():
+    assert report_of(0, outcome(failed(0, code=7), signal_number=15)).exit_code == 143
+    assert report_of(0, outcome(RankOutcome(0, 100, 7, order=0))).exit_code == 7
+    assert report_of(0, outcome(RankOutcome(0, 100, -9, order=0))).exit_code == 137
+    assert not signal_report(0, 2).may_retry
+    assert not report_of(0, outcome(RankOutcome(0, 100, None, order=0))).may_retry
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
+def test_loopback_is_an_interface(address):
+    assert interface_of(address) == "lo"
+
+
+def test_every_address_of_this_machine_has_its_interface():
+    try:
+        listed = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True).stdout
+    except OSError as error:
+        pytest.skip(f"no ip command to compare with: {error}")
+    seen = {}
+    for line in listed.splitlines():
+        _, name, _, address, *_ = line.split()
+        seen.setdefault(str(ipaddress.ip_interface(address).ip), set()).add(name)
+    assert seen
+    for address, names in seen.items():
+        assert interface_of(address) in names
+
+
+def test_the_way_to_a_host():
+    assert network_towards("127.0.0.1", 4000) == network_towards("localhost", 4000) == Network("lo", False)
+    assert network_towards("::1", 4000) in (Network("lo", True), None)  # None: no IPv6 here
+    assert network_towards("no.such.host.invalid", 4000) is None
+
+
+def test_an_address_of_nobody_has_none():
+    assert interface_of("192.0.2.123") is None
+    before = os.listdir("/proc/self/fd")
+    interface_of("2001:db8::1")
+    assert os.listdir("/proc/self/fd") == before
