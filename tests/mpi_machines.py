@@ -1,0 +1,99 @@
+"""Ranks of one MPI job on several machines made of network namespaces; tests and benchmarks only.
+
+mpiexec runs on the first machine and reaches the others through a program in place of ssh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cross_check_launch import OF_LAUNCHERS, SOURCE
+from namespaces import Machine
+
+RANK = Path(__file__).parent / "communicators" / "mpi_machine_rank.py"
+_REMOTE = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+exec "{folder}/enter-$host" "$@"
+"""
+_ENTER = """#!/bin/sh
+exec ip netns exec {machine.name} unshare --uts sh -c "hostname {machine.host}; exec $*"
+"""
+
+
+class MpiJob:
+    """The training of the digits on ranks of several machines.
+
+    Args:
+        machines: these.
+        folder: where the ranks write down what happens to them.
+        ranks_each: how many on each machine; they count from the first machine on.
+    """
+
+    def __init__(self, machines: Sequence[Machine], folder: Path, ranks_each: int = 2) -> None:
+        self.machines = machines
+        self.folder = folder
+        self.world_size = ranks_each * len(machines)
+        self._ranks_each = ranks_each
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, epochs: int) -> None:
+        """Begins to train."""
+        remote = self.folder / "remote"
+        _write_program(remote, _REMOTE.replace("{folder}", str(self.folder)))
+        for machine in self.machines:
+            _write_program(self.folder / f"enter-{machine.ipv4}", _ENTER.format(machine=machine))
+        hosts = ",".join(machine.ipv4 for machine in self.machines)
+        mpiexec = str(Path(sysconfig.get_path("scripts")) / "mpiexec")
+        first = self.machines[0]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+        self._process = first.start(
+            *(mpiexec, "-launcher", "ssh", "-launcher-exec", str(remote), "-localhost", first.ipv4, "-iface", "eth0"),
+            *("-hosts", hosts, "-ppn", str(self._ranks_each), "-n", str(self.world_size)),
+            *(sys.executable, str(RANK), str(self.folder), str(epochs)),
+            env={**kept, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        )
+
+    def await_started(self, seconds: float = 60.0) -> list[dict[str, Any]]:
+        """Returns what each rank says after some steps."""
+        return self._await("started", range(self.world_size), seconds)
+
+    def await_ended(self, seconds: float = 60.0) -> list[dict[str, Any]]:
+        """Returns how each rank has ended."""
+        return self._await("ended", range(self.world_size), seconds)
+
+    def end(self, seconds: float = 60.0) -> tuple[int, str]:
+        """Waits for mpiexec; returns its exit code, and what it has printed."""
+        assert self._process is not None
+        try:
+            out, err = self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            out, err = self._process.communicate()
+        return self._process.returncode, out + err
+
+    def _await(self, what: str, ranks: Sequence[int], seconds: float) -> list[dict[str, Any]]:
+        paths = [self.folder / f"{rank}.{what}" for rank in ranks]
+        await_condition(lambda: all(path.exists() for path in paths), seconds, f"not all ranks have {what}")
+        return [json.loads(path.read_text()) for path in paths]
+
+
+def await_condition(is_met: Callable[[], bool], seconds: float, otherwise: str) -> None:
+    """Looks again and again; AssertionError at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not is_met():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
+def _write_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
