@@ -80,3 +80,4 @@ bench-collectives: $(VENV)/.dev  ## time the other collectives likewise
 
 bench-failures: $(VENV)/.dev  ## time how fast each failure is told, and what is left behind; results as JSON
 	$(BIN)/python benchmarks/detection.py
+	$(BIN)/python benchmarks/partition.py

@@ -5,7 +5,8 @@
 
 The machines are network namespaces on one bridge, each with one `gradsync run --nnodes 2` of one rank. A time is from
 the fault to the line on standard error that names the node which is gone. "link down": as of a pulled cable; "DROP":
-as by a firewall, links stay up and packets are lost; "SIGKILL": of the launcher, whose own side says nothing.
+as by a firewall, links stay up and the bridge no longer carries that machine's packets; "SIGKILL": of the launcher,
+whose own side says nothing.
 The exit code is 1 when the wrong node was named, or something was left behind.
 """
 

@@ -181,6 +181,18 @@ def start_up(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def partition(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of the table of machines that are cut off: the later of both sides counts."""
+    by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for found in results["results"]:
+        by_fault.setdefault((found["fault"], found["victim"]), []).append(found)
+    lines = ["| fault | of the machine that | told on both sides, median | worst |", "| --- | --- | --- | --- |"]
+    for (fault, victim), sides in by_fault.items():
+        median, worst = (max(side[name] for side in sides) for name in ("median_seconds", "worst_seconds"))
+        lines.append(f"| {fault} | {victim} | {median:.2f} s | {worst:.2f} s |")
+    return lines
+
+
 def detection(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each failure."""
     lines = [
@@ -222,6 +234,7 @@ LAYOUTS = {
     "collectives": comparison,
     "start_up": start_up,
     "detection": detection,
+    "partition": partition,
     "contract": coverage,
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
@@ -238,6 +251,7 @@ METHODS = {
         "`benchmarks/results/collectives.json`",
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
+    "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
     "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }

@@ -3,6 +3,8 @@
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -59,6 +61,16 @@ def test_one_machine_may_be_named(tmp_path):
     code, out, err = command.run("run", "-n", 2, *place, script, "none", "GROUP_WORLD_SIZE", "NCCL_SOCKET_IFNAME")
     assert (code, err) == (0, "")
     assert len(re.findall(r"^\[rank [01]\] id \w+ 1 1 None$", out, flags=re.MULTILINE)) == 2
+
+
+def test_a_run_on_one_machine_loads_nothing_of_this(tmp_path):
+    script = command.write_script(tmp_path, "")
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "gradsync", "run", "-n", "1", script],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "gradsync.launching.supervisor" in done.stderr
+    assert not re.search(r"gradsync\.launching\.(nodes|interfaces)", done.stderr)
 
 
 def test_ranks_are_numbered_over_the_nodes(nodes):

@@ -70,7 +70,7 @@ def test_a_machine_that_is_cut_off_is_noticed_on_both_sides(network, tmp_path, h
         run.start_all("wait")
         for node in range(2):
             run.await_ids(node)
-        began = time.monotonic()
+        began, began_at = time.monotonic(), time.time()
         getattr(machines[victim], how)()
         ends = run.end_all()
         taken_seconds = time.monotonic() - began
@@ -78,6 +78,10 @@ def test_a_machine_that_is_cut_off_is_noticed_on_both_sides(network, tmp_path, h
     lost = [rf"node {1 - node} \(host{1 - node}, {machines[1 - node].ipv4}\) is gone since " for node in range(2)]
     for (_, err), who in zip(ends, lost, strict=True):
         assert re.search(rf"^gradsync: {who}.*cannot be reached.*not heard of for \d\.\d s", err, re.M), err
+        [since] = re.findall(r"is gone since (\d\d:\d\d:\d\d): ", err)
+        later = time.strptime(since, "%H:%M:%S"), time.localtime(began_at)
+        after_seconds = [of.tm_hour * 3600 + of.tm_min * 60 + of.tm_sec for of in later]
+        assert (after_seconds[0] - after_seconds[1] + 3) % 86400 < 7  # the last heartbeat was heard before the cut
     assert taken_seconds < CUT_OFF_SECONDS
 
 

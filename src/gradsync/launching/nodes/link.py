@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import threading
@@ -173,7 +174,8 @@ class NodeLink:
                 why = str(error).partition(": ")[2]
             else:
                 why = f"{_NODE_0_LOST}: {str(error).partition(': ')[2]}"
-            self._loss = loss_report(node, f"is gone since {time.strftime('%H:%M:%S')}: {why}")
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - _silent_seconds(why)))
+            self._loss = loss_report(node, f"is gone since {since}: {why}")
         self._wake(FAILED_ELSEWHERE)
 
     def _wake(self, number: int) -> None:
@@ -184,3 +186,9 @@ class NodeLink:
         thread = threading.Thread(target=work, name="gradsync nodes", daemon=True)
         self._threads.append(thread)
         thread.start()
+
+
+def _silent_seconds(why: str) -> float:
+    """Returns for how long a lost launcher had been silent, as `Finding.of_lost` tells it; 0 where its end was seen."""
+    found = re.search(r"not heard of for ([\d.]+) s", why)
+    return 0.0 if found is None else float(found[1])
