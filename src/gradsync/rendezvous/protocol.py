@@ -13,7 +13,8 @@ from __future__ import annotations
 from gradsync.rendezvous import verdict_texts
 from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send
 from gradsync.rendezvous.generation import Generation
-from gradsync.rendezvous.messages import PROTOCOL_VERSION, REFUSED, TO_GENERATION, FrameType, Message
+from gradsync.rendezvous.joining import join_refusal
+from gradsync.rendezvous.messages import REFUSED, TO_GENERATION, FrameType, Message
 from gradsync.rendezvous.roster import RUNNING_PHASE, MemberState, Roster
 from gradsync.rendezvous.silence import Judgement, SilenceTable
 from gradsync.rendezvous.waiting import Failure, Request, WaitTable
@@ -55,6 +56,8 @@ class RendezvousCore:
         """
         self._silences.restart_if_late(now)
         if isinstance(event, Received):
+            if event.message.type is FrameType.HEARTBEAT and event.connection in self._seats:
+                return self._hear_heartbeat(now, event.connection, event.message)
             actions = self._receive(now, event.connection, event.message)
         elif isinstance(event, Lost):
             actions = self._lose(event.connection, event.cause)
@@ -78,16 +81,23 @@ class RendezvousCore:
             return [Close(connection)]  # what a connection sent after it was refused or timed out
         generation, rank = seat
         request = Request(connection, rank, message.sequence, now)
-        notices: list[Action] = []
-        if self._silences.hear(connection, now):
-            notices.append(Notice(verdict_texts.revival(generation.roster, rank)))
-        return notices + self._handle_message(request, generation, message)
+        return self._hear(now, connection) + self._handle_message(request, generation, message)
+
+    def _hear_heartbeat(self, now: float, connection: int, message: Message) -> list[Action]:
+        """Takes a sign of life. Nearly all messages are: it changes no generation, so none needs to be looked at."""
+        generation, rank = self._seats[connection]
+        generation.roster.members[rank].positions = message.fields[0]
+        return [*self._hear(now, connection), Send(connection, FrameType.PULSE, ())]
+
+    def _hear(self, now: float, connection: int) -> list[Action]:
+        """Notes that a rank was heard of; returns what is to be said about that."""
+        if not self._silences.hear(connection, now):
+            return []
+        generation, rank = self._seats[connection]
+        return [Notice(verdict_texts.revival(generation.roster, rank))]
 
     def _handle_message(self, request: Request, generation: Generation, message: Message) -> list[Action]:
         connection, rank = request.connection, request.rank
-        if message.type is FrameType.HEARTBEAT:
-            generation.roster.members[rank].positions = message.fields[0]
-            return [Send(connection, FrameType.PULSE, ())]
         if message.type is FrameType.BYE:
             return self._say_goodbye(connection, generation, rank)
         if message.type is FrameType.SET_PHASE:
@@ -108,7 +118,7 @@ class RendezvousCore:
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
         version, rank, world_size, timeout_ms = message.fields
         request = Request(connection, rank, message.sequence, now)
-        refusal = self._check_join(version, rank, world_size)
+        refusal = join_refusal(version, rank, world_size, self._world_size)
         if refusal:
             return [request.refuse(refusal, REFUSED), Close(connection)]
         for generation in self._generations:
@@ -128,19 +138,6 @@ class RendezvousCore:
         self._seats[connection] = (generation, rank)
         self._waits.add(request, timeout_ms, generation)
         return [Send(connection, FrameType.SEATED, (message.sequence, self._machine, self._pid))]
-
-    def _check_join(self, version: int, rank: int, world_size: int) -> str:
-        """Returns why this join cannot be accepted, with both values, or an empty text."""
-        if version != PROTOCOL_VERSION:
-            return (
-                f"the server speaks protocol version {PROTOCOL_VERSION}, rank {rank} version {version}; "
-                "run the same version of gradsync on every rank"
-            )
-        if world_size != self._world_size:
-            return f"the server expects world_size {self._world_size}, rank {rank} came with {world_size}"
-        if rank >= self._world_size:
-            return f"the server expects ranks 0 to {self._world_size - 1}, got rank {rank}"
-        return ""
 
     def _serve(self, request: Request, generation: Generation, message: Message) -> list[Send]:
         """Answers a request that needs a generation which has formed and not failed."""
