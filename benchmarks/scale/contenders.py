@@ -4,7 +4,8 @@ from __future__ import annotations
 
 GRADSYNC = "gradsync"
 TCPSTORE = "TCPStore"
-CONTENDERS = (GRADSYNC, TCPSTORE)
+TCPSTORE_OWN = "TCPStore, its own clients"  # in threads, where the others' are simulated
+CONTENDERS = (GRADSYNC, TCPSTORE, TCPSTORE_OWN)
 
 JOIN = "join"  # connect, prove who one is, and wait until all have come
 PUT_ID = "put id"  # rank 0 hands 128 bytes in ...

@@ -23,15 +23,17 @@ class Crowd:
         address: of the server.
 
     Attributes:
-        lost: how many connections the server has ended, or the kernel refused.
+        lost: how many connections the server has ended, or the kernel refused; who joins comes again then, as the
+            library's client does.
     """
 
     def __init__(self, ranks: Sequence[SimulatedRank], address: tuple[str, int]) -> None:
         self.lost = 0
         self._ranks = list(ranks)
         self._address = address
-        self._streams: list[socket.socket] = []
-        self._by_descriptor: dict[int, tuple[socket.socket, SimulatedRank]] = {}
+        self._streams: dict[int, socket.socket] = {}  # by index of the rank
+        self._by_descriptor: dict[int, int] = {}
+        self._may_come_again = False
         self._unsent: dict[int, bytes] = {}  # first words of those that are not connected yet
         self._epoll = select.epoll()
 
@@ -42,10 +44,11 @@ class Crowd:
             TimeoutError: they have not for a minute.
         """
         waiting = 0
+        self._may_come_again = phase == JOIN
         for index in range(*chosen.indices(len(self._ranks))):
             rank = self._ranks[index]
             if phase == JOIN:
-                self._connect(rank)
+                self._connect(index)
             else:
                 self._streams[index].send(rank.begin(phase))
             waiting += not rank.is_done
@@ -57,8 +60,9 @@ class Crowd:
 
     def leave(self, phase: str) -> None:
         """Lets all say goodbye, and waits until the server has closed every connection."""
-        for stream, rank in zip(self._streams, self._ranks, strict=True):
-            stream.send(rank.begin(phase))
+        self._may_come_again = False
+        for index, stream in self._streams.items():
+            stream.send(self._ranks[index].begin(phase))
         lost = self.lost
         while self._by_descriptor:
             self._turn(_PATIENCE_SECONDS)
@@ -81,11 +85,11 @@ class Crowd:
 
     def close(self) -> None:
         """Closes all connections."""
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.close()
         self._epoll.close()
 
-    def _connect(self, rank: SimulatedRank) -> None:
+    def _connect(self, index: int) -> None:
         stream = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,16 +97,17 @@ class Crowd:
         if error not in (0, errno.EINPROGRESS):
             raise OSError(error, "connect")
         descriptor = stream.fileno()
-        self._streams.append(stream)
-        self._by_descriptor[descriptor] = stream, rank
-        self._unsent[descriptor] = rank.begin(JOIN)
+        self._streams[index] = stream
+        self._by_descriptor[descriptor] = index
+        self._unsent[descriptor] = self._ranks[index].begin(JOIN)
         self._epoll.register(descriptor, select.EPOLLOUT)
 
     def _turn(self, timeout_seconds: float) -> int:
         """Serves the connections that are ready; returns how many ranks came to the end of their phase."""
         finished = 0
         for descriptor, _ in self._epoll.poll(timeout_seconds):
-            stream, rank = self._by_descriptor[descriptor]
+            index = self._by_descriptor[descriptor]
+            stream, rank = self._streams[index], self._ranks[index]
             first = self._unsent.pop(descriptor, None)
             try:
                 if first is not None:
@@ -123,5 +128,9 @@ class Crowd:
 
     def _lose(self, descriptor: int) -> None:
         self.lost += 1
+        self._unsent.pop(descriptor, None)
         self._epoll.unregister(descriptor)
-        del self._by_descriptor[descriptor]
+        index = self._by_descriptor.pop(descriptor)
+        if self._may_come_again:
+            self._streams[index].close()
+            self._connect(index)

@@ -29,14 +29,15 @@ class GradsyncRank:
         self.pulses = 0
         self._rank = rank
         self._world_size = world_size
-        self._handshake = ClientHandshake(secret, os.urandom(NONCE_BYTES))
-        self._reader = FrameReader()
+        self._secret = secret
         self._session: Session | None = None
         self._queued = b""  # travels with the next message, as the client's introduction does
 
     def begin(self, phase: str) -> bytes:
         self.is_done = False
         if phase == JOIN:
+            self._handshake = ClientHandshake(self._secret, os.urandom(NONCE_BYTES))
+            self._reader, self._session = FrameReader(), None
             return self._handshake.hello()
         return self._request(phase)
 

@@ -1,4 +1,4 @@
-"""A process that is many ranks of one contender. Commands come by standard input, reports go by standard output.
+"""A process that is many ranks of one contender, see `reports` and `crowd`.
 
 python -m scale.load CONTENDER HOST PORT WORLD_SIZE FIRST COUNT   # the secret's hex digits on the first line
 """
@@ -6,15 +6,14 @@ python -m scale.load CONTENDER HOST PORT WORLD_SIZE FIRST COUNT   # the secret's
 from __future__ import annotations
 
 import gc
-import json
 import sys
-import time
 
 from scale.contenders import GRADSYNC, LEAVE
 from scale.crowd import Crowd
 from scale.descriptors import raise_limit
 from scale.gradsync_rank import GradsyncRank
 from scale.rank import SimulatedRank
+from scale.reports import chosen, serve
 from scale.tcpstore_rank import TCPStoreRank
 
 
@@ -23,10 +22,8 @@ def make(contender: str, rank: int, world_size: int, secret: bytes) -> Simulated
     return GradsyncRank(rank, world_size, secret) if contender == GRADSYNC else TCPStoreRank(rank, world_size)
 
 
-def obey(crowd: Crowd, command: str) -> dict[str, float]:
+def obey(crowd: Crowd, word: str, rest: str) -> dict[str, float]:
     """Carries out one command and reports on it."""
-    word, _, rest = command.partition(":")
-    cpu, began = time.process_time(), time.monotonic()
     beats = 0
     if word == "beat":
         seconds, interval_seconds = map(float, rest.split())
@@ -34,15 +31,8 @@ def obey(crowd: Crowd, command: str) -> dict[str, float]:
     elif word == LEAVE:
         crowd.leave(word)
     else:
-        first, _, end = rest.partition("-")
-        crowd.play(word, slice(int(first), int(end) if end else None))
-    return {
-        "began": began,
-        "ended": time.monotonic(),
-        "cpu_seconds": time.process_time() - cpu,
-        "lost": crowd.lost,
-        "beats": beats,
-    }
+        crowd.play(word, chosen(rest))
+    return {"lost": crowd.lost, "beats": beats}
 
 
 def main() -> None:
@@ -53,9 +43,7 @@ def main() -> None:
     gc.disable()  # a real rank is one of many processes; a collection here would stop a thousand at once
     secret = bytes.fromhex(sys.stdin.readline().strip())
     crowd = Crowd([make(contender, first + n, world_size, secret) for n in range(count)], (host, int(port)))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(obey(crowd, line.strip())), flush=True)
+    serve(lambda word, rest: obey(crowd, word, rest))
     crowd.close()
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from gradsync.rendezvous.silence import heartbeat_seconds
 from peers import systems
 from peers.contenders import TORCH
-from scale.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID
+from scale.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID, TCPSTORE_OWN
 from scale.names import with_names
 
 FOLDER = Path(__file__).parent.parent
@@ -45,21 +46,22 @@ class Run:
     heartbeat_cpu_seconds: float = 0.0
 
 
-def play(contender: str, world_size: int, *, beat_seconds: float = 0.0, interval_seconds: float = 1.0) -> Run:
+def play(contender: str, world_size: int, *, beat_seconds: float = 0.0) -> Run:
     """Lets so many ranks join, share an id, meet and, where asked for, live for a while.
 
     Raises:
         RuntimeError: a process ended, or the ranks did not come through.
     """
     run = Run()
-    with _server(contender, world_size) as (server, secret), contextlib.ExitStack() as stack:
-        port = int(_line(server))
+    secret = secrets.token_hex(32)
+    with tempfile.TemporaryDirectory(prefix="rendezvous-scale-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        server = stack.enter_context(_process(_server_command(contender, world_size, folder), secret))
+        command = [*_load_command(contender, folder), "127.0.0.1", str(int(_line(server))), str(world_size)]
         per_process = -(-world_size // LOAD_PROCESSES)
         starts = range(0, world_size, per_process)
         shares = [(first, min(per_process, world_size - first)) for first in starts]
-        address = ("127.0.0.1", str(port), str(world_size))
-        command = [sys.executable, "-m", "scale.load", contender, *address]
-        loads = [stack.enter_context(_process([*command, str(f), str(n)], secret, FOLDER)) for f, n in shares]
+        loads = [stack.enter_context(_process([*command, str(f), str(n)], secret)) for f, n in shares]
         for load in loads:
             _line(load)
         resident = _resident_bytes(server.pid)
@@ -68,7 +70,7 @@ def play(contender: str, world_size: int, *, beat_seconds: float = 0.0, interval
         run.memory_growth_bytes = _resident_bytes(server.pid) - resident
         if beat_seconds:
             cpu = _cpu_seconds(server.pid)
-            reports = _tell_all(loads, [f"beat:{beat_seconds} {interval_seconds}"] * len(loads))
+            reports = _tell_all(loads, [f"beat:{beat_seconds} {heartbeat_seconds(world_size)}"] * len(loads))
             run.heartbeat_cpu_seconds = _cpu_seconds(server.pid) - cpu
             run.heartbeat_seconds = max(r["ended"] for r in reports) - min(r["began"] for r in reports)
             run.heartbeats = int(sum(report["beats"] for report in reports))
@@ -100,26 +102,28 @@ def _tell_all(loads: list[subprocess.Popen[str]], commands: list[str]) -> list[d
     return [json.loads(_line(load)) for load in loads]
 
 
-@contextlib.contextmanager
-def _server(contender: str, world_size: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    secret = secrets.token_hex(32)
-    with tempfile.TemporaryDirectory(prefix="rendezvous-scale-") as folder:
-        if contender == GRADSYNC:
-            command = [sys.executable, "-m", "scale.serve_gradsync", str(world_size)]
-        else:
-            python = str(systems.ENVIRONMENTS / TORCH / "bin" / "python")
-            command = [python, "-E", str(FOLDER / "scale" / "serve_tcpstore.py"), str(world_size)]
-            command = with_names(command, Path(folder))
-        with _process(command, secret, FOLDER) as server:
-            yield server, secret
+def _server_command(contender: str, world_size: int, folder: Path) -> list[str]:
+    if contender == GRADSYNC:
+        return [sys.executable, "-m", "scale.serve_gradsync", str(world_size)]
+    return with_names([_torch_python(), "-E", "-m", "scale.serve_tcpstore", str(world_size)], folder)
+
+
+def _load_command(contender: str, folder: Path) -> list[str]:
+    if contender == TCPSTORE_OWN:
+        return with_names([_torch_python(), "-E", "-m", "scale.load_tcpstore", contender], folder)
+    return [sys.executable, "-m", "scale.load", contender]
+
+
+def _torch_python() -> str:
+    return str(systems.ENVIRONMENTS / TORCH / "bin" / "python")
 
 
 @contextlib.contextmanager
-def _process(command: list[str], secret: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def _process(command: list[str], secret: str) -> Iterator[subprocess.Popen[str]]:
     """Starts a process that ends when its standard input does, and tells it the secret."""
-    variables = {**os.environ, **systems.THREADS}
+    variables = {**os.environ, **systems.THREADS, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with subprocess.Popen(
-        command, cwd=folder, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=FOLDER, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             _input(process).write(f"{secret}\n")

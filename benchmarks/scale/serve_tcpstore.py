@@ -1,20 +1,20 @@
 """PyTorch's TCPStore alone in a process, with its default backend: prints its port, serves until standard input ends.
 
-python scale/serve_tcpstore.py WORLD_SIZE   # in an environment that has PyTorch, and nothing of gradsync's
+python -m scale.serve_tcpstore WORLD_SIZE   # in an environment that has PyTorch, and nothing of gradsync's
 """
 
 from __future__ import annotations
 
-import resource
 import sys
 
 from torch.distributed import TCPStore
 
+from scale.descriptors import raise_limit
+
 
 def main() -> None:
     """Serves."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_limit()
     sys.stdin.readline()  # where gradsync's server reads its secret
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     print(store.port, flush=True)

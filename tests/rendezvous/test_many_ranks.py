@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import resource
+import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rendezvous_ranks import SECRET, connect
@@ -12,6 +14,7 @@ from rendezvous_ranks import SECRET, connect
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 from gradsync.rendezvous import descriptors
+from gradsync.rendezvous.events import Probe, Probed, Tick
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.silence import HEARTBEAT_SECONDS, SILENT_AFTER_SECONDS, heartbeat_seconds
 from gradsync.rendezvous.sockets import parse_address
@@ -69,6 +72,38 @@ def test_a_quiet_server_gathers_heartbeats_and_still_answers(crowd_of) -> None:
         assert crowd.beat(0.4, 0.1) == 16
         crowd.play(BARRIER)  # behind the heartbeats: they have been answered by then
         assert [rank.pulses for rank in crowd._ranks] == [4] * 4
+
+
+def test_thousands_of_silent_ranks_are_looked_at_in_one_turn() -> None:
+    """One finding after the other, and not one inside the other: that once ended a server of 1,024 ranks."""
+
+    class Core:
+        judged = 0
+
+        def handle(self, now, event):
+            if isinstance(event, Probed):
+                self.judged += 1
+                return []
+            return [Probe(1, None) for _ in range(3000)]
+
+    server = RendezvousServer(1, secret=SECRET)
+    core = Core()
+    with socket.socket() as stream:
+        server._loop._core = core
+        server._loop._connections = {1: SimpleNamespace(number=1, stream=stream)}
+        server._loop._tell_core(Tick())
+        server._loop._connections = {}
+    server.stop()
+    assert core.judged == 3000
+
+
+def test_a_rank_that_is_turned_away_while_it_joins_comes_again(crowd_of, monkeypatch) -> None:
+    with RendezvousServer(8, secret=SECRET) as server:
+        server._loop._max_strangers = 2
+        crowd = crowd_of(server, 8)
+        crowd.play(JOIN)
+        assert crowd.lost > 0
+        assert server.generation == 1
 
 
 def test_only_large_runs_gather() -> None:

@@ -223,6 +223,11 @@ class EventLoop:
         self._flush(connection)
 
     def _tell_core(self, event: Event) -> None:
+        self._carry_out(event)
+        while self._findings:  # in a loop: thousands of ranks may be looked at in one turn
+            self._carry_out(self._findings.popleft())
+
+    def _carry_out(self, event: Event) -> None:
         touched: dict[int, ServerConnection] = {}
         for action in self._core.handle(time.monotonic(), event):
             connection = self._perform(action)
@@ -230,8 +235,6 @@ class EventLoop:
                 touched[connection.number] = connection
         for connection in touched.values():
             self._flush(connection)
-        while self._findings:
-            self._tell_core(self._findings.popleft())
 
     def _perform(self, action: Action) -> ServerConnection | None:
         """Carries out one action; returns the connection that has something to flush."""
