@@ -15,7 +15,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test soak test-gpu lint bench bench-gpu bench-peers bench-collectives bench-failures clean
+.PHONY: help demo test soak test-gpu lint bench bench-gpu bench-peers bench-collectives bench-failures bench-rendezvous clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
@@ -74,3 +74,7 @@ bench-collectives: $(VENV)/.dev  ## time the other collectives likewise
 
 bench-failures: $(VENV)/.dev  ## time how fast each failure is told, and what is left behind; results as JSON
 	$(BIN)/python benchmarks/detection.py
+
+bench-rendezvous: $(VENV)/.dev  ## time the rendezvous server with thousands of simulated ranks, beside PyTorch's
+	$(BIN)/python benchmarks/full_speed.py --install
+	$(BIN)/python benchmarks/rendezvous_scale.py

@@ -140,6 +140,7 @@ def main() -> int:
     if len(present) > 1:
         made["versions"]["torch"] = torch_version()
     made["method"] = {"load_processes": LOAD_PROCESSES, "loopback_is_named": can_give_names()}
+    output = options.output or (None if options.quick else FOLDER / "results" / "rendezvous_scale.json")
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     beat_seconds = QUICK_BEAT_SECONDS if options.quick else BEAT_SECONDS
     results = []
@@ -147,13 +148,12 @@ def main() -> int:
         for contender, runs in measure(present, ranks, rounds, beat_seconds).items():
             results.append(result(contender, ranks, runs))
             print(line_of(results[-1]), flush=True)
-    made["results"], made["promises"] = results, promises(results)
+        made["results"], made["promises"] = results, promises(results)
+        if output:  # after each size: the larger one takes long
+            output.write_text(json.dumps(made, indent=1) + "\n")
     for promise in made["promises"]:
         kept = "kept" if promise["kept"] else "NOT KEPT"
         print(f"{promise['ranks']} ranks, {promise['what']}: {promise['value']:.3g} <= {promise['limit']:g}: {kept}")
-    output = options.output or (None if options.quick else FOLDER / "results" / "rendezvous_scale.json")
-    if output:
-        output.write_text(json.dumps(made, indent=1) + "\n")
     return int(not all(promise["kept"] for promise in made["promises"]))
 
 
