@@ -185,7 +185,7 @@ def rendezvous_scale(results: dict[str, Any]) -> list[str]:
     lines = [f"| ranks | | {' | '.join(contenders)} |", "| --- | --- |" + " --- |" * len(contenders)]
     for ranks, by_contender in found.items():
         for what, cell in SCALE_CELLS.items():
-            cells = [cell(by_contender[contender]) for contender in contenders]
+            cells = [cell(by_contender[c]) if c in by_contender else "" for c in contenders]
             lines.append(f"| {ranks:,} | {what} | {' | '.join(cells)} |")
     return lines
 

@@ -33,8 +33,8 @@ _ACCEPTS_PER_TURN = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
 # Most of what a heartbeat costs is to wake for it. Where many ranks live quietly, the loop lets some come together;
 # where they are few that is not worth the delay to whoever asks something meanwhile.
-_GATHER_SECONDS_PER_RANK = 20e-6
-_GATHER_SECONDS = (1e-3, 20e-3)
+_GATHER_SECONDS_PER_RANK = 40e-6
+_GATHER_SECONDS = (5e-3, 40e-3)
 
 _log = logging.getLogger("gradsync.rendezvous")
 
