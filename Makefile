@@ -15,7 +15,8 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo peers test soak test-gpu lint bench bench-gpu bench-peers bench-collectives bench-failures clean
+.PHONY: help demo peers test soak test-gpu lint bench bench-gpu bench-peers bench-collectives bench-mpi bench-failures \
+	bench-rendezvous clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
@@ -78,6 +79,13 @@ bench-collectives: $(VENV)/.dev  ## time the other collectives likewise
 	$(BIN)/python benchmarks/collectives.py --install
 	$(BIN)/python benchmarks/collectives.py
 
+bench-mpi: $(VENV)/.dev  ## time gradsync over MPI beside mpi4py
+	$(BIN)/python benchmarks/over_mpi.py
+
 bench-failures: $(VENV)/.dev  ## time how fast each failure is told, and what is left behind; results as JSON
 	$(BIN)/python benchmarks/detection.py
 	$(BIN)/python benchmarks/partition.py
+
+bench-rendezvous: $(VENV)/.dev  ## time the rendezvous server with thousands of simulated ranks, beside PyTorch's
+	$(BIN)/python benchmarks/full_speed.py --install
+	$(BIN)/python benchmarks/rendezvous_scale.py

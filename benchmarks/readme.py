@@ -17,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,45 @@ def partition(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def rendezvous_scale(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a column for each server and, by number of ranks, a line for each thing."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for of_one in results["results"]:
+        found.setdefault(of_one["ranks"], {})[of_one["contender"]] = of_one
+    contenders = list(dict.fromkeys(of_one["contender"] for of_one in results["results"]))
+    lines = [f"| ranks | | {' | '.join(contenders)} |", "| --- | --- |" + " --- |" * len(contenders)]
+    for ranks, by_contender in found.items():
+        for what, cell in SCALE_CELLS.items():
+            cells = [cell(by_contender[c]) if c in by_contender else "" for c in contenders]
+            lines.append(f"| {ranks:,} | {what} | {' | '.join(cells)} |")
+    return lines
+
+
+def _phase(*names: str) -> Callable[[dict[str, Any]], str]:
+    return lambda of_one: _wall_and_cpu([of_one["phases"][name] for name in names])
+
+
+def _wall_and_cpu(times: list[dict[str, Any]]) -> str:
+    """Returns milliseconds of wall time, and in brackets of the server's processor time."""
+    wall, cpu = (sum(of[key]["median"] for of in times) for key in ("wall_seconds", "server_cpu_seconds"))
+    return f"{1e3 * wall:.0f} ms ({1e3 * cpu:.0f} ms)"
+
+
+def _heartbeats(of_one: dict[str, Any]) -> str:
+    beats = of_one["heartbeats"]
+    return f"{100 * beats['share_of_a_core']['median']:.1f} % of a core" if beats else "none"
+
+
+SCALE_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "join": _phase("join"),
+    "share an id": _phase("put id", "get id"),
+    "barrier": _phase("barrier"),
+    "all three": lambda of_one: _wall_and_cpu([of_one["together"]]),
+    "memory of the server": lambda of_one: f"+ {of_one['memory_growth_bytes'] / 1e6:.1f} MB",
+    "heartbeats": _heartbeats,
+}
+
+
 def detection(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each failure."""
     lines = [
@@ -233,6 +273,7 @@ LAYOUTS = {
     "full_speed": comparison,
     "collectives": comparison,
     "start_up": start_up,
+    "rendezvous_scale": rendezvous_scale,
     "detection": detection,
     "partition": partition,
     "contract": coverage,
@@ -252,6 +293,11 @@ METHODS = {
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
+    "rendezvous_scale": (
+        "Simulated ranks",
+        f"{METHOD[1]}; wall time, which includes the simulated ranks on the same cores, and in brackets the server's "
+        "processor time",
+    ),
     "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }

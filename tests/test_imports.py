@@ -16,7 +16,7 @@ SOURCE = Path(gs.__file__).parent
 # Each layer may import itself and what stands above it in this list. A name is a module or a package.
 LAYERS = [
     ("errors",),
-    ("reduction",),
+    ("reduction", "cost_model", "nccl_cost_model"),
     ("scalars_by_name",),
     (
         "secret_file",

@@ -13,6 +13,7 @@ from gradsync.rendezvous import absence_report, verdict_texts
 from gradsync.rendezvous.absence_report import Absence
 from gradsync.rendezvous.events import Action, Notice, Probe, Send
 from gradsync.rendezvous.finding import Finding
+from gradsync.rendezvous.members import Members
 from gradsync.rendezvous.messages import MAX_TOLD_GROUPS, FrameType
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.waiting import Failure
@@ -29,7 +30,7 @@ class Claim:
 
     rank: int
     group: str
-    members: tuple[int, ...]
+    members: Members
     position: int
     what: str
     waited_seconds: float

@@ -11,11 +11,14 @@ everybody gets PASSED, at once. A member that went ahead with the same is as goo
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradsync.rendezvous.agreements import Verdict, event_key
 from gradsync.rendezvous.events import Send
 from gradsync.rendezvous.keys import Keys
+from gradsync.rendezvous.members import Members, list_members
 from gradsync.rendezvous.messages import REFUSED, FrameType
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.scopes import is_under
@@ -40,29 +43,38 @@ class Agreement:
         self.waits: dict[int, Wait] = {}  # of the members who ask
         self.digests: dict[int, int] = {}  # of these, and of the members who have gone ahead
         self.is_passed_on = False  # whether the other members know of the question
+        self._reports: Counter[int] = Counter()  # how many members have reported each digest
         self._gave_up: set[int] = set()  # asked, and stopped waiting
 
     def ask(self, wait: Wait, digest: int) -> None:
         """Records a member that waits for the verdict."""
         self.waits[wait.request.rank] = wait
-        self.digests[wait.request.rank] = digest
+        self.report(wait.request.rank, digest)
         self._gave_up.discard(wait.request.rank)
+
+    def report(self, rank: int, digest: int) -> None:
+        """Records what a member does."""
+        self.digests[rank] = digest
+        self._reports[digest] += 1
 
     def withdraw(self, wait: Wait) -> None:
         """Takes a question back: the agreement goes on as if that rank had not come yet."""
         del self.waits[wait.request.rank]
-        del self.digests[wait.request.rank]
+        digest = self.digests.pop(wait.request.rank)
+        self._reports[digest] -= 1
+        if not self._reports[digest]:
+            del self._reports[digest]
         self._gave_up.add(wait.request.rank)
         if not self.digests:
             del self.group.positions[self.position]
 
-    def absent_ranks(self) -> tuple[int, ...]:
-        """Returns the members who have not reported."""
-        return tuple(rank for rank in self.group.ranks if rank not in self.digests)
+    def absent_ranks(self) -> Iterator[int]:
+        """Returns the members who have not reported, one after the other."""
+        return (rank for rank in self.group.ranks if rank not in self.digests)
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Returns the members who never reported; when there are none, those that gave up."""
-        absent = self.absent_ranks()
+        absent = tuple(self.absent_ranks())
         return tuple(rank for rank in absent if rank not in self._gave_up) or absent
 
     def passed_ranks(self) -> tuple[int, ...]:
@@ -74,7 +86,7 @@ class Agreement:
 
         Members who differ wait for the last one nevertheless: it may have gone ahead.
         """
-        differ = len(set(self.digests.values())) > 1
+        differ = len(self._reports) > 1
         if differ and len(self.digests) > len(self.waits):
             return Verdict.PASSED
         if len(self.digests) < len(self.group.ranks):
@@ -87,7 +99,7 @@ class Group:
     """The members of one group, and the positions on which they have begun to agree."""
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: Members
     positions: dict[int, Agreement] = field(default_factory=dict)
     passed_from: int | None = None  # the lowest position that got the verdict PASSED
     decided: dict[int, Verdict] = field(default_factory=dict)  # the last positions with another verdict
@@ -122,7 +134,7 @@ class Agreements:
         self._groups: dict[str, Group] = {}
 
     def ask(
-        self, request: Request, name: str, ranks: tuple[int, ...], position: int, digest: int, timeout_ms: int
+        self, request: Request, name: str, ranks: Members, position: int, digest: int, timeout_ms: int
     ) -> list[Send]:
         """Lets a member ask whether all do the same at a position; the last report brings the verdict for all."""
         group = self._find(request, name, ranks)
@@ -155,7 +167,7 @@ class Agreements:
             return []
         sends = self._keys.publish(event_key(name, position, rank), description.encode())
         if agreement is not None:
-            agreement.digests[rank] = digest
+            agreement.report(rank, digest)
             sends += self._settle(agreement)
         return sends
 
@@ -170,7 +182,7 @@ class Agreements:
         agreements = [a for group in groups for a in group.positions.values() if rank not in a.digests]
         return [send for agreement in agreements for send in self._fail(agreement, rank)]
 
-    def _find(self, request: Request, name: str, ranks: tuple[int, ...]) -> Group | Send:
+    def _find(self, request: Request, name: str, ranks: Members) -> Group | Send:
         """Returns the group, or the refusal of a request that does not fit it."""
         group = self._groups.get(name)
         if group is None:
@@ -178,8 +190,8 @@ class Agreements:
                 return request.refuse(f"more than {MAX_GROUPS} groups in one generation", REFUSED)
             group = self._groups[name] = Group(name, ranks)
         if group.ranks != ranks:
-            who = self._roster.label(request.rank)
-            return request.refuse(f"group {name!r} has ranks {group.ranks}, {who} asked with ranks {ranks}")
+            who, listed = self._roster.label(request.rank), list_members(group.ranks)
+            return request.refuse(f"group {name!r} has ranks {listed}, {who} asked with ranks {list_members(ranks)}")
         return group
 
     def _refuse_second(self, request: Request, agreement: Agreement) -> Send:

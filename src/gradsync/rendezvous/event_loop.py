@@ -27,10 +27,14 @@ from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnecti
 from gradsync.rendezvous.sockets import tune_stream
 
 HANDSHAKE_SECONDS = 5.0
-MAX_STRANGERS = 64
+MAX_STRANGERS = 64  # beside one for each rank: all may come at once, and none is to be turned away for that
 _CLOSING_SECONDS = 1.0  # for a peer to read its last message
 _ACCEPTS_PER_TURN = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
+# Most of what a heartbeat costs is to wake for it. Where many ranks live quietly, the loop lets some come together;
+# where they are few that is not worth the delay to whoever asks something meanwhile.
+_GATHER_SECONDS_PER_RANK = 40e-6
+_GATHER_SECONDS = (5e-3, 40e-3)
 
 _log = logging.getLogger("gradsync.rendezvous")
 
@@ -42,17 +46,22 @@ class EventLoop:
         listener: the listening socket; owned and closed by the loop.
         core: decides what happens.
         secret, run_id: for the handshakes.
-        max_members: how many authenticated connections are accepted at a time.
+        ranks: how many are expected, for one generation.
     """
 
     def __init__(
-        self, listener: socket.socket, core: RendezvousCore, *, secret: bytes, run_id: str, max_members: int
+        self, listener: socket.socket, core: RendezvousCore, *, secret: bytes, run_id: str, ranks: int
     ) -> None:
         self._listener = listener
         self._core = core
         self._secret = secret
         self._run_id = run_id
-        self._max_members = max_members
+        self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
+        self._max_strangers = ranks + MAX_STRANGERS
+        shortest, longest = _GATHER_SECONDS
+        gather_seconds = min(ranks * _GATHER_SECONDS_PER_RANK, longest)
+        self._gather_seconds = gather_seconds if gather_seconds >= shortest else 0.0
+        self._is_quiet = False  # whether nothing but heartbeats has come in this turn
         self._stopping = False
         self._notices = NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
@@ -86,11 +95,16 @@ class EventLoop:
         """Serves until `request_stop`, then closes everything."""
         try:
             while not self._stopping:
-                for key, mask in self._selector.select(self._wait_seconds()):
+                ready = self._selector.select(self._wait_seconds())
+                self._is_quiet = bool(ready)
+                for key, mask in ready:
                     self._handle_ready(key, mask)
-                    self._drop_lost()
+                    if self._lost:
+                        self._drop_lost()
                 self._handle_time(time.monotonic())
                 self._drop_lost()
+                if self._is_quiet and self._gather_seconds:
+                    time.sleep(self._gather_seconds)
         finally:
             self.close()
 
@@ -145,6 +159,7 @@ class EventLoop:
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _accept(self) -> None:
+        self._is_quiet = False
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 stream, _ = self._listener.accept()
@@ -166,7 +181,7 @@ class EventLoop:
         self._accept_resumes_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
 
     def _admit(self, stream: socket.socket) -> None:
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= self._max_strangers:
             self._drop(next(iter(self._strangers.values())), "too many connections without a handshake")
         try:
             tune_stream(stream)
@@ -197,6 +212,7 @@ class EventLoop:
         for message in messages:
             if connection.number in self._closing or connection.number not in self._connections:
                 return  # what follows a goodbye or a refusal is not heard
+            self._is_quiet = self._is_quiet and message.type is FrameType.HEARTBEAT
             self._tell_core(Received(connection.number, message))
 
     def _refuse(self, connection: ServerConnection, sequence: int) -> None:
@@ -207,6 +223,11 @@ class EventLoop:
         self._flush(connection)
 
     def _tell_core(self, event: Event) -> None:
+        self._carry_out(event)
+        while self._findings:  # in a loop: thousands of ranks may be looked at in one turn
+            self._carry_out(self._findings.popleft())
+
+    def _carry_out(self, event: Event) -> None:
         touched: dict[int, ServerConnection] = {}
         for action in self._core.handle(time.monotonic(), event):
             connection = self._perform(action)
@@ -214,8 +235,6 @@ class EventLoop:
                 touched[connection.number] = connection
         for connection in touched.values():
             self._flush(connection)
-        while self._findings:
-            self._tell_core(self._findings.popleft())
 
     def _perform(self, action: Action) -> ServerConnection | None:
         """Carries out one action; returns the connection that has something to flush."""
@@ -248,8 +267,9 @@ class EventLoop:
         if not connection.wants_write and connection.number in self._closing:
             self._drop(connection, "closed by the server")
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
-        if self._selector.get_key(connection.stream).events != events:
+        if connection.wants_write != connection.is_watched_for_room:
+            connection.is_watched_for_room = connection.wants_write
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
             self._selector.modify(connection.stream, events, connection)
 
     def _drop_lost(self) -> None:

@@ -12,7 +12,7 @@ from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import FrameType, Message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, nor is Send: one is made for every message, and freezing triples what that costs
 class Received:
     """An authenticated message came in."""
 
@@ -41,7 +41,7 @@ class Tick:
     """Time passed; due deadlines are to be acted on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Send:
     """Send this message. The fields stay out of the repr: they may hold an id, which is a capability."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from gradsync.rendezvous.members import Members
 from gradsync.rendezvous.roster import Roster
 
 _MAX_SCOPES = 16_384  # more stay until the generation ends
@@ -31,9 +32,9 @@ class Forgetting:
     def __init__(self, roster: Roster, stores: Sequence[Store]) -> None:
         self._roster = roster
         self._stores = stores
-        self._done: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+        self._done: dict[tuple[str, Members], set[int]] = {}
 
-    def hear(self, rank: int, scope: str, members: tuple[int, ...]) -> None:
+    def hear(self, rank: int, scope: str, members: Members) -> None:
         """Takes in that a member is done with what stands under the scope; the last one's word drops it."""
         group = scope, members
         if rank not in members or (group not in self._done and len(self._done) >= _MAX_SCOPES):
@@ -46,9 +47,11 @@ class Forgetting:
         for group in [group for group in self._done if rank in group[1]]:
             self._settle(group)
 
-    def _settle(self, group: tuple[str, tuple[int, ...]]) -> None:
+    def _settle(self, group: tuple[str, Members]) -> None:
         scope, members = group
         done = self._done[group]
+        if len(done) < len(members) and not self._roster.any_left:
+            return
         if any(rank not in done and self._roster.is_present(rank) for rank in members):
             return
         del self._done[group]

@@ -11,6 +11,7 @@ from gradsync.rendezvous.agreement_places import Agreements
 from gradsync.rendezvous.events import Send
 from gradsync.rendezvous.forgetting import Forgetting
 from gradsync.rendezvous.keys import Keys
+from gradsync.rendezvous.members import Members, are_known, list_members, members_of
 from gradsync.rendezvous.messages import REFUSED, FrameType, Message
 from gradsync.rendezvous.places import Barriers, GroupIds
 from gradsync.rendezvous.roster import Roster
@@ -114,7 +115,8 @@ class Generation:
             group, root, ranks, last = message.fields
             members = self._members(ranks)
             if not self._are_members(members):
-                return [request.refuse(f"group {group!r} needs ranks below {self._world_size}, got {members}")]
+                listed = list_members(members)
+                return [request.refuse(f"group {group!r} needs ranks below {self._world_size}, got {listed}")]
             serve = self._ids.put if message.type is FrameType.PUT_ID else self._ids.get
             return serve(request, group, root, members, last)
         return [request.refuse(f"{message.type.name} is not a request of a joined rank", REFUSED)]
@@ -123,14 +125,17 @@ class Generation:
         group, ranks, position, what, waited_ms, missing = message.fields
         if missing is not None:
             missing = tuple(r for r in missing if r in self.roster.members and r != request.rank) or None
-        members = tuple(r for r in self._members(ranks) if r in self.roster.members)
+        members = self._members(ranks)
+        if not self._are_members(members):
+            members = tuple(rank for rank in members if rank in self.roster.members)
         return Claim(request.rank, group, members, position, what, waited_ms / 1000.0, missing)
 
-    def _members(self, ranks: list[int] | None) -> tuple[int, ...]:
-        return tuple(range(self._world_size)) if ranks is None else tuple(ranks)
+    def _members(self, ranks: list[int] | None) -> Members:
+        return members_of(ranks, self._world_size)
 
-    def _are_members(self, members: tuple[int, ...]) -> bool:
-        return bool(members) and members[-1] < self._world_size
+    def _are_members(self, members: Members) -> bool:
+        return are_known(members, self._world_size)
 
-    def _refuse_outsider(self, request: Request, what: str, members: tuple[int, ...]) -> Send:
-        return request.refuse(f"{what} of ranks {members} does not include {self.roster.label(request.rank)}")
+    def _refuse_outsider(self, request: Request, what: str, members: Members) -> Send:
+        listed, who = list_members(members), self.roster.label(request.rank)
+        return request.refuse(f"{what} of ranks {listed} does not include {who}")

@@ -23,8 +23,9 @@ import hashlib
 import hmac
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
+from gradsync.rendezvous.mac import MAC_BYTES
 from gradsync.rendezvous.messages import FrameType
-from gradsync.rendezvous.wire import MAC_BYTES, Frame, FrameError, Session, pack_frame
+from gradsync.rendezvous.wire import Frame, FrameError, Session, pack_frame
 
 NONCE_BYTES = 32
 MIN_SECRET_BYTES = 16

@@ -20,7 +20,7 @@ from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
 from gradsync.rendezvous.inbox import Inbox
 from gradsync.rendezvous.messages import FrameType
 from gradsync.rendezvous.self_report import SelfReport
-from gradsync.rendezvous.silence import HEARTBEAT_SECONDS, LATE_AFTER_SECONDS, Judgement, Silence
+from gradsync.rendezvous.silence import LATE_AFTER_SECONDS, Judgement, Silence
 
 # After input that another thread has read: a rank that asks one request after the other is not to wake this thread
 # for each answer.
@@ -50,9 +50,9 @@ class Liveness:
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Starts the thread; it is silent until this rank is seated, and for its first half second."""
-        args = (weakref.ref(self), self._connection.input_waiter(), self._ending)
+    def start(self, interval_seconds: float) -> None:
+        """Starts the thread; it is silent until this rank is seated, and for its first interval."""
+        args = (weakref.ref(self), self._connection.input_waiter(), self._ending, interval_seconds)
         self._thread = threading.Thread(target=_keep_alive, args=args, name="gradsync-liveness", daemon=True)
         self._thread.start()
 
@@ -111,10 +111,15 @@ class Liveness:
         return f"the rendezvous server at {self._connection.address}{f' (pid {pid})' if pid else ''}"
 
 
-def _keep_alive(reference: weakref.ReferenceType[Liveness], input_waiter: select.poll, ending: threading.Event) -> None:
+def _keep_alive(
+    reference: weakref.ReferenceType[Liveness],
+    input_waiter: select.poll,
+    ending: threading.Event,
+    interval_seconds: float,
+) -> None:
     """The thread: a beat when it is due, and in between an ear for what comes in."""
-    beat_at = time.monotonic() + HEARTBEAT_SECONDS
-    pause_seconds = HEARTBEAT_SECONDS
+    beat_at = time.monotonic() + interval_seconds
+    pause_seconds = interval_seconds
     has_input = False
     while not ending.wait(pause_seconds):
         liveness = reference()
@@ -124,7 +129,7 @@ def _keep_alive(reference: weakref.ReferenceType[Liveness], input_waiter: select
             now = time.monotonic()
             if now >= beat_at:
                 liveness.beat(now, was_late=now - beat_at > LATE_AFTER_SECONDS)
-                beat_at = now + HEARTBEAT_SECONDS
+                beat_at = now + interval_seconds
             was_read = liveness.read()
         except GradsyncError:  # it sticks: the client's next call raises it
             return

@@ -26,6 +26,7 @@ from gradsync.rendezvous.dialling import dial
 from gradsync.rendezvous.handshake import check_secret
 from gradsync.rendezvous.messages import MAX_REASON_BYTES, PROTOCOL_VERSION, FrameType, clip_text
 from gradsync.rendezvous.request_channel import RequestChannel, check_timeout
+from gradsync.rendezvous.silence import heartbeat_seconds
 
 _JOIN_ATTEMPTS = 50
 
@@ -238,7 +239,7 @@ class Membership:
     def _join(self, deadline: float, timeout_seconds: float) -> int:
         left_seconds = max(deadline - time.monotonic(), 0.0)
         fields = (PROTOCOL_VERSION, self.rank, self.world_size)
-        self._requests.begin_heartbeats()
+        self._requests.begin_heartbeats(heartbeat_seconds(self.world_size))
         return int(self._requests.ask("joining", left_seconds, FrameType.JOIN, *fields, shown_seconds=timeout_seconds))
 
 

@@ -210,9 +210,9 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples what that costs
 class Message:
-    """One authenticated message. Its fields stay out of the repr: they may hold an id, a capability."""
+    """One authenticated message, never changed. Its fields stay out of the repr: they may hold an id, a capability."""
 
     type: FrameType
     sequence: int

@@ -6,9 +6,11 @@ be answered yet opens a wait, which a later request, a goodbye or its deadline e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradsync.rendezvous.events import Send
+from gradsync.rendezvous.members import Members, list_members
 from gradsync.rendezvous.messages import REFUSED
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.scopes import is_under
@@ -26,7 +28,7 @@ class Barrier:
         ranks: who takes part, ascending.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, name: str, ranks: Members) -> None:
         self.name = name
         self.ranks = ranks
         self.round = 0
@@ -44,13 +46,13 @@ class Barrier:
         del self.arrived[wait.request.rank]
         self._gave_up.add(wait.request.rank)
 
-    def absent_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks that do not wait in this round now."""
-        return tuple(rank for rank in self.ranks if rank not in self.arrived)
+    def absent_ranks(self) -> Iterator[int]:
+        """Returns the ranks that do not wait in this round now, one after the other."""
+        return (rank for rank in self.ranks if rank not in self.arrived)
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Returns the ranks that never came to this round; when there are none, those that gave up."""
-        absent = self.absent_ranks()
+        absent = tuple(self.absent_ranks())
         return tuple(rank for rank in absent if rank not in self._gave_up) or absent
 
     def take_arrived(self) -> list[Wait]:
@@ -67,9 +69,9 @@ class Barriers:
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
         self._waits = waits
-        self._barriers: dict[tuple[str, tuple[int, ...]], Barrier] = {}
+        self._barriers: dict[tuple[str, Members], Barrier] = {}
 
-    def arrive(self, request: Request, name: str, ranks: tuple[int, ...], timeout_ms: int) -> list[Send]:
+    def arrive(self, request: Request, name: str, ranks: Members, timeout_ms: int) -> list[Send]:
         """Lets a rank arrive; the last one releases all, with the number of the round."""
         barrier = self._barriers.get((name, ranks))
         if barrier is None:
@@ -118,7 +120,7 @@ class GroupId:
 
     group: str
     root: int
-    ranks: tuple[int, ...]
+    ranks: Members
     value: bytes | None = field(default=None, repr=False)
     waits: list[Wait] = field(default_factory=list, repr=False)
 
@@ -139,7 +141,7 @@ class GroupIds:
         self._waits = waits
         self._ids: dict[str, GroupId] = {}
 
-    def put(self, request: Request, group: str, root: int, ranks: tuple[int, ...], value: bytes) -> list[Send]:
+    def put(self, request: Request, group: str, root: int, ranks: Members, value: bytes) -> list[Send]:
         """Takes the id from the group's root and gives it to the members who wait."""
         found = self._find(request, group, root, ranks)
         if isinstance(found, Send):
@@ -156,7 +158,7 @@ class GroupIds:
             self._waits.close(wait)
         return [request.reply(), *(wait.request.reply(value) for wait in waits)]
 
-    def get(self, request: Request, group: str, root: int, ranks: tuple[int, ...], timeout_ms: int) -> list[Send]:
+    def get(self, request: Request, group: str, root: int, ranks: Members, timeout_ms: int) -> list[Send]:
         """Answers a member with the id, now or once the root has handed it in."""
         found = self._find(request, group, root, ranks)
         if isinstance(found, Send):
@@ -185,11 +187,13 @@ class GroupIds:
             entry.waits = []
         return sends
 
-    def _find(self, request: Request, group: str, root: int, ranks: tuple[int, ...]) -> GroupId | Send:
+    def _find(self, request: Request, group: str, root: int, ranks: Members) -> GroupId | Send:
         """Returns the group's entry, or the refusal of a request that does not fit it."""
         if request.rank not in ranks or root not in ranks:
             who = request.rank if request.rank not in ranks else root
-            return request.refuse(f"{self._roster.label(who)} is not a member of group {group!r}, ranks {ranks}")
+            return request.refuse(
+                f"{self._roster.label(who)} is not a member of group {group!r}, ranks {list_members(ranks)}"
+            )
         entry = self._ids.get(group)
         if entry is None:
             if len(self._ids) >= MAX_GROUP_IDS:
@@ -197,8 +201,8 @@ class GroupIds:
             entry = self._ids[group] = GroupId(group, root, ranks)
         if (entry.root, entry.ranks) != (root, ranks):
             return request.refuse(
-                f"group {group!r} has root {entry.root} and ranks {entry.ranks}, "
-                f"{self._roster.label(request.rank)} asked with root {root} and ranks {ranks}"
+                f"group {group!r} has root {entry.root} and ranks {list_members(entry.ranks)}, "
+                f"{self._roster.label(request.rank)} asked with root {root} and ranks {list_members(ranks)}"
             )
         return entry
 

@@ -65,6 +65,8 @@ class RendezvousCore:
         """
         self._silences.restart_if_late(now)
         if isinstance(event, Received):
+            if event.message.type is FrameType.HEARTBEAT and event.connection in self._seats:
+                return self._hear_heartbeat(now, event.connection, event.message)
             actions = self._receive(now, event.connection, event.message)
         elif isinstance(event, Lost):
             actions = self._lose(event.connection, event.cause)
@@ -88,16 +90,23 @@ class RendezvousCore:
             return [Close(connection)]  # what a connection sent after it was refused or timed out
         generation, rank = seat
         request = Request(connection, rank, message.sequence, now)
-        notices: list[Action] = []
-        if self._silences.hear(connection, now):
-            notices.append(Notice(verdict_texts.revival(generation.roster, rank)))
-        return notices + self._handle_message(request, generation, message)
+        return self._hear(now, connection) + self._handle_message(request, generation, message)
+
+    def _hear_heartbeat(self, now: float, connection: int, message: Message) -> list[Action]:
+        """Takes a sign of life. Nearly all messages are: it changes no generation, so none needs to be looked at."""
+        generation, rank = self._seats[connection]
+        generation.roster.members[rank].positions = message.fields[0]
+        return [*self._hear(now, connection), Send(connection, FrameType.PULSE, ())]
+
+    def _hear(self, now: float, connection: int) -> list[Action]:
+        """Notes that a rank was heard of; returns what is to be said about that."""
+        if not self._silences.hear(connection, now):
+            return []
+        generation, rank = self._seats[connection]
+        return [Notice(verdict_texts.revival(generation.roster, rank))]
 
     def _handle_message(self, request: Request, generation: Generation, message: Message) -> list[Action]:
         connection, rank = request.connection, request.rank
-        if message.type is FrameType.HEARTBEAT:
-            generation.roster.members[rank].positions = message.fields[0]
-            return [Send(connection, FrameType.PULSE, ())]
         if message.type is FrameType.BYE:
             return self._say_goodbye(connection, generation, rank)
         if message.type is FrameType.SET_PHASE:

@@ -89,9 +89,9 @@ class RequestChannel:
         """Whether the server has accepted this rank's join (which may still wait for others)."""
         return self._inbox.server is not None
 
-    def begin_heartbeats(self) -> None:
-        """Lets the server hear of this rank, from half a second after it is seated until the end."""
-        self._liveness.start()
+    def begin_heartbeats(self, interval_seconds: float) -> None:
+        """Lets the server hear of this rank, from an interval after it is seated until the end."""
+        self._liveness.start(interval_seconds)
 
     def ask(
         self,

@@ -56,6 +56,7 @@ class Roster:
         self.members: dict[int, Member] = {}
         self._gave_up: dict[int, None] = {}  # ranks that waited to join and stopped waiting, in that order
         self._departures: list[int] = []  # ranks that left in good order, the latest last
+        self._present_count = 0
 
     def label(self, rank: int) -> str:
         """Returns the rank as messages name it."""
@@ -76,11 +77,12 @@ class Roster:
     def seat(self, rank: int, connection: int) -> None:
         """Adds a rank that joins."""
         self.members[rank] = Member(connection)
+        self._present_count += 1
         self._gave_up.pop(rank, None)
 
     def give_up(self, rank: int) -> None:
         """Takes a joining rank out again; it may come back."""
-        del self.members[rank]
+        self._end_presence(self.members.pop(rank))
         self._gave_up[rank] = None
 
     def is_complete(self) -> bool:
@@ -102,18 +104,28 @@ class Roster:
 
     def is_deserted(self) -> bool:
         """Returns whether no member is connected any more."""
-        return all(member.state is not MemberState.PRESENT for member in self.members.values())
+        return not self._present_count
 
     def mark_left(self, rank: int) -> None:
         """Records an orderly goodbye."""
+        self._end_presence(self.members[rank])
         self.members[rank].state = MemberState.LEFT
         self._departures.append(rank)
 
     def mark_dead(self, rank: int, connection: int) -> Member:
         """Records a death and returns the member; one that was waiting to join becomes a member by it."""
-        member = self.members.setdefault(rank, Member(connection))
+        member = self.members.get(rank)
+        if member is None:
+            member = self.members[rank] = Member(connection)
+        else:
+            self._end_presence(member)
         member.state = MemberState.DEAD
         return member
+
+    @property
+    def any_left(self) -> bool:
+        """Whether any rank has left in good order."""
+        return bool(self._departures)
 
     def first_left(self, ranks: Iterable[int]) -> int | None:
         """Returns the first of these ranks that has left, or None."""
@@ -139,6 +151,9 @@ class Roster:
         named = ", ".join(f"{self.called} {rank} ({self._place_of(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
         more = len(ranks) - MAX_NAMED_RANKS
         return f"{named} and {more} more" if more > 0 else named
+
+    def _end_presence(self, member: Member) -> None:
+        self._present_count -= member.state is MemberState.PRESENT
 
     def _place_of(self, rank: int) -> str:
         member = self.members.get(rank)

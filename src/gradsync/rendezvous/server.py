@@ -15,7 +15,8 @@ from types import TracebackType
 
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.machine import machine_identity
-from gradsync.rendezvous.event_loop import EventLoop
+from gradsync.rendezvous.descriptors import make_room
+from gradsync.rendezvous.event_loop import MAX_STRANGERS, EventLoop
 from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, check_secret
 from gradsync.rendezvous.messages import MAX_RANKS
 from gradsync.rendezvous.protocol import RendezvousCore
@@ -63,6 +64,7 @@ class RendezvousServer:
         self.world_size = world_size
         self.run_id = _check_run_id(run_id)
         secret = check_secret(secret)
+        make_room(2 * world_size + MAX_STRANGERS)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)
         self._core = RendezvousCore(
@@ -77,7 +79,7 @@ class RendezvousServer:
             self._core,
             secret=secret,
             run_id=self.run_id,
-            max_members=2 * world_size + 16,
+            ranks=world_size,
         )
         self._pid = os.getpid()
         self._runner: int | None = None  # the thread that runs the loop

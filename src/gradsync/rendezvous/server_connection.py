@@ -39,6 +39,7 @@ class ServerConnection:
     Attributes:
         is_stranger: True until the first authenticated message.
         wants_write: True while output waits for the peer to read.
+        is_watched_for_room: whether the loop waits for room for that output; the loop's own.
     """
 
     def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
@@ -46,6 +47,7 @@ class ServerConnection:
         self.stream = stream
         self.deadline = deadline
         self.is_stranger = True
+        self.is_watched_for_room = False
         self._handshake = handshake
         self._session: Session | None = None
         self._reader = FrameReader()

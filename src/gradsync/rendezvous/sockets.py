@@ -14,7 +14,7 @@ import socket
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.variable_values import LARGEST_PORT
 
-_BACKLOG = 1024
+_BACKLOG = 16_384  # all ranks may come at once; the kernel has a limit of its own, net.core.somaxconn
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _USER_TIMEOUT_MS = 5000
 _TCP_LISTEN_STATE = "0A"

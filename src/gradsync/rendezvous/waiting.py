@@ -48,9 +48,9 @@ class Failure:
         return Send(connection, FrameType.FAILED, (sequence, kind, self.rank, self.phase, missing, text))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every message, and freezing triples what that costs
 class Request:
-    """One request of one rank, and the ways to answer it."""
+    """One request of one rank, never changed, and the ways to answer it."""
 
     connection: int
     rank: int

@@ -24,11 +24,11 @@ from typing import Any
 import msgpack
 
 from gradsync.errors import RendezvousError
+from gradsync.rendezvous.mac import MAC_BYTES, Mac
 from gradsync.rendezvous.messages import SCHEMAS, FieldError, FrameType, Message, check_fields
 
 MAX_HANDSHAKE_FRAME_BYTES = 512
 MAX_FRAME_BYTES = 64 * 1024
-MAC_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!IBQ")
 _MIN_FRAME_BYTES = _HEADER.size + MAC_BYTES
@@ -38,9 +38,9 @@ class FrameError(RendezvousError):
     """The bytes received are not an acceptable frame; the connection cannot be used any further."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples what that costs
 class Frame:
-    """One frame off the stream, its MAC not yet checked."""
+    """One frame off the stream, its MAC not yet checked; never changed."""
 
     type: int
     sequence: int
@@ -110,11 +110,11 @@ class Session:
         receive_sequence: int,
         is_server: bool,
     ) -> None:
-        self._send_key = send_key
-        self._receive_key = receive_key
+        self._sign_sent = Mac(send_key).sign
+        self._sign_received = Mac(receive_key).sign
         self._send_sequence = send_sequence
         self._receive_sequence = receive_sequence
-        self._is_server = is_server
+        self._accepted_types = _FROM_CLIENTS if is_server else _FROM_SERVER
 
     @property
     def next_send_sequence(self) -> int:
@@ -130,7 +130,7 @@ class Session:
         check_fields(frame_type, fields)
         signed = pack_frame(frame_type, self._send_sequence, _encode(fields))
         self._send_sequence += 1
-        return signed + hmac.digest(self._send_key, signed, "sha256")
+        return signed + self._sign_sent(signed)
 
     def open(self, frame: Frame) -> Message:
         """Returns the message of a frame whose MAC, sequence, type and fields all hold.
@@ -138,8 +138,7 @@ class Session:
         Raises:
             FrameError: one of them does not.
         """
-        expected = hmac.digest(self._receive_key, frame.signed, "sha256")
-        if not hmac.compare_digest(expected, frame.mac):
+        if not hmac.compare_digest(self._sign_received(frame.signed), frame.mac):
             raise FrameError("the MAC of a frame does not hold: it was altered, or belongs to another connection")
         if frame.sequence != self._receive_sequence:
             raise FrameError(
@@ -147,7 +146,9 @@ class Session:
                 "it was replayed, lost or reordered"
             )
         self._receive_sequence += 1
-        frame_type = self._check_type(frame.type)
+        frame_type = self._accepted_types.get(frame.type)
+        if frame_type is None:
+            raise FrameError(_misplaced(frame.type))
         fields = _decode(frame.body)
         try:
             check_fields(frame_type, fields)
@@ -155,14 +156,17 @@ class Session:
             raise FrameError(f"malformed {frame_type.name}: {error}") from None
         return Message(frame_type, frame.sequence, fields)
 
-    def _check_type(self, number: int) -> FrameType:
-        try:
-            frame_type = FrameType(number)
-        except ValueError:
-            raise FrameError(f"unknown frame type {number}") from None
-        if frame_type not in SCHEMAS or frame_type.from_server == self._is_server:
-            raise FrameError(f"frame type {frame_type.name} does not belong here")
-        return frame_type
+
+_FROM_CLIENTS = {int(frame_type): frame_type for frame_type in SCHEMAS if not frame_type.from_server}
+_FROM_SERVER = {int(frame_type): frame_type for frame_type in SCHEMAS if frame_type.from_server}
+
+
+def _misplaced(number: int) -> str:
+    """Returns why a frame of this type is not accepted."""
+    try:
+        return f"frame type {FrameType(number).name} does not belong here"
+    except ValueError:
+        return f"unknown frame type {number}"
 
 
 def _encode(fields: tuple[Any, ...]) -> bytes:

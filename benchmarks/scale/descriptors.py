@@ -1,0 +1,11 @@
+"""Room for many open files in this process."""
+
+from __future__ import annotations
+
+import resource
+
+
+def raise_limit() -> None:
+    """Raises the limit of open files as far as is allowed."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

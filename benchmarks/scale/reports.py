@@ -1,0 +1,25 @@
+"""Commands to a process that is many ranks, by standard input, and its reports, by standard output: one line each."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+
+def serve(obey: Callable[[str, str], dict[str, float]]) -> None:
+    """Obeys until standard input ends. A command is a word and what follows its colon; a report has the times."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        word, _, rest = line.strip().partition(":")
+        cpu, began = time.process_time(), time.monotonic()
+        found = obey(word, rest)
+        times = {"began": began, "ended": time.monotonic(), "cpu_seconds": time.process_time() - cpu}
+        print(json.dumps(times | found), flush=True)
+
+
+def chosen(rest: str) -> slice:
+    """Returns which of the process's ranks a command is for, of "FIRST-" or "FIRST-END"."""
+    first, _, end = rest.partition("-")
+    return slice(int(first), int(end) if end else None)

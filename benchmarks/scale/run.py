@@ -1,0 +1,161 @@
+"""One run of one contender: a server in a process of its own, and a few processes that are all its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from gradsync.rendezvous.silence import heartbeat_seconds
+from peers import systems
+from peers.contenders import TORCH
+from scale.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID, TCPSTORE_OWN
+from scale.names import with_names
+
+FOLDER = Path(__file__).parent.parent
+LOAD_PROCESSES = 2
+
+
+@dataclass
+class Phase:
+    """What one phase took: from the first rank's beginning to the last one's end, and on whose processor time."""
+
+    wall_seconds: float
+    server_cpu_seconds: float
+    clients_cpu_seconds: float
+
+
+@dataclass
+class Run:
+    """What one run has shown."""
+
+    phases: dict[str, Phase] = field(default_factory=dict)
+    memory_growth_bytes: int = 0
+    lost_connections: int = 0
+    heartbeats: int = 0
+    heartbeat_seconds: float = 0.0
+    heartbeat_cpu_seconds: float = 0.0
+
+
+def play(contender: str, world_size: int, *, beat_seconds: float = 0.0) -> Run:
+    """Lets so many ranks join, share an id, meet and, where asked for, live for a while.
+
+    Raises:
+        RuntimeError: a process ended, or the ranks did not come through.
+    """
+    run = Run()
+    secret = secrets.token_hex(32)
+    with tempfile.TemporaryDirectory(prefix="rendezvous-scale-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        server = stack.enter_context(_process(_server_command(contender, world_size, folder), secret))
+        command = [*_load_command(contender, folder), "127.0.0.1", str(int(_line(server))), str(world_size)]
+        per_process = -(-world_size // LOAD_PROCESSES)
+        starts = range(0, world_size, per_process)
+        shares = [(first, min(per_process, world_size - first)) for first in starts]
+        loads = [stack.enter_context(_process([*command, str(f), str(n)], secret)) for f, n in shares]
+        for load in loads:
+            _line(load)
+        resident = _resident_bytes(server.pid)
+        for phase in PHASES:
+            run.phases[phase] = _play_phase(phase, server, loads, run)
+        run.memory_growth_bytes = _resident_bytes(server.pid) - resident
+        if beat_seconds:
+            cpu = _cpu_seconds(server.pid)
+            reports = _tell_all(loads, [f"beat:{beat_seconds} {heartbeat_seconds(world_size)}"] * len(loads))
+            run.heartbeat_cpu_seconds = _cpu_seconds(server.pid) - cpu
+            run.heartbeat_seconds = max(r["ended"] for r in reports) - min(r["began"] for r in reports)
+            run.heartbeats = int(sum(report["beats"] for report in reports))
+        if contender == GRADSYNC:
+            run.phases[LEAVE] = _play_phase(LEAVE, server, loads, run)
+    return run
+
+
+def _play_phase(phase: str, server: subprocess.Popen[str], loads: list[subprocess.Popen[str]], run: Run) -> Phase:
+    commands = [f"{phase}:0-"] * len(loads)
+    if phase == PUT_ID:
+        loads, commands = loads[:1], [f"{phase}:0-1"]
+    elif phase == GET_ID:
+        commands[0] = f"{phase}:1-"
+    cpu = _cpu_seconds(server.pid)
+    began = time.monotonic()
+    reports = _tell_all(loads, commands)
+    wall = max(report["ended"] for report in reports) - began
+    run.lost_connections = max(run.lost_connections, int(sum(report["lost"] for report in reports)))
+    time.sleep(0.05)  # what the server still does for this phase is to count as its own
+    cpu = _cpu_seconds(server.pid) - cpu
+    return Phase(wall, cpu, sum(report["cpu_seconds"] for report in reports))
+
+
+def _tell_all(loads: list[subprocess.Popen[str]], commands: list[str]) -> list[dict[str, Any]]:
+    for load, command in zip(loads, commands, strict=True):
+        _input(load).write(f"{command}\n")
+        _input(load).flush()
+    return [json.loads(_line(load)) for load in loads]
+
+
+def _server_command(contender: str, world_size: int, folder: Path) -> list[str]:
+    if contender == GRADSYNC:
+        return [sys.executable, "-m", "scale.serve_gradsync", str(world_size)]
+    return with_names([_torch_python(), "-E", "-m", "scale.serve_tcpstore", str(world_size)], folder)
+
+
+def _load_command(contender: str, folder: Path) -> list[str]:
+    if contender == TCPSTORE_OWN:
+        return with_names([_torch_python(), "-E", "-m", "scale.load_tcpstore", contender], folder)
+    return [sys.executable, "-m", "scale.load", contender]
+
+
+def _torch_python() -> str:
+    return str(systems.ENVIRONMENTS / TORCH / "bin" / "python")
+
+
+@contextlib.contextmanager
+def _process(command: list[str], secret: str) -> Iterator[subprocess.Popen[str]]:
+    """Starts a process that ends when its standard input does, and tells it the secret."""
+    variables = {**os.environ, **systems.THREADS, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with subprocess.Popen(
+        command, cwd=FOLDER, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            _input(process).write(f"{secret}\n")
+            _input(process).flush()
+            yield process
+            _input(process).close()
+            process.wait(30)
+        finally:
+            process.kill()
+
+
+def _input(process: subprocess.Popen[str]) -> IO[str]:
+    if process.stdin is None:
+        raise RuntimeError("started without a standard input")
+    return process.stdin
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    if process.stdout is None:
+        raise RuntimeError("started without a standard output")
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args!r} ended with {process.wait(30)}")
+    return line
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Returns the processor time of all threads of a process, in user code and in the kernel, to the nanosecond."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

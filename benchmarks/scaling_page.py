@@ -1,0 +1,156 @@
+"""Writes the tables of docs/scaling.md: predictions from the models of costs, measured figures from benchmarks/results.
+
+python benchmarks/scaling_page.py          # rewrites docs/scaling.md
+python benchmarks/scaling_page.py --check  # exit code 1 when it is not what it would write
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import readme
+from gradsync.cost_model import (
+    Link,
+    best_threshold_bytes,
+    exposed_seconds,
+    fit_link,
+    flat_ring_seconds,
+    hierarchical_seconds,
+    hierarchy_pays_below_bytes,
+)
+from gradsync.nccl_cost_model import H100_NODES, Algorithm, fastest
+from models import MODELS, element_count
+
+PAGE = readme.ROOT / "docs" / "scaling.md"
+MEGABYTE = 1024**2
+BUCKET_BYTES = 10 * MEGABYTE
+GPUS = (8, 64, 1024)
+UNITS = {"KB": 1024, "MB": MEGABYTE}
+SYSTEMS = {"gradsync": "gradsync, shared memory", "Open MPI": "Open MPI", "MPICH": "MPICH", "gloo": "gloo"}
+
+# Assumptions of the predictions, told in the page.
+BACKWARD_SECONDS = {"ResNet-50": 0.05, "GPT-2 small": 0.1}
+HOST_SECONDS_PER_BUCKET = 100e-6
+NVLINK = Link(3.4e-6, 1 / 360e9)
+CARDS = Link(14e-6, 1 / 360e9)
+ONE_CARD = Link(14e-6, 1 / 45e9)
+SHARED_MEMORY = Link(5e-6, 1 / 8e9)
+ETHERNET = Link(30e-6, 1 / 1.25e9)
+
+
+def measured() -> list[str]:
+    """Returns the lines fitted to what two ranks were measured at."""
+    rows = json.loads((readme.RESULTS / "full_speed.json").read_text())["rows"]
+    lines = ["| all_reduce, 2 ranks | latency | bandwidth | the line is off by at most |", "| --- | --- | --- | --- |"]
+    for contender, shown in SYSTEMS.items():
+        samples = [
+            (_size_of(row["workload"]), row["seconds"]["median"])
+            for row in rows
+            if row["contender"] == contender and re.fullmatch(r"all_reduce \d+ [KM]B", row["workload"])
+        ]
+        line = fit_link(samples)
+        off = max(abs(line.seconds(size) / seconds - 1) for size, seconds in samples)
+        bandwidth = 1e-9 / line.seconds_per_byte
+        lines.append(f"| {shown} | {1e6 * line.latency_seconds:.3g} us | {bandwidth:.3g} GB/s | {100 * off:.0f} % |")
+    return lines
+
+
+def _size_of(workload: str) -> int:
+    _, number, unit = workload.split()
+    return int(number) * UNITS[unit]
+
+
+def nccl() -> list[str]:
+    """Returns what NCCL's rings and trees should do to one bucket."""
+    lines = [
+        "| GPUs | algorithm | time | of it latency | bus bandwidth | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for ranks in GPUS:
+        chosen = fastest(ranks, BUCKET_BYTES, H100_NODES)
+        for algorithm in Algorithm:
+            way = fastest(ranks, BUCKET_BYTES, H100_NODES, algorithm)
+            share = 100 * way.latency_seconds / way.seconds
+            bus = way.bus_bytes_per_second(ranks, BUCKET_BYTES) / 1e9
+            lines.append(
+                f"| {ranks:,} | {algorithm.value}, {way.protocol.value} | {1e6 * way.seconds:,.0f} us | {share:.0f} % "
+                f"| {bus:.0f} GB/s | {'taken' if way == chosen else ''} |"
+            )
+    return lines
+
+
+def thresholds() -> list[str]:
+    """Returns how long after the backward pass the gradients should be there, by threshold."""
+    sizes = (1, 10, 25)
+    heads = " | ".join(f"{size} MB" for size in sizes)
+    lines = [f"| gradients | GPUs | best threshold | then | {heads} |", "| --- |" + " --- |" * (3 + len(sizes))]
+    for model, backward in BACKWARD_SECONDS.items():
+        total = 4 * element_count(MODELS[model]())
+        for ranks in GPUS:
+
+            def seconds_of(size: float, ranks: int = ranks) -> float:
+                return HOST_SECONDS_PER_BUCKET + fastest(ranks, max(1, round(size)), H100_NODES).seconds
+
+            best = best_threshold_bytes(total, backward, seconds_of)
+            shown_sizes = (best, *(size * MEGABYTE for size in sizes))
+            exposed = [exposed_seconds(total, size, backward, seconds_of) for size in shown_sizes]
+            shown = " | ".join(f"{1e6 * seconds:,.0f} us" for seconds in exposed)
+            lines.append(f"| {model} | {ranks:,} | {best / MEGABYTE:.1f} MB | {shown} |")
+    return lines
+
+
+def hierarchy() -> list[str]:
+    """Returns up to which size reducing inside the nodes first should pay."""
+    lines = [
+        "| nodes | ranks each | links inside, between | pays below | 10 MB: flat ring | hierarchy |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    cases = [
+        (nodes, each, name, inside, between)
+        for name, each, inside, between in (
+            ("NVLink, a card for each", 8, NVLINK, CARDS),
+            ("NVLink, one card in all", 8, NVLINK, ONE_CARD),
+            ("shared memory, 10 Gb/s Ethernet", 16, SHARED_MEMORY, ETHERNET),
+        )
+        for nodes in (2, 8, 128)
+    ]
+    for nodes, each, name, inside, between in cases:
+        limit = hierarchy_pays_below_bytes(nodes, each, inside, between)
+        flat = flat_ring_seconds(nodes, each, BUCKET_BYTES, inside, between)
+        nested = hierarchical_seconds(nodes, each, BUCKET_BYTES, inside, between)
+        shown = "always" if limit == float("inf") else f"{limit / MEGABYTE:,.0f} MB"
+        lines.append(f"| {nodes} | {each} | {name} | {shown} | {1e6 * flat:,.0f} us | {1e6 * nested:,.0f} us |")
+    return lines
+
+
+TABLES = {"measured": measured, "nccl": nccl, "thresholds": thresholds, "hierarchy": hierarchy}
+
+
+def render(text: str) -> str:
+    """Returns the page with everything between its markers made anew."""
+    return re.sub(
+        r"(<!-- table: (\S+) -->\n).*?(<!-- end -->\n)",
+        lambda m: f"{m[1]}\n{_table(m[2])}{m[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def _table(name: str) -> str:
+    return "\n".join(TABLES[name]()) + "\n" if name in TABLES else readme.table(name)
+
+
+def main() -> int:
+    """Rewrites or checks the page."""
+    old = PAGE.read_text()
+    new = render(old)
+    if "--check" in sys.argv[1:]:
+        return int(old != new)
+    PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""What an all-reduce should cost, from the latency and the bandwidth of the links: predictions, before anything is run.
+
+No room of the library needs it; docs/scaling.md is made from it. All times are in seconds, sizes in bytes. A message of
+n bytes over a link takes `latency_seconds + n * seconds_per_byte` (the alpha-beta model); the arithmetic of the
+reduction counts as part of the bytes. What NCCL's own tuning says is in `nccl_cost_model`.
+
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19
+(2005), for recursive doubling and for halving with doubling; Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", JPDC 69 (2009), for the ring and the least bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gradsync.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries messages: what each costs, and what each byte."""
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """Returns the time of one message."""
+        return self.latency_seconds + size_bytes * self.seconds_per_byte
+
+
+def ring_seconds(ranks: int, size_bytes: float, link: Link) -> float:
+    """Returns the time of a ring: 2(p - 1) steps, each with a p-th of the bytes.
+
+    No algorithm moves fewer bytes per rank: Patarasuk and Yuan.
+    """
+    _check(ranks, size_bytes)
+    steps = 2 * (ranks - 1)
+    return steps * link.latency_seconds + steps / ranks * size_bytes * link.seconds_per_byte
+
+
+def recursive_doubling_seconds(ranks: int, size_bytes: float, link: Link) -> float:
+    """Returns the time of recursive doubling: log2 p exchanges of all the bytes; for short messages.
+
+    Where p is no power of two, those beyond it hand theirs in before and get the result after. Source: Thakur et al.
+    """
+    _check(ranks, size_bytes)
+    exchanges = _log2_down(ranks) + (0 if _is_power_of_two(ranks) else 2)
+    return exchanges * link.seconds(size_bytes)
+
+
+def halving_doubling_seconds(ranks: int, size_bytes: float, link: Link) -> float:
+    """Returns the time of Rabenseifner's algorithm: reduce-scatter by halving, all-gather by doubling.
+
+    It has the ring's bytes in 2 log2 p steps; ranks beyond a power of two cost two messages of all the bytes more.
+    Source: Thakur et al.
+    """
+    _check(ranks, size_bytes)
+    core = 1 << _log2_down(ranks)
+    bytes_moved = 2 * (core - 1) / core * size_bytes
+    seconds = 2 * _log2_down(ranks) * link.latency_seconds + bytes_moved * link.seconds_per_byte
+    return seconds if _is_power_of_two(ranks) else seconds + 2 * link.seconds(size_bytes)
+
+
+def tree_seconds(ranks: int, size_bytes: float, link: Link) -> float:
+    """Returns the time of a pipelined double tree: up and down, all the bytes each way, two halves at once.
+
+    The pipeline's own chunks are not counted. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
+    broadcast, reduction and scan", Parallel Computing 35 (2009), which is what NCCL's trees follow.
+    """
+    _check(ranks, size_bytes)
+    if ranks == 1:
+        return 0.0
+    return 2 * math.ceil(math.log2(ranks)) * link.latency_seconds + 2 * size_bytes * link.seconds_per_byte
+
+
+def flat_ring_seconds(nodes: int, ranks_per_node: int, size_bytes: float, inside: Link, between: Link) -> float:
+    """Returns the time of one ring through all ranks of all nodes, node by node.
+
+    A chunk goes round twice and crosses each kind of link on its way; the slowest link sets the pace of the bytes.
+
+    Args:
+        nodes, ranks_per_node: how many.
+        size_bytes: of the array.
+        inside: between ranks of one node.
+        between: from node to node, all of a node's network cards together.
+    """
+    ranks = nodes * ranks_per_node
+    _check(ranks, size_bytes)
+    if nodes == 1:
+        return ring_seconds(ranks, size_bytes, inside)
+    crossings = 2 * (nodes - 1)
+    hops = 2 * (ranks - 1) - crossings
+    latency = crossings * between.latency_seconds + hops * inside.latency_seconds
+    pace = max(inside.seconds_per_byte, between.seconds_per_byte)
+    return latency + 2 * (ranks - 1) / ranks * size_bytes * pace
+
+
+def hierarchical_seconds(nodes: int, ranks_per_node: int, size_bytes: float, inside: Link, between: Link) -> float:
+    """Returns the time of reduce-scatter inside the nodes, an all-reduce between them, and all-gather inside.
+
+    Rank i of each node meets the other nodes' ranks i with its share, all at once, so that together they have the
+    node's network. Args as `flat_ring_seconds`.
+    """
+    _check(nodes * ranks_per_node, size_bytes)
+    share = Link(between.latency_seconds, between.seconds_per_byte * ranks_per_node)
+    across = ring_seconds(nodes, size_bytes / ranks_per_node, share)
+    return ring_seconds(ranks_per_node, size_bytes, inside) + across
+
+
+def hierarchy_pays_below_bytes(nodes: int, ranks_per_node: int, inside: Link, between: Link) -> float:
+    """Returns the size up to which the hierarchy is faster than the flat ring: infinite where it always is, 0 if never.
+
+    Both are straight lines over the bytes; this is where they meet.
+    """
+    saved = flat_ring_seconds(nodes, ranks_per_node, 0, inside, between)
+    saved -= hierarchical_seconds(nodes, ranks_per_node, 0, inside, between)
+    per_byte = hierarchical_seconds(nodes, ranks_per_node, 1, inside, between)
+    per_byte -= flat_ring_seconds(nodes, ranks_per_node, 1, inside, between)
+    per_byte += saved  # less the latencies, which are in both
+    if saved <= 0:
+        return 0.0 if per_byte >= 0 else math.inf
+    return math.inf if per_byte <= 0 else saved / per_byte
+
+
+def exposed_seconds(
+    total_bytes: float, threshold_bytes: float, backward_seconds: float, seconds_of: Callable[[float], float]
+) -> float:
+    """Returns how long after the backward pass the last bucket is done.
+
+    Gradients come evenly over the backward pass; buckets are reduced one after the other, each once it is full.
+
+    Args:
+        total_bytes: of all gradients.
+        threshold_bytes: of a bucket; the last one may be smaller.
+        backward_seconds: how long the backward pass takes.
+        seconds_of: the time of an all-reduce of so many bytes.
+    """
+    if not 0 < threshold_bytes <= total_bytes:
+        raise InvalidArgument(f"a threshold needs to be above 0 and at most {total_bytes} bytes, got {threshold_bytes}")
+    whole = math.floor(total_bytes / threshold_bytes)
+    rest = total_bytes - whole * threshold_bytes
+    each, filled_every = seconds_of(threshold_bytes), backward_seconds * threshold_bytes / total_bytes
+    # Of equal buckets at equal intervals either none waits for the one before, or each waits for all of them.
+    done = max(whole * filled_every + each, filled_every + whole * each)
+    if rest > 1e-9 * total_bytes:
+        done = max(done, backward_seconds) + seconds_of(rest)
+    return done - backward_seconds
+
+
+def best_threshold_bytes(
+    total_bytes: float,
+    backward_seconds: float,
+    seconds_of: Callable[[float], float],
+    candidates: Iterable[float] | None = None,
+) -> float:
+    """Returns the threshold with the least exposed time; the smallest of those within 1 % of it.
+
+    Args:
+        total_bytes, backward_seconds, seconds_of: see `exposed_seconds`.
+        candidates: thresholds to choose from; by default equal parts of the whole, from 1 to 4,096.
+    """
+    parts = candidates if candidates is not None else (total_bytes / count for count in range(4096, 0, -1))
+    found = [(size, exposed_seconds(total_bytes, size, backward_seconds, seconds_of)) for size in parts]
+    least = min(seconds for _, seconds in found)
+    return min(size for size, seconds in found if seconds <= 1.01 * least)
+
+
+def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
+    """Returns the straight line that fits measured (bytes, seconds) best, in relative terms; neither part negative.
+
+    Least squares, each sample weighted with the inverse of its time: otherwise the largest sizes alone would decide.
+    """
+    if len(samples) < 2:
+        raise InvalidArgument(f"a line needs two samples or more, got {len(samples)}")
+    rows = [(1.0 / seconds, size / seconds) for size, seconds in samples]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant <= 0:
+        raise InvalidArgument("a line needs samples of two sizes or more")
+    latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if latency < 0:
+        return Link(0.0, b / bb)
+    return Link(a / aa, 0.0) if per_byte < 0 else Link(latency, per_byte)
+
+
+def _check(ranks: int, size_bytes: float) -> None:
+    if ranks < 1 or size_bytes < 0:
+        raise InvalidArgument(f"a cost needs at least one rank and no negative size, got {ranks}, {size_bytes}")
+
+
+def _log2_down(ranks: int) -> int:
+    return ranks.bit_length() - 1
+
+
+def _is_power_of_two(ranks: int) -> bool:
+    return ranks & (ranks - 1) == 0
