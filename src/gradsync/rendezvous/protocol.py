@@ -84,10 +84,8 @@ class RendezvousCore:
 
     def _receive(self, now: float, connection: int, message: Message) -> list[Action]:
         seat = self._seats.get(connection)
-        if message.type is FrameType.JOIN and seat is None:
-            return self._join(now, connection, message)
-        if seat is None:
-            return [Close(connection)]  # what a connection sent after it was refused or timed out
+        if seat is None:  # other messages of such a connection were sent before it was refused or timed out
+            return self._join(now, connection, message) if message.type is FrameType.JOIN else [Close(connection)]
         generation, rank = seat
         request = Request(connection, rank, message.sequence, now)
         return self._hear(now, connection) + self._handle_message(request, generation, message)
