@@ -182,6 +182,15 @@ def start_up(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def over_mpi(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of the table of gradsync over MPI beside mpi4py."""
+    lines = ["| milliseconds | gradsync over MPI | mpi4py |", "| --- | --- | --- |"]
+    for row in results["results"]:
+        ours, theirs = (1e3 * row["seconds"][name] for name in ("gradsync", "mpi4py"))
+        lines.append(f"| {row['work']} | {ours:.3g} | {theirs:.3g} |")
+    return lines
+
+
 def partition(results: dict[str, Any]) -> list[str]:
     """Returns the lines of the table of machines that are cut off: the later of both sides counts."""
     by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -273,6 +282,7 @@ LAYOUTS = {
     "full_speed": comparison,
     "collectives": comparison,
     "start_up": start_up,
+    "over_mpi": over_mpi,
     "rendezvous_scale": rendezvous_scale,
     "detection": detection,
     "partition": partition,
@@ -292,6 +302,7 @@ METHODS = {
         "`benchmarks/results/collectives.json`",
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
+    "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),
     "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
     "rendezvous_scale": (
         "Simulated ranks",

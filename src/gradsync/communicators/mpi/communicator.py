@@ -33,7 +33,7 @@ from gradsync.errors import GradsyncError
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
-# Up to here arrays of a broadcast list are packed together; larger ones travel by themselves.
+# Up to here arrays of a list are packed together; larger ones travel by themselves.
 _PACKED_BYTES = 256 * 1024
 _PACK_BYTES = 4 * 1024 * 1024  # how much is packed at a time
 
@@ -76,15 +76,17 @@ class MpiCommunicator(Communicator):
     ) -> None:
         self._agree(agreement)
         with np.errstate(all="ignore"):
-            if len(sources) == 1:
-                self._reduction.all_reduce(sources[0], targets[0], op)
+            small = [pair for pair in zip(sources, targets, strict=True) if pair[0].nbytes <= _PACKED_BYTES]
+            if len(small) <= 1:
+                self._reduction.all_reduce(list(zip(sources, targets, strict=True)), op)
                 return
+            large = [pair for pair in zip(sources, targets, strict=True) if pair[0].nbytes > _PACKED_BYTES]
             dtype = sources[0].dtype
-            flat = self._room(sum([source.size for source in sources]) * dtype.itemsize).view(dtype)
             words = word_dtype(dtype)
-            pack_words([source.view(words) for source in sources], flat.view(words))
-            self._reduction.all_reduce(flat, flat, op)
-            split_words(flat.view(words), [target.view(words) for target in targets])
+            flat = self._room(sum([source.nbytes for source, _ in small])).view(dtype)
+            pack_words([source.view(words) for source, _ in small], flat.view(words))
+            self._reduction.all_reduce([(flat, flat), *large], op)
+            split_words(flat.view(words), [target.view(words) for _, target in small])
 
     def _reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self._agree(agreement)

@@ -28,11 +28,23 @@ _BYTE = np.dtype(np.uint8)
 # Up to here all contributions travel whole, in one step instead of two.
 SMALL_BYTES = 32 * 1024
 # What of a large array is in flight at a time, for each rank: the next chunk travels while this one is being reduced.
-CHUNK_BYTES = 1024 * 1024
+CHUNK_BYTES = 2 * 1024 * 1024
 _NATIVE_ELEMENTS = 2**28  # of one call of MPI
 
-#: Reduces the same elements of all ranks, given rank by rank, into the last argument.
-_Reduce = Callable[[Sequence[Array], Array], None]
+
+class Chunk(NamedTuple):
+    """Some elements of an array, of which each rank reduces a share.
+
+    Attributes:
+        source: this rank's array.
+        shares: of every rank, as [begin, end) in the source.
+        target: where the result goes; None where it is not wanted. Like the source but in reduce_scatter, where it is
+            this rank's share of this chunk.
+    """
+
+    source: Array
+    shares: Sequence[tuple[int, int]]
+    target: Array | None
 
 
 class InFlight(NamedTuple):
@@ -40,13 +52,11 @@ class InFlight(NamedTuple):
 
     Attributes:
         requests: of MPI.
-        own: this rank's share of its own elements.
-        incoming: the others', by rank; an empty array in this rank's place.
+        contributions: by rank; this rank's own are there already.
     """
 
     requests: list[Any]
-    own: Array
-    incoming: list[Array]
+    contributions: list[Array]
 
 
 class MpiReduction:
@@ -63,14 +73,19 @@ class MpiReduction:
 
     # -- The hooks' work ---------------------------------------------------------------------------------------
 
-    def all_reduce(self, source: Array, target: Array, op: ReduceOp) -> None:
-        """Reduces flat arrays; the target may be the source."""
-        if not self._transport.is_direct and (native := self._native(op, source.dtype)):
-            self._reduce_natively(native, source, target, self._transport.comm.Iallreduce)
-        elif source.nbytes <= SMALL_BYTES:
-            self._reduce_in_order(op, self._gather_whole(source), target)
-        else:
-            self._all_reduce_in_chunks(source, target, op)
+    def all_reduce(self, pairs: Sequence[tuple[Array, Array]], op: ReduceOp) -> None:
+        """Reduces each source into its target, which may be the source; flat arrays, all of one dtype."""
+        native = None if self._transport.is_direct else self._native(op, pairs[0][0].dtype)
+        large: list[tuple[Array, Array]] = []
+        for source, target in pairs:
+            if native:
+                self._reduce_natively(native, source, target, self._transport.comm.Iallreduce)
+            elif source.nbytes <= SMALL_BYTES:
+                self._reduce_in_order(op, self._gather_whole(source), target)
+            else:
+                large.append((source, target))
+        if large:
+            self._all_reduce_in_chunks(large, op)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int) -> None:
         """Reduces into the root's target, which may be its source."""
@@ -111,114 +126,98 @@ class MpiReduction:
             native.finish(result, target)
             return
         step = self._elements(source.dtype, CHUNK_BYTES)
-        chunks = [
-            [(min(low + begin, high), min(low + begin + step, high)) for low, high in pairwise(bounds)]
-            for begin in range(0, max(largest_part(bounds), 1), step)
-        ]
-        done = 0
+        chunks = []
+        for begin in range(0, max(largest_part(bounds), 1), step):
+            shares = [(min(low + begin, high), min(low + begin + step, high)) for low, high in pairwise(bounds)]
+            chunks.append(Chunk(source, shares, target[begin : begin + step]))
 
-        def reduce(contributions: Sequence[Array], _own: tuple[int, int]) -> None:
-            nonlocal done
-            size = contributions[0].size
-            self._reduce_in_order(op, contributions, target[done : done + size])
-            done += size
+        def reduce(chunk: Chunk, contributions: Sequence[Array]) -> None:
+            assert chunk.target is not None
+            self._reduce_in_order(op, contributions, chunk.target)
 
-        self._stream(source, chunks, reduce)
+        self._stream(chunks, reduce)
 
     # -- In rank order -----------------------------------------------------------------------------------------
 
-    def _all_reduce_in_chunks(self, source: Array, target: Array, op: ReduceOp) -> None:
+    def _all_reduce_in_chunks(self, pairs: Sequence[tuple[Array, Array]], op: ReduceOp) -> None:
         transport, requests = self._transport, list[Any]()
-        chunks = self._chunks(source)
-        finished = iter(chunks)
-        target_bytes, itemsize = target.view(_BYTE), target.itemsize
 
-        def reduce(contributions: Sequence[Array], own: tuple[int, int]) -> None:
-            self._reduce_in_order(op, contributions, target[own[0] : own[1]])
-            places = [target_bytes[low * itemsize : high * itemsize] for low, high in next(finished)]
+        def hand_on(chunk: Chunk, contributions: Sequence[Array]) -> None:
+            assert chunk.target is not None
+            low, high = chunk.shares[self._rank]
+            self._reduce_in_order(op, contributions, chunk.target[low:high])
+            places = [chunk.target[begin:end].view(_BYTE) for begin, end in chunk.shares]
             mine = places[self._rank]
-            requests.extend(
-                transport.post(
-                    [(peer, mine) for peer in transport.peers],
-                    [(peer, places[peer]) for peer in transport.peers],
-                    TAG_SHARES,
-                )
-            )
+            sends, receives = [(peer, mine) for peer in transport.peers], [(p, places[p]) for p in transport.peers]
+            requests.extend(transport.post(sends, receives, TAG_SHARES))
 
-        self._stream(source, chunks, reduce, requests, target)
-        transport.waiting.finish(requests, target)
+        self._stream([chunk for pair in pairs for chunk in self._chunks(*pair)], hand_on, requests, pairs)
+        transport.waiting.finish(requests, pairs)
 
     def _reduce_in_chunks(self, source: Array, target: Array | None, op: ReduceOp, root: int) -> None:
         transport, requests, memory = self._transport, list[Any](), [target]
-        chunks = self._chunks(source)
-        finished = iter(chunks)
 
-        def reduce(contributions: Sequence[Array], own: tuple[int, int]) -> None:
-            shares = next(finished)
+        def hand_in(chunk: Chunk, contributions: Sequence[Array]) -> None:
+            low, high = chunk.shares[self._rank]
             if target is None:
-                result = np.empty(own[1] - own[0], source.dtype)
+                result = np.empty(high - low, source.dtype)
                 memory.append(result)
                 self._reduce_in_order(op, contributions, result)
                 requests.extend(transport.post([(root, result.view(_BYTE))], [], TAG_SHARES))
                 return
-            self._reduce_in_order(op, contributions, target[own[0] : own[1]])
-            places = [target[low:high].view(_BYTE) for low, high in shares]
+            self._reduce_in_order(op, contributions, target[low:high])
+            places = [target[begin:end].view(_BYTE) for begin, end in chunk.shares]
             requests.extend(transport.post([], [(peer, places[peer]) for peer in transport.peers], TAG_SHARES))
 
-        self._stream(source, chunks, reduce, requests, memory)
+        self._stream(self._chunks(source, target), hand_in, requests, memory)
         transport.waiting.finish(requests, memory)
 
-    def _chunks(self, source: Array) -> list[list[tuple[int, int]]]:
+    def _chunks(self, source: Array, target: Array | None) -> list[Chunk]:
         """Cuts elements into chunks, and each of them into a share for every rank."""
         n = self._world_size
         chunks = []
         for begin, end in _cuts(source.size, self._elements(source.dtype, CHUNK_BYTES) * n):
-            chunks.append(list(pairwise([begin + (end - begin) * rank // n for rank in range(n + 1)])))
+            shares = list(pairwise([begin + (end - begin) * rank // n for rank in range(n + 1)]))
+            chunks.append(Chunk(source, shares, target))
         return chunks
 
     def _stream(
         self,
-        source: Array,
-        chunks: Sequence[Sequence[tuple[int, int]]],
-        reduce: Callable[[Sequence[Array], tuple[int, int]], None],
-        also: list[Any] | None = None,
+        chunks: Sequence[Chunk],
+        reduce: Callable[[Chunk, Sequence[Array]], None],
+        also: Sequence[Any] = (),
         memory: object = None,
     ) -> None:
         """Exchanges the shares of chunk after chunk; one travels while the one before is being reduced.
 
         Args:
-            source: this rank's elements.
-            chunks: for each the share of every rank, as [begin, end) in the source.
-            reduce: reduce(contributions, own share) is called for each chunk, in order.
-            also, memory: requests that others have begun meanwhile, and what they work on; kept with the own.
+            chunks: all of one dtype, the same cuts on every rank.
+            reduce: reduce(chunk, contributions of all ranks to this rank's share) is called for each, in order.
+            also, memory: requests that `reduce` begins meanwhile, and what they work on; kept with the own.
         """
-        waiting = self._transport.waiting
-        in_flight = self._exchange_shares(source, chunks[0], 0)
-        for number, shares in enumerate(chunks):
-            after = None
-            if number + 1 < len(chunks):
-                after = self._exchange_shares(source, chunks[number + 1], number + 1)
-            everything = [*in_flight.requests, *(after.requests if after else []), *(also or [])]
-            kept = source, in_flight, after, memory
-            waiting.until(partial(self._transport.mpi.Request.Testall, in_flight.requests), everything, kept)
-            contributions = list(in_flight.incoming)
-            contributions[self._rank] = in_flight.own
-            reduce(contributions, shares[self._rank])
+        waiting, test_all = self._transport.waiting, self._transport.mpi.Request.Testall
+        in_flight = self._exchange_shares(chunks[0], 0)
+        for number, chunk in enumerate(chunks):
+            after = self._exchange_shares(chunks[number + 1], number + 1) if number + 1 < len(chunks) else None
+            everything = [*in_flight.requests, *(after.requests if after else []), *also]
+            waiting.until(partial(test_all, in_flight.requests), everything, (chunks, in_flight, after, memory))
+            reduce(chunk, in_flight.contributions)
             if after is not None:
                 in_flight = after
 
-    def _exchange_shares(self, source: Array, shares: Sequence[tuple[int, int]], number: int) -> InFlight:
+    def _exchange_shares(self, chunk: Chunk, number: int) -> InFlight:
         """Sends every rank its share of this rank's elements, and begins to receive the others' of the own share."""
         transport = self._transport
-        low, high = shares[self._rank]
-        incoming = self._buffers(source.dtype, [high - low] * self._world_size, number % 2)
-        parts = [source[begin:end].view(_BYTE) for begin, end in shares]
+        low, high = chunk.shares[self._rank]
+        contributions = self._buffers(chunk.source.dtype, [high - low] * self._world_size, number % 2)
+        parts = [chunk.source[begin:end].view(_BYTE) for begin, end in chunk.shares]
         requests = transport.post(
             [(peer, parts[peer]) for peer in transport.peers],
-            [(peer, incoming[peer].view(_BYTE)) for peer in transport.peers],
+            [(peer, contributions[peer].view(_BYTE)) for peer in transport.peers],
             TAG_COLLECTIVE,
         )
-        return InFlight(requests, source[low:high], incoming)
+        contributions[self._rank] = chunk.source[low:high]
+        return InFlight(requests, contributions)
 
     def _gather_whole(self, source: Array) -> list[Array]:
         transport = self._transport
