@@ -18,7 +18,8 @@ from typing import Any
 from cross_check_launch import OF_LAUNCHERS, SOURCE
 from namespaces import Machine
 
-RANK = Path(__file__).parent / "communicators" / "mpi_machine_rank.py"
+TRAINING = Path(__file__).parent / "communicators" / "mpi_machine_rank.py"
+NCCL_RANK = Path(__file__).parent / "nccl_machine_rank.py"
 _REMOTE = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 host=$1; shift
@@ -30,23 +31,25 @@ exec ip netns exec {machine.name} unshare --uts sh -c "hostname {machine.host}; 
 
 
 class MpiJob:
-    """The training of the digits on ranks of several machines.
+    """A script on ranks of several machines.
 
     Args:
         machines: these.
-        folder: where the ranks write down what happens to them.
+        folder: where the ranks write down what happens to them; their first argument.
         ranks_each: how many on each machine; they count from the first machine on.
+        script: of a rank; by default it trains on the digits.
     """
 
-    def __init__(self, machines: Sequence[Machine], folder: Path, ranks_each: int = 2) -> None:
+    def __init__(self, machines: Sequence[Machine], folder: Path, ranks_each: int = 2, script: Path = TRAINING) -> None:
+        self._script = script
         self.machines = machines
         self.folder = folder
         self.world_size = ranks_each * len(machines)
         self._ranks_each = ranks_each
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, epochs: int) -> None:
-        """Begins to train."""
+    def start(self, *arguments: object) -> None:
+        """Starts the ranks, with more arguments for the script; of the training, the number of epochs."""
         remote = self.folder / "remote"
         _write_program(remote, _REMOTE.replace("{folder}", str(self.folder)))
         for machine in self.machines:
@@ -58,7 +61,7 @@ class MpiJob:
         self._process = first.start(
             *(mpiexec, "-launcher", "ssh", "-launcher-exec", str(remote), "-localhost", first.ipv4, "-iface", "eth0"),
             *("-hosts", hosts, "-ppn", str(self._ranks_each), "-n", str(self.world_size)),
-            *(sys.executable, str(RANK), str(self.folder), str(epochs)),
+            *(sys.executable, str(self._script), str(self.folder), *map(str, arguments)),
             env={**kept, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
         )
 
@@ -84,6 +87,14 @@ class MpiJob:
         paths = [self.folder / f"{rank}.{what}" for rank in ranks]
         await_condition(lambda: all(path.exists() for path in paths), seconds, f"not all ranks have {what}")
         return [json.loads(path.read_text()) for path in paths]
+
+
+def check_ranks_over_nccl(ended: Sequence[dict[str, Any]]) -> None:
+    """Checks what four ranks on two machines have found over NCCL's stand-in."""
+    for rank, found in enumerate(ended):
+        assert found["host"] == f"host{rank // 2}"
+        assert found["sum"] == [10.0] * 5
+        assert found["objects"] == [{"rank": other} for other in range(4)]
 
 
 def await_condition(is_met: Callable[[], bool], seconds: float, otherwise: str) -> None:

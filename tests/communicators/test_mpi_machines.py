@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cross_check_launch import Mpi, run_on_gradsync
-from mpi_machines import MpiJob
+from mpi_machines import NCCL_RANK, MpiJob, check_ranks_over_nccl
 from namespaces import left_behind, machines, why_none
 
 RANK = str(Path(__file__).parent / "mpi_machine_rank.py")
@@ -26,7 +26,7 @@ def job(mpich: Mpi, tmp_path: Path) -> Iterator[MpiJob]:
 
 
 def test_two_machines_train_as_one_does(job: MpiJob, tmp_path: Path) -> None:
-    job.start(epochs=2)
+    job.start(2)
     code, told = job.end(100.0)
     assert code == 0, told
     ended = job.await_ended(1.0)
@@ -41,7 +41,7 @@ def test_two_machines_train_as_one_does(job: MpiJob, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", ["take_link_down", "drop_packets"])
 def test_both_sides_are_told_when_a_machine_is_cut_off(job: MpiJob, cut: str) -> None:
-    job.start(epochs=100_000)
+    job.start(100_000)
     job.await_started()
     getattr(job.machines[1], cut)()
     began = time.time()
@@ -59,3 +59,12 @@ def test_both_sides_are_told_when_a_machine_is_cut_off(job: MpiJob, cut: str) ->
     code, _ = job.end()
     assert code != 0
     assert left_behind(job.machines) == []
+
+
+def test_ranks_of_mpiexec_begin_nccl_on_several_machines(job: MpiJob, tmp_path: Path) -> None:
+    """MPI tells where the ranks meet, and the id of NCCL's communicator comes from there; on NCCL's stand-in."""
+    over_nccl = MpiJob(job.machines, tmp_path, script=NCCL_RANK)
+    over_nccl.start(job.machines[0].ipv4)
+    code, told = over_nccl.end(60.0)
+    assert code == 0, told
+    check_ranks_over_nccl(over_nccl.await_ended(1.0))

@@ -1,5 +1,6 @@
 """A run over machines with networks of their own: they meet, fail together, and notice when one is cut off."""
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import pytest
 from node_commands import Nodes, write
 
 import namespaces
+from mpi_machines import NCCL_RANK, check_ranks_over_nccl
 
 _WHY_NOT = namespaces.why_none()
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
@@ -47,6 +49,17 @@ def test_machines_meet_and_share_one_id(network, tmp_path, family):
         machine = network[node]
         place = rf"node {node} of 3 \({machine.host}\): .* at {getattr(machine, family)} \(eth0\); rendezvous at "
         assert re.search(place, err), err
+
+
+def test_ranks_of_several_machines_communicate_over_nccl(network, tmp_path):
+    """On NCCL's stand-in; Python objects go through the rendezvous."""
+    machines = network[:2]
+    with run_on(machines, tmp_path) as run:
+        run.script = str(NCCL_RANK)
+        run.start_all(str(tmp_path), machines[0].ipv4, ranks=(2, 2), options=("--backend", "nccl"))
+        ends = run.end_all()
+    assert [code for code, _ in ends] == [0, 0], ends
+    check_ranks_over_nccl([json.loads((tmp_path / f"{rank}.ended").read_text()) for rank in range(4)])
 
 
 def test_a_failure_on_one_machine_is_told_on_all(network, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import secrets
 import selectors
 import socket
@@ -47,6 +48,11 @@ class Membership(NamedTuple):
     may_share_device: bool
 
 
+_OWN_ADDRESS = "GRADSYNC_STAND_IN_ADDRESS"
+_TCP = b"tcp:"
+_DIAL_SECONDS = 10.0
+
+
 class _Refused(Exception):
     """The ranks cannot form a communicator, or cannot go on."""
 
@@ -56,13 +62,35 @@ class _Refused(Exception):
 
 
 def open_hub() -> bytes:
-    """Starts a hub and returns the unique id: its address, in Linux's abstract namespace, which leaves no file."""
-    name = f"gradsync-stand-in-{secrets.token_hex(16)}".encode()
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(b"\0" + name)
+    """Starts a hub and returns the unique id: its address, in Linux's abstract namespace, which leaves no file.
+
+    Ranks of other machines do not reach that; for them _OWN_ADDRESS, where it is set, is the interface to listen on.
+    """
+    host = os.environ.get(_OWN_ADDRESS)
+    if host is None:
+        listener = socket.socket(socket.AF_UNIX)
+        name = f"gradsync-stand-in-{secrets.token_hex(16)}".encode()
+        listener.bind(b"\0" + name)
+    else:
+        listener = socket.create_server((host, 0))
+        name = _TCP + f"{host}:{listener.getsockname()[1]}".encode()
     listener.listen(64)
     threading.Thread(target=_serve, args=(listener,), name="NCCL hub", daemon=True).start()
     return name.ljust(UNIQUE_ID_BYTES, b"\0")
+
+
+def _dial(unique_id: bytes) -> socket.socket:
+    name = unique_id.rstrip(b"\0")
+    if name.startswith(_TCP):
+        host, _, port = name.removeprefix(_TCP).decode().rpartition(":")
+        return socket.create_connection((host, int(port)), _DIAL_SECONDS)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(b"\0" + name)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def connect(unique_id: bytes, membership: Membership) -> socket.socket:
@@ -71,9 +99,12 @@ def connect(unique_id: bytes, membership: Membership) -> socket.socket:
     Raises:
         NcclError: the ranks cannot form a communicator, or nobody serves this id.
     """
-    connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(b"\0" + unique_id.rstrip(b"\0"))
+        connection = _dial(unique_id)
+    except OSError:
+        raise NcclError(REMOTE_ERROR, "nobody serves this unique id any more") from None
+    connection.settimeout(None)
+    try:
         send_reply(connection, 0, msgpack.packb(membership))
         status, text = receive_reply(connection)
         if status:
