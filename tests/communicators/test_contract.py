@@ -68,8 +68,9 @@ def test_contract_on_mpi(contract: Contract, mpich: Mpi, part: str, world_size: 
     contract.run_and_compare("mpi", part, world_size, "numpy")
 
 
-def test_contract_on_open_mpi(open_mpi: Mpi) -> None:
-    found = MpiRanks(3, "openmpi").run_parts(list(PARTS), seconds=110.0)
+@pytest.mark.parametrize("vendor", ["open_mpi", "intel_mpi"])
+def test_contract_on_other_mpis(request: pytest.FixtureRequest, vendor: str) -> None:
+    found = MpiRanks(3, request.getfixturevalue(vendor)).run_parts(list(PARTS), seconds=110.0)
     assert found == {part: committed("mpi", part, 3, "numpy") for part in PARTS}
 
 
