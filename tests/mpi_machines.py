@@ -73,19 +73,42 @@ class MpiJob:
         """Returns how each rank has ended."""
         return self._await("ended", range(self.world_size), seconds)
 
+    def await_any_ended(self, ranks: Sequence[int], seconds: float = 40.0) -> dict[str, Any]:
+        """Returns how the first of these ranks has ended."""
+        paths = [self.folder / f"{rank}.ended" for rank in ranks]
+        self._await_condition(lambda: any(path.exists() for path in paths), seconds, f"none of {ranks} has ended")
+        found: dict[str, Any] = json.loads(next(path for path in paths if path.exists()).read_text())
+        return found
+
+    def _await_condition(self, is_met: Callable[[], bool], seconds: float, otherwise: str) -> None:
+        """Looks again and again; at the deadline an AssertionError tells what the ranks were doing."""
+        deadline = time.monotonic() + seconds
+        while not is_met():
+            if time.monotonic() >= deadline:
+                stacks = [f"{path.name}:\n{path.read_text()}" for path in self.folder.glob("*.stacks")]
+                raise AssertionError("\n".join([otherwise, *stacks]))
+            time.sleep(0.02)
+
     def end(self, seconds: float = 60.0) -> tuple[int, str]:
         """Waits for mpiexec; returns its exit code, and what it has printed."""
         assert self._process is not None
+        process, self._process = self._process, None
         try:
-            out, err = self._process.communicate(timeout=seconds)
+            out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        return process.returncode, out + err
+
+    def close(self) -> None:
+        """Ends what is left of a job that nobody has waited for."""
+        if self._process is not None:
             self._process.kill()
-            out, err = self._process.communicate()
-        return self._process.returncode, out + err
+            self.end()
 
     def _await(self, what: str, ranks: Sequence[int], seconds: float) -> list[dict[str, Any]]:
         paths = [self.folder / f"{rank}.{what}" for rank in ranks]
-        await_condition(lambda: all(path.exists() for path in paths), seconds, f"not all ranks have {what}")
+        self._await_condition(lambda: all(path.exists() for path in paths), seconds, f"not all ranks have {what}")
         return [json.loads(path.read_text()) for path in paths]
 
 
@@ -95,14 +118,6 @@ def check_ranks_over_nccl(ended: Sequence[dict[str, Any]]) -> None:
         assert found["host"] == f"host{rank // 2}"
         assert found["sum"] == [10.0] * 5
         assert found["objects"] == [{"rank": other} for other in range(4)]
-
-
-def await_condition(is_met: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    """Looks again and again; AssertionError at the deadline."""
-    deadline = time.monotonic() + seconds
-    while not is_met():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)
 
 
 def _write_program(path: Path, text: str) -> None:

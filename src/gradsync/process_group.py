@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterable
 
 from gradsync.bootstrap import Host, join
@@ -18,7 +19,7 @@ from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.mpi.unfinished import end_failed_job, has_job_failed
+from gradsync.communicators.mpi.unfinished import end_job, has_job_failed
 from gradsync.communicators.world import (
     get_initial_world,
     get_world,
@@ -33,7 +34,7 @@ from gradsync.world_connection import WorldSettings, choose_backend, connect_wor
 from gradsync.world_siblings import Siblings
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
-_FAILED_JOB_SECONDS = 0.3  # and where MPI is about to end them: for them to hear why
+_FAILED_JOB_SECONDS = 0.5  # before MPI ends all ranks: for the others to hear why, and to say so
 
 _client: RendezvousClient | None = None
 _host: Host | None = None  # kept from one generation to the next: others may come back to it before this rank does
@@ -268,9 +269,13 @@ def _leave_at_exit() -> None:
     try:
         _destroy_because_of(getattr(sys, "last_value", None))
     finally:
+        job_has_failed = has_job_failed()
+        if job_has_failed:
+            time.sleep(_FAILED_JOB_SECONDS)
         if _host is not None:
-            _host.close(wait_seconds=_FAILED_JOB_SECONDS if has_job_failed() else _LEAVING_SECONDS)
-        end_failed_job()
+            _host.close(wait_seconds=0.0 if job_has_failed else _LEAVING_SECONDS)
+        if job_has_failed:
+            end_job()
 
 
 def _forget_after_fork() -> None:

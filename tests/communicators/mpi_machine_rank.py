@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
+import os
 import socket
 import sys
 import time
@@ -20,6 +22,7 @@ STEPS_BEFORE_CUT = 20
 
 
 def main(folder: Path, epochs: int) -> None:
+    faulthandler.dump_traceback_later(35.0, file=(folder / f"{os.getpid()}.stacks").open("w"))
     comm = gs.init_process_group(collective_timeout_seconds=60.0)
     steps = 0
 

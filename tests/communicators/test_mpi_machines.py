@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ def job(mpich: Mpi, tmp_path: Path) -> Iterator[MpiJob]:
     reason = why_none()
     if reason is not None:
         pytest.skip(reason)
-    with machines(2) as made:
-        yield MpiJob(made, tmp_path)
+    with machines(2) as made, closing(MpiJob(made, tmp_path)) as job:
+        yield job
 
 
 def test_two_machines_train_as_one_does(job: MpiJob, tmp_path: Path) -> None:
@@ -45,16 +46,15 @@ def test_both_sides_are_told_when_a_machine_is_cut_off(job: MpiJob, cut: str) ->
     job.await_started()
     getattr(job.machines[1], cut)()
     began = time.time()
-    ended = job.await_ended(40.0)
-    for rank, found in enumerate(ended):
-        assert found["host"] == f"host{rank // 2}"
+    # Of each side one rank at least: who is told first ends the job, half a second later.
+    near, far = job.await_any_ended([0, 1]), job.await_any_ended([2, 3])
+    for found, host in ((near, "host0"), (far, "host1")):
+        assert found["host"] == host
         assert found["error"] in ("RankFailed", "RendezvousError"), found
         assert found["at"] - began < 15.0  # 3 s, and 6 s by the kernel, on a machine with nothing else to do
-    for found in ended[:2]:
-        assert "rank 2/4" in found["text"] or "rank 3/4" in found["text"], found
-        assert "acknowledges nothing" in found["text"], found
-    for found in ended[2:]:
-        assert "rendezvous server" in found["text"], found
+    assert "rank 2/4" in near["text"] or "rank 3/4" in near["text"], near
+    assert "acknowledges nothing" in near["text"], near
+    assert "rendezvous server" in far["text"], far
     job.machines[1].rejoin()  # mpiexec ends what is left of its job
     code, _ = job.end()
     assert code != 0
@@ -63,8 +63,8 @@ def test_both_sides_are_told_when_a_machine_is_cut_off(job: MpiJob, cut: str) ->
 
 def test_ranks_of_mpiexec_begin_nccl_on_several_machines(job: MpiJob, tmp_path: Path) -> None:
     """MPI tells where the ranks meet, and the id of NCCL's communicator comes from there; on NCCL's stand-in."""
-    over_nccl = MpiJob(job.machines, tmp_path, script=NCCL_RANK)
-    over_nccl.start(job.machines[0].ipv4)
-    code, told = over_nccl.end(60.0)
-    assert code == 0, told
-    check_ranks_over_nccl(over_nccl.await_ended(1.0))
+    with closing(MpiJob(job.machines, tmp_path, script=NCCL_RANK)) as over_nccl:
+        over_nccl.start(job.machines[0].ipv4)
+        code, told = over_nccl.end(60.0)
+        assert code == 0, told
+        check_ranks_over_nccl(over_nccl.await_ended(1.0))

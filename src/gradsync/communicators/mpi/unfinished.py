@@ -30,13 +30,12 @@ def has_job_failed() -> bool:
     return mpi is not None and mpi.COMM_WORLD.Get_size() > 1 and (_last_error() is not None or bool(_unfinished))
 
 
-def end_failed_job() -> None:
-    """Ends the whole job by MPI_Abort, where it has failed. For the very end: the traceback has been printed."""
-    if has_job_failed():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        code = _EXIT_CODE_INTERRUPTED if isinstance(_last_error(), KeyboardInterrupt) else 1
-        loaded_mpi().COMM_WORLD.Abort(code)
+def end_job() -> None:
+    """Ends the whole job, which has failed, by MPI_Abort. For the very end: the traceback has been printed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    code = _EXIT_CODE_INTERRUPTED if isinstance(_last_error(), KeyboardInterrupt) else 1
+    loaded_mpi().COMM_WORLD.Abort(code)
 
 
 def _last_error() -> BaseException | None:

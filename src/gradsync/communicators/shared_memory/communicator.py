@@ -41,7 +41,7 @@ from gradsync.communicators.shared_memory.waiting import ANY_ROUND
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.cores import begin_on_core
-from gradsync.errors import BackendUnavailable
+from gradsync.errors import BackendUnavailable, GradsyncError
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
@@ -260,7 +260,8 @@ def connect_shared_memory(
     communicator = SharedMemoryCommunicator(descriptor, client, group, collective_timeout_seconds)
     communicator.barrier()
     if client.rank == 0:
-        client.delete(key)  # all have taken it
+        with contextlib.suppress(GradsyncError):  # a rank may do its work and end before this one is asked to go on
+            client.delete(key)  # all have taken it
     return communicator
 
 
