@@ -6,13 +6,15 @@
 The machines are network namespaces on one bridge, each with one `gradsync run --nnodes 2` of one rank. A time is from
 the fault to the line on standard error that names the node which is gone. "link down": as of a pulled cable; "DROP":
 as by a firewall, links stay up and the bridge no longer carries that machine's packets; "SIGKILL": of the launcher,
-whose own side says nothing.
+whose own side says nothing. "MPI": ranks of mpiexec, two on each machine; the time is to the error of the side's first
+rank, which says why.
 The exit code is 1 when the wrong node was named, or something was left behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -36,15 +38,22 @@ sys.path[:0] = [str(FOLDER.parent / "tests"), str(FOLDER.parent / "tests" / "lau
 from node_commands import Nodes  # noqa: E402
 
 import namespaces  # noqa: E402
+from mpi_machines import MpiJob  # noqa: E402
 
 ROUNDS = 7
-TARGET_SECONDS = {"link down": 4.0, "DROP": 4.0, "SIGKILL": 0.5}  # 3 s by the heartbeats, and two of them across hosts
+# 3 s by the heartbeats, and two of them across hosts.
+TARGET_SECONDS = {"link down": 4.0, "DROP": 4.0, "SIGKILL": 0.5, "link down, MPI": 4.0, "DROP, MPI": 4.0}
 NEVER_SECONDS = 30.0
 FAULTS: dict[str, Callable[[Nodes, int], None]] = {
     "link down": lambda run, victim: run.machines[victim].take_link_down(),
     "DROP": lambda run, victim: run.machines[victim].drop_packets(),
     "SIGKILL": lambda run, victim: run.processes[victim].kill(),
 }
+MPI_FAULTS: dict[str, Callable[[namespaces.Machine], None]] = {
+    "link down, MPI": lambda machine: machine.take_link_down(),
+    "DROP, MPI": lambda machine: machine.drop_packets(),
+}
+SAYS = {0: "acknowledges nothing", 1: "rendezvous server"}  # what each side knows of the other
 
 
 def reports(run: Nodes, sides: list[int], began: float) -> dict[int, float]:
@@ -86,12 +95,29 @@ def observe(fault: str, victim: int) -> tuple[dict[int, float], list[str]]:
         return found, wrong + [f"left behind: {what}" for what in namespaces.left_behind(machines)]
 
 
+def observe_mpi(fault: str) -> tuple[dict[int, float], list[str]]:
+    """The same for ranks of an MPI job; the machine that does not host the rendezvous is cut off."""
+    with tempfile.TemporaryDirectory() as folder, namespaces.machines(2) as machines:
+        with contextlib.closing(MpiJob(machines, Path(folder))) as job:
+            job.start(100_000)
+            job.await_started()
+            time.sleep(1.0)
+            began = time.time()
+            MPI_FAULTS[fault](machines[1])
+            sides = {node: job.await_any_ended([2 * node, 2 * node + 1]) for node in range(2)}
+            machines[1].rejoin()  # mpiexec ends what is left of its job
+            job.end()
+        found = {node: side["at"] - began for node, side in sides.items() if "at" in side}
+        wrong = [f"node {node}: {side}" for node, side in sides.items() if SAYS[node] not in side.get("text", "")]
+        return found, wrong + [f"left behind: {what}" for what in namespaces.left_behind(machines)]
+
+
 def row(fault: str, victim: int, rounds: int, console: Console) -> list[dict[str, Any]]:
     """Returns the rows of one fault on one machine: one for each side that tells it."""
     times: dict[int, list[float]] = {}
     wrong: list[str] = []
     for _ in range(rounds):
-        found, complaints = observe(fault, victim)
+        found, complaints = observe_mpi(fault) if fault in MPI_FAULTS else observe(fault, victim)
         wrong += complaints
         for node, seconds in found.items():
             times.setdefault(node, []).append(seconds)
@@ -123,7 +149,8 @@ def main() -> int:
         console.print(f"not measured: {why_not}")
         return 0
     where = provenance("benchmarks/partition.py")
-    found = [line for fault in FAULTS for victim in (0, 1) for line in row(fault, victim, rounds, console)]
+    faults = [(fault, victim) for fault in FAULTS for victim in (0, 1)] + [(fault, 1) for fault in MPI_FAULTS]
+    found = [line for fault, victim in faults for line in row(fault, victim, rounds, console)]
     table = Table(title="From the fault until it is told: seconds")
     for heading in ("fault", "of the node that", "side", "median", "worst", "target"):
         table.add_column(heading)
