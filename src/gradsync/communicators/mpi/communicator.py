@@ -17,6 +17,7 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.closing_notices import ClosingNotices
+from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.mpi.agreements import MpiAgreements
 from gradsync.communicators.mpi.joining import make_communicator
@@ -25,8 +26,7 @@ from gradsync.communicators.mpi.messages import MpiMessages
 from gradsync.communicators.mpi.reduction import MpiReduction
 from gradsync.communicators.mpi.transport import MpiTransport
 from gradsync.communicators.mpi.waiting import MpiWaiting
-from gradsync.communicators.shared_memory.host_copy import pack_words, split_words, word_dtype
-from gradsync.communicators.shared_memory.stream_plan import pieces_between
+from gradsync.communicators.pieces import pieces_between
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.completion import Completion
 from gradsync.errors import GradsyncError

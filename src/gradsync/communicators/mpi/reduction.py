@@ -21,6 +21,7 @@ import numpy as np
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.mpi.native_reduction import Native, native_reduction
 from gradsync.communicators.mpi.transport import TAG_COLLECTIVE, TAG_SHARES, MpiTransport
+from gradsync.communicators.pieces import cuts
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, reduce_into
 
 _BYTE = np.dtype(np.uint8)
@@ -176,7 +177,7 @@ class MpiReduction:
         """Cuts elements into chunks, and each of them into a share for every rank."""
         n = self._world_size
         chunks = []
-        for begin, end in _cuts(source.size, self._elements(source.dtype, CHUNK_BYTES) * n):
+        for begin, end in cuts(source.size, self._elements(source.dtype, CHUNK_BYTES) * n):
             shares = list(pairwise([begin + (end - begin) * rank // n for rank in range(n + 1)]))
             chunks.append(Chunk(source, shares, target))
         return chunks
@@ -276,14 +277,10 @@ class MpiReduction:
         begin: Callable[[Any, Any, Any], Any],
     ) -> None:
         """Calls begin(source, result, operator) of MPI for as much as it takes at a time; no target: no result here."""
-        for low, high in _cuts(source.size, _NATIVE_ELEMENTS):
+        for low, high in cuts(source.size, _NATIVE_ELEMENTS):
             wide = source[low:high].astype(native.dtype, copy=False)
             result = np.empty(high - low, native.dtype)
             request = begin(native.shown(wide), native.shown(result), native.op)
             self._transport.waiting.finish([request], (wide, result))
             if target is not None:
                 native.finish(result, target[low:high])
-
-
-def _cuts(total: int, step: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + step, total)) for begin in range(0, total, step)]

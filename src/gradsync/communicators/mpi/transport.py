@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.backend import Bounds, part_of
+from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.mpi.waiting import MpiWaiting
-from gradsync.communicators.shared_memory.host_copy import copy_words
 from gradsync.reduction import Array
 
 # Up to here every rank sends to every other one.
