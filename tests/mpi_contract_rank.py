@@ -1,4 +1,7 @@
-"""A rank of mpiexec that runs parts of the contract, and leaves what it found: mpi_contract_rank.py FOLDER PART..."""
+"""A rank of mpiexec that runs parts of the contract, and leaves what it found: mpi_contract_rank.py FOLDER PART...
+
+With GRADSYNC_TEST_NATIVE_MPI few ranks communicate by MPI's own collectives, as many would.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import gradsync as gs
 from contract_suite import run_part_anew
@@ -15,10 +19,12 @@ from gradsync.communicators.mpi import transport
 
 def main(folder: Path, parts: list[str], options: dict[str, object]) -> None:
     """Runs one part after the other, each in a process group of its own, until one fails."""
-    if os.environ.get("GRADSYNC_TEST_NATIVE_MPI"):
+    is_native = bool(os.environ.get("GRADSYNC_TEST_NATIVE_MPI"))
+    if is_native:
         transport.DIRECT_RANKS = 0
-    gs.init_process_group("mpi")
-    rank = gs.get_communicator().rank
+    comm: Any = gs.init_process_group("mpi")
+    rank = comm.rank
+    assert comm._transport.is_direct is not is_native
     found: dict[str, object] = {}
     try:
         for part in parts:

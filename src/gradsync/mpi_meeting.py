@@ -38,10 +38,10 @@ def mpi_place() -> RankEnvironment | None:
         return None  # not started by mpiexec
     local = world.Split_type(mpi.COMM_TYPE_SHARED)
     try:
-        sizes = local.Get_rank(), local.Get_size()
+        local_rank, local_world_size = local.Get_rank(), local.Get_size()
     finally:
         local.Free()
-    return RankEnvironment(world.Get_rank(), world.Get_size(), *sizes, source="MPI")
+    return RankEnvironment(world.Get_rank(), world.Get_size(), local_rank, local_world_size, source="MPI")
 
 
 def can_meet_over_mpi(place: RankEnvironment) -> bool:
