@@ -86,8 +86,8 @@ def observe(fault: str, victim: int) -> tuple[dict[int, float], list[str]]:
         return found, wrong + [f"left behind: {what}" for what in namespaces.left_behind(machines)]
 
 
-def row(fault: str, victim: int, rounds: int, console: Console) -> list[dict[str, Any]]:
-    """Returns the rows of one fault on one machine: one for each side that tells it."""
+def rows_of(fault: str, victim: int, rounds: int, console: Console) -> list[dict[str, Any]]:
+    """Brings a fault about on one machine again and again; returns a row for each side that tells it."""
     times: dict[int, list[float]] = {}
     wrong: list[str] = []
     for _ in range(rounds):
@@ -123,7 +123,7 @@ def main() -> int:
         console.print(f"not measured: {why_not}")
         return 0
     where = provenance("benchmarks/partition.py")
-    found = [line for fault in FAULTS for victim in (0, 1) for line in row(fault, victim, rounds, console)]
+    found = [line for fault in FAULTS for victim in (0, 1) for line in rows_of(fault, victim, rounds, console)]
     table = Table(title="From the fault until it is told: seconds")
     for heading in ("fault", "of the node that", "side", "median", "worst", "target"):
         table.add_column(heading)
