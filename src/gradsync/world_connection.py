@@ -167,7 +167,7 @@ def connect_over(backend: str, client: CommunicatorClient, settings: WorldSettin
             collective_timeout_seconds=settings.collective_timeout_seconds,
         )
     if backend == "mpi":
-        from gradsync.communicators.mpi.joining import connect_mpi  # here: start-up counts
+        from gradsync.communicators.mpi.communicator import connect_mpi  # here: start-up counts
 
         return connect_mpi(
             client,

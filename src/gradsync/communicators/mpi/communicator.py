@@ -21,7 +21,7 @@ from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.mpi.agreements import MpiAgreements
 from gradsync.communicators.mpi.joining import make_communicator
-from gradsync.communicators.mpi.library import to_mpi_error
+from gradsync.communicators.mpi.library import check_place, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.messages import MpiMessages
 from gradsync.communicators.mpi.reduction import MpiReduction
 from gradsync.communicators.mpi.transport import MpiTransport
@@ -36,6 +36,34 @@ from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 # Up to here arrays of a list are packed together; larger ones travel by themselves: packing would cost more.
 _SMALL_BYTES = 256 * 1024
 _BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is broadcast at a time
+
+
+def connect_mpi(
+    client: CommunicatorClient,
+    *,
+    group: str = "world",
+    timeout_seconds: float = 120.0,
+    collective_timeout_seconds: float = 300.0,
+) -> MpiCommunicator:
+    """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
+
+    Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
+
+    Args:
+        client: this rank's connection, joined.
+        group: a name not used before in this generation.
+        timeout_seconds: for meeting the others.
+        collective_timeout_seconds: how long a collective waits for a rank.
+
+    Raises:
+        BackendUnavailable: no mpi4py, or these are not the ranks that mpiexec or srun has started.
+        MpiError: MPI failed.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not come, or died.
+    """
+    mpi = load_mpi()
+    check_place(mpi, client.rank, client.world_size)
+    comm = make_communicator(mpi, client, group, timeout_seconds)
+    return MpiCommunicator(mpi, comm, client, group, collective_timeout_seconds)
 
 
 class MpiCommunicator(Communicator):
