@@ -115,7 +115,7 @@ class MpiRanks:
         mpi: which MPI: a name of cross_check_launch.PEERS.
     """
 
-    def __init__(self, world_size: int, mpi: str = "mpich", **_options: Any) -> None:
+    def __init__(self, world_size: int, mpi: str = "mpich") -> None:
         self._world_size = world_size
         self._mpi = PEERS[mpi]
 

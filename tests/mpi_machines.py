@@ -64,11 +64,11 @@ class MpiJob:
 
     def await_started(self, seconds: float = 60.0) -> list[dict[str, Any]]:
         """Returns what each rank says after some steps."""
-        return self._await("started", range(self.world_size), seconds)
+        return await_told("started", self.folder, self.world_size, seconds)
 
     def await_ended(self, seconds: float = 60.0) -> list[dict[str, Any]]:
         """Returns how each rank has ended."""
-        return self._await("ended", range(self.world_size), seconds)
+        return await_told("ended", self.folder, self.world_size, seconds)
 
     def end(self, seconds: float = 60.0) -> tuple[int, str]:
         """Waits for mpiexec; returns its exit code, and what it has printed."""
@@ -80,10 +80,12 @@ class MpiJob:
             out, err = self._process.communicate()
         return self._process.returncode, out + err
 
-    def _await(self, what: str, ranks: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-        paths = [self.folder / f"{rank}.{what}" for rank in ranks]
-        await_condition(lambda: all(path.exists() for path in paths), seconds, f"not all ranks have {what}")
-        return [json.loads(path.read_text()) for path in paths]
+
+def await_told(what: str, folder: Path, world_size: int, seconds: float) -> list[dict[str, Any]]:
+    """Returns what each rank has written down there, "started" or "ended", once all have."""
+    paths = [folder / f"{rank}.{what}" for rank in range(world_size)]
+    await_condition(lambda: all(path.exists() for path in paths), seconds, f"not all ranks have {what}")
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def await_condition(is_met: Callable[[], bool], seconds: float, otherwise: str) -> None:

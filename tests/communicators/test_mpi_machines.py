@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cross_check_launch import Mpi, run_on_gradsync
-from mpi_machines import RANK, MpiJob
+from mpi_machines import RANK, MpiJob, await_told
 from namespaces import left_behind, machines, why_none
 
 pytestmark = pytest.mark.timeout(180)
@@ -33,7 +33,7 @@ def test_two_machines_train_as_one_does(job: MpiJob, tmp_path: Path) -> None:
     assert {started["backend"] for started in job.await_started(1.0)} == {"mpi"}
     (tmp_path / "shm").mkdir()
     run_on_gradsync(4, tmp_path / "shm", str(RANK), str(tmp_path / "shm"), "2")
-    over_shm = MpiJob(job.machines, tmp_path / "shm").await_ended(1.0)
+    over_shm = await_told("ended", tmp_path / "shm", 4, 1.0)
     assert {rank["digest"] for rank in ended} == {rank["digest"] for rank in over_shm}
     assert left_behind(job.machines) == []
 
