@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+import gradsync as gs
 from measurement import provenance
 from models import Shape, gpt2_small, resnet50
 
@@ -49,8 +50,6 @@ def contenders(comm: Any, mpi: Any, elements: int) -> tuple[int, dict[str, Calla
 
 def list_contenders(comm: Any, mpi: Any, shapes: list[Shape]) -> dict[str, Callable[[], None]]:
     """Returns the calls that average a list of gradients."""
-    import gradsync as gs
-
     world = mpi.COMM_WORLD
     ours = [np.ones(shape, np.float32) for shape in shapes]
     theirs = [np.ones(shape, np.float32) for shape in shapes]
@@ -87,9 +86,7 @@ def measure(mpi: Any, calls: dict[str, Callable[[], None]], repeats: int, rounds
 
 def rank_main(path: Path, rounds: int) -> None:
     """What each rank does; rank 0 writes what was found."""
-    from mpi4py import MPI
-
-    import gradsync as gs
+    from mpi4py import MPI  # here: who imports it initialises MPI, and the process that starts the ranks is none
 
     rows = []
     with gs.init_process_group("mpi") as comm:

@@ -112,8 +112,8 @@ def observe_mpi(fault: str) -> tuple[dict[int, float], list[str]]:
         return found, wrong + [f"left behind: {what}" for what in namespaces.left_behind(machines)]
 
 
-def row(fault: str, victim: int, rounds: int, console: Console) -> list[dict[str, Any]]:
-    """Returns the rows of one fault on one machine: one for each side that tells it."""
+def rows_of(fault: str, victim: int, rounds: int, console: Console) -> list[dict[str, Any]]:
+    """Brings a fault about on one machine again and again; returns a row for each side that tells it."""
     times: dict[int, list[float]] = {}
     wrong: list[str] = []
     for _ in range(rounds):
@@ -150,7 +150,7 @@ def main() -> int:
         return 0
     where = provenance("benchmarks/partition.py")
     faults = [(fault, victim) for fault in FAULTS for victim in (0, 1)] + [(fault, 1) for fault in MPI_FAULTS]
-    found = [line for fault, victim in faults for line in row(fault, victim, rounds, console)]
+    found = [line for fault, victim in faults for line in rows_of(fault, victim, rounds, console)]
     table = Table(title="From the fault until it is told: seconds")
     for heading in ("fault", "of the node that", "side", "median", "worst", "target"):
         table.add_column(heading)

@@ -33,6 +33,7 @@ SYSTEMS = {"gradsync": "gradsync, shared memory", "Open MPI": "Open MPI", "MPICH
 # Assumptions of the predictions, told in the page.
 BACKWARD_SECONDS = {"ResNet-50": 0.05, "GPT-2 small": 0.1}
 HOST_SECONDS_PER_BUCKET = 100e-6
+# What nccl_cost_model has for a step of a ring with Simple, over NVLink and over the network.
 NVLINK = Link(3.4e-6, 1 / 360e9)
 CARDS = Link(14e-6, 1 / 360e9)
 ONE_CARD = Link(14e-6, 1 / 45e9)

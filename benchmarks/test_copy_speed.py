@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradsync.communicators.shared_memory.host_copy import copy_words
+from gradsync.communicators.host_copy import copy_words
 
 SIZE_BYTES = 128 * 1024
 PAGE_BYTES = 4096

@@ -67,27 +67,20 @@ class MpiJob:
 
     def await_started(self, seconds: float = 60.0) -> list[dict[str, Any]]:
         """Returns what each rank says after some steps."""
-        return self._await("started", range(self.world_size), seconds)
+        return await_told("started", self.folder, self.world_size, seconds)
 
     def await_ended(self, seconds: float = 60.0) -> list[dict[str, Any]]:
         """Returns how each rank has ended."""
-        return self._await("ended", range(self.world_size), seconds)
+        return await_told("ended", self.folder, self.world_size, seconds)
 
     def await_any_ended(self, ranks: Sequence[int], seconds: float = 40.0) -> dict[str, Any]:
         """Returns how the first of these ranks has ended."""
         paths = [self.folder / f"{rank}.ended" for rank in ranks]
-        self._await_condition(lambda: any(path.exists() for path in paths), seconds, f"none of {ranks} has ended")
+        _await_condition(
+            lambda: any(path.exists() for path in paths), self.folder, seconds, f"none of {ranks} has ended"
+        )
         found: dict[str, Any] = json.loads(next(path for path in paths if path.exists()).read_text())
         return found
-
-    def _await_condition(self, is_met: Callable[[], bool], seconds: float, otherwise: str) -> None:
-        """Looks again and again; at the deadline an AssertionError tells what the ranks were doing."""
-        deadline = time.monotonic() + seconds
-        while not is_met():
-            if time.monotonic() >= deadline:
-                stacks = [f"{path.name}:\n{path.read_text()}" for path in self.folder.glob("*.stacks")]
-                raise AssertionError("\n".join([otherwise, *stacks]))
-            time.sleep(0.02)
 
     def end(self, seconds: float = 60.0) -> tuple[int, str]:
         """Waits for mpiexec; returns its exit code, and what it has printed."""
@@ -106,10 +99,22 @@ class MpiJob:
             self._process.kill()
             self.end()
 
-    def _await(self, what: str, ranks: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-        paths = [self.folder / f"{rank}.{what}" for rank in ranks]
-        self._await_condition(lambda: all(path.exists() for path in paths), seconds, f"not all ranks have {what}")
-        return [json.loads(path.read_text()) for path in paths]
+
+def await_told(what: str, folder: Path, world_size: int, seconds: float) -> list[dict[str, Any]]:
+    """Returns what each rank has written down there, "started" or "ended", once all have."""
+    paths = [folder / f"{rank}.{what}" for rank in range(world_size)]
+    _await_condition(lambda: all(path.exists() for path in paths), folder, seconds, f"not all ranks have {what}")
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def _await_condition(is_met: Callable[[], bool], folder: Path, seconds: float, otherwise: str) -> None:
+    """Looks again and again; at the deadline an AssertionError tells what the ranks were doing."""
+    deadline = time.monotonic() + seconds
+    while not is_met():
+        if time.monotonic() >= deadline:
+            stacks = [f"{path.name}:\n{path.read_text()}" for path in folder.glob("*.stacks")]
+            raise AssertionError("\n".join([otherwise, *stacks]))
+        time.sleep(0.02)
 
 
 def check_ranks_over_nccl(ended: Sequence[dict[str, Any]]) -> None:

@@ -109,6 +109,7 @@ CORE = [
     "protocol",
     "generation",
     "roster",
+    "members",
     "waiting",
     "places",
     "agreement_places",
@@ -137,13 +138,22 @@ def test_the_core_of_the_rendezvous_does_no_io(module: str) -> None:
         assert not names & {"socket", "select", "selectors", "threading", "subprocess"}, name
 
 
+BACKENDS = ["shared_memory", "nccl", "mpi"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_are_built_side_by_side(backend: str) -> None:
+    """What two of them need stands above both. Beside GPUs bytes travel through shared memory: that is no accident."""
+    allowed = {backend, "shared_memory"} if backend == "nccl" else {backend}
+    own = [path for module, path in modules().items() if module.startswith(f"communicators.{backend}.")]
+    imported = {name.split(".")[1] for path in own for name in imports_of(path) if name.startswith("communicators.")}
+    assert own
+    assert imported & set(BACKENDS) <= allowed
+
+
 def test_the_callback_knows_no_concrete_communicator() -> None:
-    concrete = {
-        "communicators.local",
-        "communicators.shared_memory.communicator",
-        "communicators.nccl.communicator",
-        "communicators.mpi",
-    }
+    concrete = {"communicators.local", *(f"communicators.{backend}.communicator" for backend in BACKENDS)}
+    assert concrete <= modules().keys()
     assert not imports_of(modules()["bucketing.callback"]) & concrete
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -120,7 +120,7 @@ def test_kubernetes_starts_a_launcher_in_each_pod(cluster: dict[str, str], tmp_p
     assert variables["RENDEZVOUS"].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
     secret = tmp_path / "mounted"
     secret.write_text("5" * 64)
-    with port() as number:
+    with port() as number, ExitStack() as ending:
         variables |= {"RANKS_PER_NODE": "1", "RENDEZVOUS": f"127.0.0.1:{number}"}
         pods = []
         for index in "01":
@@ -130,6 +130,7 @@ def test_kubernetes_starts_a_launcher_in_each_pod(cluster: dict[str, str], tmp_p
             command = [*shell, text.replace("train.py", SCRIPT)]
             environment = {**cluster, **variables, "JOB_COMPLETION_INDEX": index}
             pods.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            ending.callback(pods[-1].kill)
         told = [process.communicate(timeout=SECONDS)[0] for process in pods]
     assert [process.returncode for process in pods] == [0, 0]
     assert f"2 ranks over shm: {LEARNT}" in told[0]

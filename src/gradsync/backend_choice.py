@@ -24,7 +24,7 @@ _GPU = "gpu "  # begins the offer of a rank that has one; what follows tells GPU
 _NO_GPU = "no gpu: "
 _WANTS = "wants "  # begins what a rank says that was told which backend to take
 _MAX_OFFER_BYTES = 4096
-_EXAMPLE = "mpiexec -n 8 -hosts a,b python train.py"
+_MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -185,14 +185,18 @@ def check_mpi(place: RankEnvironment) -> None:
     """
     if place.source == "gradsync":  # which keeps from its ranks what mpiexec may have told itself
         raise BackendUnavailable(
-            f"backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these: {_EXAMPLE}"
+            f"backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these: {_MPIEXEC}"
         )
     check_place(load_mpi(), place.rank, place.world_size)
 
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
-    """Makes sure that MPI can join ranks of several hosts that have no GPU each."""
-    instead = f"start them with mpiexec or srun, as in {_EXAMPLE}; if all are on one machine, name backend 'shm'"
+    """Makes sure that MPI can join ranks of several hosts that have no GPU each.
+
+    Raises:
+        BackendUnavailable: it cannot, and there is no other backend; the text says what to do.
+    """
+    instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, name backend 'shm'"
     if place.source in SOURCES_WITH_MPI:
         try:
             check_mpi(place)

@@ -87,7 +87,7 @@ def join(
         address: host:port from the caller, or None for the environment's.
         timeout_seconds: for all of it.
         host: what this process hosts already; used again where it fits, else closed.
-        over_mpi: rank 0 tells the others over MPI where it hosts, unless an address is known; the same on all ranks.
+        over_mpi: rank 0 tells the others over MPI where it hosts, and no address is known; the same on all ranks.
 
     Returns:
         The joined client, and what this process hosts now.
@@ -100,12 +100,10 @@ def join(
         RankFailed: a rank died while joining.
     """
     deadline = time.monotonic() + timeout_seconds
-    if over_mpi and address is None and place.address is None:
+    if over_mpi:
         return _join_over_mpi(place, deadline, host)
     where = _where(place, address)
-    if host is not None and (host.where, host.world_size) != (where, place.world_size):
-        host.close(wait_seconds=0.0)
-        host = None
+    host = _kept(host, where, place)
     secret = place.secret or take_secret()
     hosted_for_us = place.hosted and where == place.address
     if secret is None and (hosted_for_us or not _is_here(where)):
@@ -128,9 +126,7 @@ def _join_over_mpi(place: RankEnvironment, deadline: float, host: Host | None) -
     from gradsync.meeting_file import Meeting
     from gradsync.mpi_meeting import own_host, tell_meeting
 
-    if host is not None and (host.where, host.world_size) != (_BY_MPI, place.world_size):
-        host.close(wait_seconds=0.0)
-        host = None
+    host = _kept(host, _BY_MPI, place)
     interface = own_host(place, deadline)
     hosting, meeting = host, None
     try:
@@ -143,6 +139,14 @@ def _join_over_mpi(place: RankEnvironment, deadline: float, host: Host | None) -
         if hosting is not None and hosting is not host:
             hosting.close(wait_seconds=0.0)
         raise
+
+
+def _kept(host: Host | None, where: str, place: RankEnvironment) -> Host | None:
+    """Returns what this process hosts already, where it fits; closes it otherwise."""
+    if host is not None and (host.where, host.world_size) != (where, place.world_size):
+        host.close(wait_seconds=0.0)
+        return None
+    return host
 
 
 def _host_for_mpi(interface: str, place: RankEnvironment) -> Host:

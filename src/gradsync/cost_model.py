@@ -17,10 +17,17 @@ from dataclasses import dataclass
 
 from gradsync.errors import InvalidArgument
 
+_ROUNDING = 1e-9  # what is left of equal parts after rounding counts as nothing
+
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages: what each costs, and what each byte."""
+    """What carries messages.
+
+    Attributes:
+        latency_seconds: what each message costs, however short.
+        seconds_per_byte: what each byte costs: the inverse of the bandwidth.
+    """
 
     latency_seconds: float
     seconds_per_byte: float
@@ -112,16 +119,18 @@ def hierarchical_seconds(nodes: int, ranks_per_node: int, size_bytes: float, ins
 def hierarchy_pays_below_bytes(nodes: int, ranks_per_node: int, inside: Link, between: Link) -> float:
     """Returns the size up to which the hierarchy is faster than the flat ring: infinite where it always is, 0 if never.
 
-    Both are straight lines over the bytes; this is where they meet.
+    Both are straight lines over the bytes; this is where they meet. Args as `flat_ring_seconds`.
     """
-    saved = flat_ring_seconds(nodes, ranks_per_node, 0, inside, between)
-    saved -= hierarchical_seconds(nodes, ranks_per_node, 0, inside, between)
-    per_byte = hierarchical_seconds(nodes, ranks_per_node, 1, inside, between)
-    per_byte -= flat_ring_seconds(nodes, ranks_per_node, 1, inside, between)
-    per_byte += saved  # less the latencies, which are in both
-    if saved <= 0:
-        return 0.0 if per_byte >= 0 else math.inf
-    return math.inf if per_byte <= 0 else saved / per_byte
+
+    def lost_seconds(size_bytes: float) -> float:
+        hierarchy = hierarchical_seconds(nodes, ranks_per_node, size_bytes, inside, between)
+        return hierarchy - flat_ring_seconds(nodes, ranks_per_node, size_bytes, inside, between)
+
+    saved_seconds = -lost_seconds(0)
+    lost_per_byte = lost_seconds(1) + saved_seconds
+    if saved_seconds <= 0:
+        return 0.0 if lost_per_byte >= 0 else math.inf
+    return math.inf if lost_per_byte <= 0 else saved_seconds / lost_per_byte
 
 
 def exposed_seconds(
@@ -136,16 +145,19 @@ def exposed_seconds(
         threshold_bytes: of a bucket; the last one may be smaller.
         backward_seconds: how long the backward pass takes.
         seconds_of: the time of an all-reduce of so many bytes.
+
+    Raises:
+        InvalidArgument: the threshold is not above 0, or above all bytes.
     """
     if not 0 < threshold_bytes <= total_bytes:
         raise InvalidArgument(f"a threshold needs to be above 0 and at most {total_bytes} bytes, got {threshold_bytes}")
     whole = math.floor(total_bytes / threshold_bytes)
-    rest = total_bytes - whole * threshold_bytes
+    rest_bytes = total_bytes - whole * threshold_bytes
     each, filled_every = seconds_of(threshold_bytes), backward_seconds * threshold_bytes / total_bytes
     # Of equal buckets at equal intervals either none waits for the one before, or each waits for all of them.
     done = max(whole * filled_every + each, filled_every + whole * each)
-    if rest > 1e-9 * total_bytes:
-        done = max(done, backward_seconds) + seconds_of(rest)
+    if rest_bytes > _ROUNDING * total_bytes:
+        done = max(done, backward_seconds) + seconds_of(rest_bytes)
     return done - backward_seconds
 
 
@@ -171,6 +183,9 @@ def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
     """Returns the straight line that fits measured (bytes, seconds) best, in relative terms; neither part negative.
 
     Least squares, each sample weighted with the inverse of its time: otherwise the largest sizes alone would decide.
+
+    Raises:
+        InvalidArgument: the samples are not of two sizes or more.
     """
     if len(samples) < 2:
         raise InvalidArgument(f"a line needs two samples or more, got {len(samples)}")

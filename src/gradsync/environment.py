@@ -78,7 +78,8 @@ class RankEnvironment:
         run_name: name of the run among those of this machine; only where all ranks are on it, and mpiexec or srun
             did not tell where to meet.
         backend: GRADSYNC_BACKEND, "auto" when it is not set.
-        source: who set the variables: "gradsync", "RANK" (torchrun or by hand), "Open MPI", "PMI" or "Slurm".
+        source: who set the variables: "gradsync", "RANK" (torchrun or by hand), "Open MPI", "PMI" or "Slurm"; "MPI"
+            where MPI itself was asked.
     """
 
     rank: int

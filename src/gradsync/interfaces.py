@@ -12,7 +12,7 @@ _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 _ADDRESS = struct.Struct("=BBBBI")  # family, prefix length, flags, scope, index of the interface
 _ATTRIBUTE = struct.Struct("=HH")  # length, type
 _NEW_ADDRESS, _GET_ADDRESS, _DONE, _ERROR = 20, 22, 3, 2
-_REQUEST_DUMP = 0x301
+_REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP: all of them
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _READ_BYTES = 65536
 _OF_CONTAINERS = ("docker", "br-", "virbr", "cni", "flannel", "veth", "podman")

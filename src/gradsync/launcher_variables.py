@@ -65,7 +65,7 @@ MPI_LAUNCHERS = (
     LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_FD",)),
     LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-#: Who may have started the ranks of an MPI job, as `Place.source` says; "MPI" where only MPI knows.
+#: Who may have started the ranks of an MPI job, as `RankEnvironment.source` says; "MPI" where only MPI knows.
 SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in MPI_LAUNCHERS), SLURM, "MPI")
 _PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 

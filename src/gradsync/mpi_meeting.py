@@ -18,7 +18,8 @@ from gradsync.errors import BackendUnavailable, RendezvousTimeout
 from gradsync.interfaces import address_towards, own_addresses
 from gradsync.meeting_file import Meeting
 
-_MAX_BYTES = 512  # of an address and a secret, or of some addresses
+_MEETING_BYTES = 8192  # room for an address and a secret, of which a file holds up to 4096 hexadecimal digits
+_ADDRESSES_BYTES = 512  # room for this many addresses
 _TOLD_ADDRESSES = 8
 _LOOK_EVERY_SECONDS = 1e-3
 _ANY_PORT = 9  # nothing is sent there
@@ -38,10 +39,10 @@ def mpi_place() -> RankEnvironment | None:
         return None  # not started by mpiexec
     local = world.Split_type(mpi.COMM_TYPE_SHARED)
     try:
-        sizes = local.Get_rank(), local.Get_size()
+        local_rank, local_world_size = local.Get_rank(), local.Get_size()
     finally:
         local.Free()
-    return RankEnvironment(world.Get_rank(), world.Get_size(), *sizes, source="MPI")
+    return RankEnvironment(world.Get_rank(), world.Get_size(), local_rank, local_world_size, source="MPI")
 
 
 def can_meet_over_mpi(place: RankEnvironment) -> bool:
@@ -84,7 +85,7 @@ def tell_meeting(meeting: Meeting | None, place: RankEnvironment, deadline: floa
         RendezvousTimeout: rank 0 did not come.
     """
     text = b"" if meeting is None else f"{meeting.address}\n{meeting.secret.hex()}".encode()
-    buffer = np.zeros(_MAX_BYTES, np.uint8)
+    buffer = np.zeros(_MEETING_BYTES, np.uint8)
     buffer[: len(text)] = np.frombuffer(text, np.uint8)
     comm = _comm(place, deadline)
     _finish(comm.Ibcast(buffer, 0), place, deadline, buffer)
@@ -94,9 +95,9 @@ def tell_meeting(meeting: Meeting | None, place: RankEnvironment, deadline: floa
 
 def _share(mine: bytes, place: RankEnvironment, deadline: float) -> list[str]:
     """Returns a short text of every rank, by rank."""
-    row = np.zeros(_MAX_BYTES, np.uint8)
+    row = np.zeros(_ADDRESSES_BYTES, np.uint8)
     row[: len(mine)] = np.frombuffer(mine, np.uint8)
-    rows = np.zeros((place.world_size, _MAX_BYTES), np.uint8)
+    rows = np.zeros((place.world_size, _ADDRESSES_BYTES), np.uint8)
     _finish(_comm(place, deadline).Iallgather(row, rows), place, deadline, row, rows)
     return [found.tobytes().rstrip(b"\0").decode(errors="replace") for found in rows]
 

@@ -70,7 +70,9 @@ def read_settings(
 
 
 def meets_over_mpi(wanted: str, settings: WorldSettings) -> bool:
-    """Whether the ranks tell each other over MPI where they meet: for "mpi", and where mpiexec tells nothing else."""
+    """Whether the ranks tell each other over MPI where they meet: no address is given, and either they want "mpi", or
+    mpiexec tells nothing else; initialises MPI to find out, where it has to.
+    """
     place = settings.place
     if settings.address is not None or place.address is not None:
         return False
@@ -165,7 +167,7 @@ def connect_over(backend: str, client: CommunicatorClient, settings: WorldSettin
             collective_timeout_seconds=settings.collective_timeout_seconds,
         )
     if backend == "mpi":
-        from gradsync.communicators.mpi.joining import connect_mpi  # here: start-up counts
+        from gradsync.communicators.mpi.communicator import connect_mpi  # here: start-up counts
 
         return connect_mpi(
             client,

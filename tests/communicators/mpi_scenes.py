@@ -84,7 +84,7 @@ def answers_other_ranks_differently(comm: Any) -> None:
 
 
 def one_of_an_exchange_is_barred(comm: Any) -> None:
-    """Rank 0 and 1 exchange with each other while rank 2 waits in a collective for both."""
+    """Ranks 0 and 1 exchange around a ring of three, while rank 2 waits for both in a collective."""
     array = np.ones(1000)
     after, before = (comm.rank + 1) % 3, (comm.rank - 1) % 3
     for _ in range(20):

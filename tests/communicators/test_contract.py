@@ -75,7 +75,7 @@ def test_contract_on_other_mpis(request: pytest.FixtureRequest, vendor: str) -> 
 
 
 def test_contract_by_the_collectives_of_mpi_itself(mpich: Mpi) -> None:
-    """As among many ranks. Its reductions give the bits that they give, in another order."""
+    """As among many ranks, and of large arrays. Its reductions give the bits that they give, in another order."""
     parts = [part for part in PARTS if part not in ("groups", "refusals")]
     found = MpiRanks(3).run_parts(parts, more={"GRADSYNC_TEST_NATIVE_MPI": "1"}, seconds=110.0)
     assert found == {part: committed("mpi", part, 3, "numpy") for part in parts}

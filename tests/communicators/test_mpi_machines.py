@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from cross_check_launch import Mpi, run_on_gradsync
-from mpi_machines import NCCL_RANK, MpiJob, check_ranks_over_nccl
+from mpi_machines import NCCL_RANK, MpiJob, await_told, check_ranks_over_nccl
 from namespaces import left_behind, machines, why_none
 
-RANK = str(Path(__file__).parent / "mpi_machine_rank.py")
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -34,8 +33,8 @@ def test_two_machines_train_as_one_does(job: MpiJob, tmp_path: Path) -> None:
     assert [rank["host"] for rank in ended] == ["host0", "host0", "host1", "host1"]
     assert {started["backend"] for started in job.await_started(1.0)} == {"mpi"}
     (tmp_path / "shm").mkdir()
-    run_on_gradsync(4, tmp_path / "shm", RANK, str(tmp_path / "shm"), "2")
-    over_shm = MpiJob(job.machines, tmp_path / "shm").await_ended(1.0)
+    run_on_gradsync(4, tmp_path / "shm", str(TRAINING), str(tmp_path / "shm"), "2")
+    over_shm = await_told("ended", tmp_path / "shm", 4, 1.0)
     assert {rank["digest"] for rank in ended} == {rank["digest"] for rank in over_shm}
     assert left_behind(job.machines) == []
 

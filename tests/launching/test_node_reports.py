@@ -1,14 +1,5 @@
 """What launchers tell each other of their ranks' ends, and whose counts as the cause."""
 
-import ipaddress
-import os
-import subprocess
-
-import pytest
-
-from gradsync.interfaces import interface_of
-from gradsync.launching.job import Network
-from gradsync.launching.network import network_towards
 from gradsync.launching.nodes.node_report import NodeReport, cause_of, loss_report, report_of, signal_report
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import ErrorReport
@@ -66,35 +57,3 @@ def test_exit_codes():
     assert report_of(0, outcome(RankOutcome(0, 100, -9, order=0))).exit_code == 137
     assert not signal_report(0, 2).may_retry
     assert not report_of(0, outcome(RankOutcome(0, 100, None, order=0))).may_retry
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
-def test_loopback_is_an_interface(address):
-    assert interface_of(address) == "lo"
-
-
-def test_every_address_of_this_machine_has_its_interface():
-    try:
-        listed = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True).stdout
-    except OSError as error:
-        pytest.skip(f"no ip command to compare with: {error}")
-    seen = {}
-    for line in listed.splitlines():
-        _, name, _, address, *_ = line.split()
-        seen.setdefault(str(ipaddress.ip_interface(address).ip), set()).add(name)
-    assert seen
-    for address, names in seen.items():
-        assert interface_of(address) in names
-
-
-def test_the_way_to_a_host():
-    assert network_towards("127.0.0.1", 4000) == network_towards("localhost", 4000) == Network("lo", False)
-    assert network_towards("::1", 4000) in (Network("lo", True), None)  # None: no IPv6 here
-    assert network_towards("no.such.host.invalid", 4000) is None
-
-
-def test_an_address_of_nobody_has_none():
-    assert interface_of("192.0.2.123") is None
-    before = os.listdir("/proc/self/fd")
-    interface_of("2001:db8::1")
-    assert os.listdir("/proc/self/fd") == before

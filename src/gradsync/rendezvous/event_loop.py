@@ -34,7 +34,7 @@ _ACCEPT_PAUSE_SECONDS = 0.1
 # Most of what a heartbeat costs is to wake for it. Where many ranks live quietly, the loop lets some come together;
 # where they are few that is not worth the delay to whoever asks something meanwhile.
 _GATHER_SECONDS_PER_RANK = 40e-6
-_GATHER_SECONDS = (5e-3, 40e-3)
+_SHORTEST_GATHER_SECONDS, _LONGEST_GATHER_SECONDS = 5e-3, 40e-3
 
 _log = logging.getLogger("gradsync.rendezvous")
 
@@ -58,9 +58,7 @@ class EventLoop:
         self._run_id = run_id
         self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
         self._max_strangers = ranks + MAX_STRANGERS
-        shortest, longest = _GATHER_SECONDS
-        gather_seconds = min(ranks * _GATHER_SECONDS_PER_RANK, longest)
-        self._gather_seconds = gather_seconds if gather_seconds >= shortest else 0.0
+        self._gather_seconds = _gather_seconds(ranks)
         self._is_quiet = False  # whether nothing but heartbeats has come in this turn
         self._stopping = False
         self._notices = NoticeWriter()
@@ -287,3 +285,9 @@ class EventLoop:
             self._empty.set()
         _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
         self._tell_core(Lost(connection.number, cause))
+
+
+def _gather_seconds(ranks: int) -> float:
+    """Returns how long to let the heartbeats of so many ranks come together; 0 where they are few."""
+    seconds = min(ranks * _GATHER_SECONDS_PER_RANK, _LONGEST_GATHER_SECONDS)
+    return seconds if seconds >= _SHORTEST_GATHER_SECONDS else 0.0

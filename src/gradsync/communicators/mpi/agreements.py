@@ -12,7 +12,7 @@ from gradsync.communicators.agreement import Agreement, Description, first_diffe
 from gradsync.communicators.mpi.transport import MpiTransport
 
 _ALL_BITS = 2**64 - 1
-MAX_TEXT_BYTES = 64 * 1024  # of each rank, where the ranks disagree
+_MAX_TEXT_BYTES = 64 * 1024  # of each rank, where the ranks disagree
 _SHOWN_LINES = 20
 
 
@@ -56,7 +56,7 @@ class MpiAgreements:
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges descriptions; every rank makes the same error of them."""
-        text = np.frombuffer(agreement.describe().encode(errors="replace")[:MAX_TEXT_BYTES], np.uint8)
+        text = np.frombuffer(agreement.describe().encode(errors="replace")[:_MAX_TEXT_BYTES], np.uint8)
         sizes = self._transport.all_gather_numbers(np.array([text.size], np.int64)).reshape(-1).tolist()
         bounds = [0, *accumulate(sizes)]
         texts = np.empty(bounds[-1], np.uint8)

@@ -17,25 +17,53 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.closing_notices import ClosingNotices
+from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.mpi.agreements import MpiAgreements
 from gradsync.communicators.mpi.joining import make_communicator
-from gradsync.communicators.mpi.library import to_mpi_error
+from gradsync.communicators.mpi.library import check_place, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.messages import MpiMessages
 from gradsync.communicators.mpi.reduction import MpiReduction
 from gradsync.communicators.mpi.transport import MpiTransport
 from gradsync.communicators.mpi.waiting import MpiWaiting
-from gradsync.communicators.shared_memory.host_copy import pack_words, split_words, word_dtype
-from gradsync.communicators.shared_memory.stream_plan import pieces_between
+from gradsync.communicators.pieces import cuts, pieces_between
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.completion import Completion
 from gradsync.errors import GradsyncError
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
-# Up to here arrays of a list are packed together; larger ones travel by themselves.
-_PACKED_BYTES = 256 * 1024
-_PACK_BYTES = 4 * 1024 * 1024  # how much is packed at a time
+# Up to here arrays of a list are packed together; larger ones travel by themselves: packing would cost more.
+_SMALL_BYTES = 256 * 1024
+_BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is broadcast at a time
+
+
+def connect_mpi(
+    client: CommunicatorClient,
+    *,
+    group: str = "world",
+    timeout_seconds: float = 120.0,
+    collective_timeout_seconds: float = 300.0,
+) -> MpiCommunicator:
+    """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
+
+    Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
+
+    Args:
+        client: this rank's connection, joined.
+        group: a name not used before in this generation.
+        timeout_seconds: for meeting the others.
+        collective_timeout_seconds: how long a collective waits for a rank.
+
+    Raises:
+        BackendUnavailable: no mpi4py, or these are not the ranks that mpiexec or srun has started.
+        MpiError: MPI failed.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not come, or died.
+    """
+    mpi = load_mpi()
+    check_place(mpi, client.rank, client.world_size)
+    comm = make_communicator(mpi, client, group, timeout_seconds)
+    return MpiCommunicator(mpi, comm, client, group, collective_timeout_seconds)
 
 
 class MpiCommunicator(Communicator):
@@ -76,17 +104,23 @@ class MpiCommunicator(Communicator):
     ) -> None:
         self._agree(agreement)
         with np.errstate(all="ignore"):
-            small = [pair for pair in zip(sources, targets, strict=True) if pair[0].nbytes <= _PACKED_BYTES]
-            if len(small) <= 1:
-                self._reduction.all_reduce(list(zip(sources, targets, strict=True)), op)
-                return
-            large = [pair for pair in zip(sources, targets, strict=True) if pair[0].nbytes > _PACKED_BYTES]
-            dtype = sources[0].dtype
-            words = word_dtype(dtype)
-            flat = self._room(sum([source.nbytes for source, _ in small])).view(dtype)
-            pack_words([source.view(words) for source, _ in small], flat.view(words))
-            self._reduction.all_reduce([(flat, flat), *large], op)
-            split_words(flat.view(words), [target.view(words) for _, target in small])
+            pairs = list(zip(sources, targets, strict=True))
+            small = [pair for pair in pairs if pair[0].nbytes <= _SMALL_BYTES]
+            if len(small) > 1:
+                large = [pair for pair in pairs if pair[0].nbytes > _SMALL_BYTES]
+                self._all_reduce_packed(small, large, op)
+            else:
+                self._reduction.all_reduce(pairs, op)
+
+    def _all_reduce_packed(
+        self, small: Sequence[tuple[Array, Array]], large: Sequence[tuple[Array, Array]], op: ReduceOp
+    ) -> None:
+        dtype = small[0][0].dtype
+        words = word_dtype(dtype)
+        flat = self._room(sum([source.nbytes for source, _ in small])).view(dtype)
+        pack_words([source.view(words) for source, _ in small], flat.view(words))
+        self._reduction.all_reduce([(flat, flat), *large], op)
+        split_words(flat.view(words), [target.view(words) for _, target in small])
 
     def _reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self._agree(agreement)
@@ -102,17 +136,17 @@ class MpiCommunicator(Communicator):
 
     def _broadcast_list(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
         self._agree(agreement)
-        small = [flat for flat in flats if flat.size <= _PACKED_BYTES]
+        small = [flat for flat in flats if flat.size <= _SMALL_BYTES]
+        alone = flats
         if len(small) > 1:
             self._broadcast_packed(small, root)
-        for flat in flats if len(small) <= 1 else [flat for flat in flats if flat.size > _PACKED_BYTES]:
+            alone = [flat for flat in flats if flat.size > _SMALL_BYTES]
+        for flat in alone:
             self._transport.broadcast(flat, root)
 
     def _broadcast_packed(self, flats: Sequence[Array], root: int) -> None:
         sizes = tuple([flat.size for flat in flats])
-        total = sum(sizes)
-        for begin in range(0, total, _PACK_BYTES):
-            end = min(begin + _PACK_BYTES, total)
+        for begin, end in cuts(sum(sizes), _BROADCAST_BYTES):
             room = self._room(end - begin)
             pieces = [flats[array][low:high] for array, low, high in pieces_between(sizes, begin, end)]
             if self.rank == root:
@@ -154,7 +188,7 @@ class MpiCommunicator(Communicator):
         return rows
 
     def _agree(self, agreement: Agreement) -> None:
-        with self._errors:
+        with self._errors:  # bucketing agrees outside of a launch
             self._agreements.agree(agreement)
 
     def _launching(
@@ -206,7 +240,7 @@ class MpiCommunicator(Communicator):
         if not self._waiting.was_cut_off and not self._mpi.Is_finalized():
             self._comm.Free()
         self._flat = np.empty(0, np.uint8)
-        del self._reduction, self._messages, self._agreements
+        del self._reduction, self._messages, self._agreements  # and the memory that they keep
 
 
 class _MpiErrors(AbstractContextManager[None]):

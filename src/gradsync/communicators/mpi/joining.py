@@ -1,48 +1,15 @@
-"""How ranks come to a communicator of MPI of their own, and so to one of ours."""
+"""How ranks come to a communicator of MPI of their own."""
 
 from __future__ import annotations
 
 import time
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradsync.communicators.deadline_call import call_with_deadline
-from gradsync.communicators.mpi.library import check_place, load_mpi, to_mpi_error
+from gradsync.communicators.mpi.library import to_mpi_error
 from gradsync.errors import CollectiveTimeout
 from gradsync.rendezvous.group_client import CommunicatorClient
-
-if TYPE_CHECKING:
-    from gradsync.communicators.mpi.communicator import MpiCommunicator
-
-
-def connect_mpi(
-    client: CommunicatorClient,
-    *,
-    group: str = "world",
-    timeout_seconds: float = 120.0,
-    collective_timeout_seconds: float = 300.0,
-) -> MpiCommunicator:
-    """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
-
-    Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
-
-    Args:
-        client: this rank's connection, joined.
-        group: a name not used before in this generation.
-        timeout_seconds: for meeting the others.
-        collective_timeout_seconds: how long a collective waits for a rank.
-
-    Raises:
-        BackendUnavailable: no mpi4py, or these are not the ranks that mpiexec or srun has started.
-        MpiError: MPI failed.
-        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not come, or died.
-    """
-    from gradsync.communicators.mpi.communicator import MpiCommunicator
-
-    mpi = load_mpi()
-    check_place(mpi, client.rank, client.world_size)
-    comm = make_communicator(mpi, client, group, timeout_seconds)
-    return MpiCommunicator(mpi, comm, client, group, collective_timeout_seconds)
 
 
 def make_communicator(mpi: Any, client: CommunicatorClient, name: str, timeout_seconds: float) -> Any:
@@ -57,7 +24,8 @@ def make_communicator(mpi: Any, client: CommunicatorClient, name: str, timeout_s
         timeout_seconds: for all of it.
 
     Raises:
-        As for connect_mpi.
+        MpiError: MPI failed.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not come, or died.
     """
     deadline = time.monotonic() + timeout_seconds
     client.barrier(f"mpi/{name}/ready", timeout_seconds=timeout_seconds)

@@ -15,6 +15,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Message
+from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.mpi.transport import (
     TAG_BARRED_RECEIVER,
     TAG_BARRED_SENDER,
@@ -24,7 +25,6 @@ from gradsync.communicators.mpi.transport import (
     TAG_TEXT,
     MpiTransport,
 )
-from gradsync.communicators.shared_memory.host_copy import copy_words
 from gradsync.errors import PlanMismatch
 from gradsync.reduction import Array
 

@@ -21,15 +21,20 @@ import numpy as np
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.mpi.native_reduction import Native, native_reduction
 from gradsync.communicators.mpi.transport import TAG_COLLECTIVE, TAG_SHARES, MpiTransport
+from gradsync.communicators.pieces import cuts
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, reduce_into
 
 _BYTE = np.dtype(np.uint8)
 
 # Up to here all contributions travel whole, in one step instead of two.
-SMALL_BYTES = 32 * 1024
+_SMALL_BYTES = 32 * 1024
 # What of a large array is in flight at a time, for each rank: the next chunk travels while this one is being reduced.
-CHUNK_BYTES = 2 * 1024 * 1024
+_CHUNK_BYTES = 2 * 1024 * 1024
 _NATIVE_ELEMENTS = 2**28  # of one call of MPI
+
+# What memory that stays from call to call holds: what comes from the others, of two chunks at a time; a result whose
+# place is still read; half precision, widened.
+_COMING, _COMING_NEXT, _RESULT, _WIDENED = range(4)
 
 
 class Chunk(NamedTuple):
@@ -80,7 +85,7 @@ class MpiReduction:
         for source, target in pairs:
             if native:
                 self._reduce_natively(native, source, target, self._transport.comm.Iallreduce)
-            elif source.nbytes <= SMALL_BYTES:
+            elif source.nbytes <= _SMALL_BYTES:
                 self._reduce_in_order(op, self._gather_whole(source), target)
             else:
                 large.append((source, target))
@@ -97,13 +102,13 @@ class MpiReduction:
 
             self._reduce_natively(native, source, target, begin)
             return
-        if source.nbytes > SMALL_BYTES:
+        if source.nbytes > _SMALL_BYTES:
             self._reduce_in_chunks(source, target, op, root)
         elif target is None:
             flat = source.view(_BYTE)
             transport.waiting.finish(transport.post([(root, flat)], [], TAG_COLLECTIVE), flat)
         else:
-            incoming = self._buffers(source.dtype, [source.size] * self._world_size, 0)
+            incoming = self._buffers(_COMING, source.dtype, source.size, self._world_size)
             receives = [(peer, incoming[peer].view(_BYTE)) for peer in transport.peers]
             transport.waiting.finish(transport.post([], receives, TAG_COLLECTIVE), incoming)
             incoming[root] = source
@@ -113,19 +118,9 @@ class MpiReduction:
         """Reduces; this rank gets its part, which may be the target."""
         transport = self._transport
         if not transport.is_direct and bounds[-1] < _NATIVE_ELEMENTS and (native := self._native(op, source.dtype)):
-            counts = [bounds[rank + 1] - bounds[rank] for rank in range(self._world_size)]
-            result = np.empty(target.size, native.dtype)
-            wide = source.astype(native.dtype, copy=False)
-            request = transport.comm.Ireduce_scatter(
-                [wide.view(native.wire), native.datatype],
-                [result.view(native.wire), native.datatype],
-                counts,
-                native.op,
-            )
-            transport.waiting.finish([request], (wide, result))
-            native.finish(result, target)
+            self._reduce_scatter_natively(native, source, target, bounds)
             return
-        step = self._elements(source.dtype, CHUNK_BYTES)
+        step = _chunk_elements(source.dtype)
         chunks = []
         for begin in range(0, max(largest_part(bounds), 1), step):
             shares = [(min(low + begin, high), min(low + begin + step, high)) for low, high in pairwise(bounds)]
@@ -176,7 +171,7 @@ class MpiReduction:
         """Cuts elements into chunks, and each of them into a share for every rank."""
         n = self._world_size
         chunks = []
-        for begin, end in _cuts(source.size, self._elements(source.dtype, CHUNK_BYTES) * n):
+        for begin, end in cuts(source.size, _chunk_elements(source.dtype) * n):
             shares = list(pairwise([begin + (end - begin) * rank // n for rank in range(n + 1)]))
             chunks.append(Chunk(source, shares, target))
         return chunks
@@ -209,7 +204,8 @@ class MpiReduction:
         """Sends every rank its share of this rank's elements, and begins to receive the others' of the own share."""
         transport = self._transport
         low, high = chunk.shares[self._rank]
-        contributions = self._buffers(chunk.source.dtype, [high - low] * self._world_size, number % 2)
+        purpose = _COMING_NEXT if number % 2 else _COMING
+        contributions = self._buffers(purpose, chunk.source.dtype, high - low, self._world_size)
         parts = [chunk.source[begin:end].view(_BYTE) for begin, end in chunk.shares]
         requests = transport.post(
             [(peer, parts[peer]) for peer in transport.peers],
@@ -221,7 +217,7 @@ class MpiReduction:
 
     def _gather_whole(self, source: Array) -> list[Array]:
         transport = self._transport
-        incoming = self._buffers(source.dtype, [source.size] * self._world_size, 0)
+        incoming = self._buffers(_COMING, source.dtype, source.size, self._world_size)
         flat = source.view(_BYTE)
         requests = transport.post(
             [(peer, flat) for peer in transport.peers],
@@ -239,28 +235,19 @@ class MpiReduction:
         own_at = target.__array_interface__["data"][0]
         is_late = self._rank >= 2 and contributions[self._rank].__array_interface__["data"][0] == own_at
         # Half precision has room of its own anyway, and the first two are read before the target is written.
-        into = self._buffers(target.dtype, [target.size], 2)[0] if is_late else target
+        into = self._buffers(_RESULT, target.dtype, target.size)[0] if is_late else target
         wide = accumulation_dtype(target.dtype)
-        accumulator = None if wide == target.dtype else self._buffers(wide, [target.size], 3)[0]
+        accumulator = None if wide == target.dtype else self._buffers(_WIDENED, wide, target.size)[0]
         reduce_into(op, contributions, into, accumulator)
         if into is not target:
             np.copyto(target, into)
 
-    def _buffers(self, dtype: np.dtype[Any], sizes: Sequence[int], which: int) -> list[Array]:
-        """Returns arrays of so many elements in memory that stays; `which` names it. Own place included."""
-        total = sum(sizes)
-        memory = self._scratch.get((which, dtype))
-        if memory is None or memory.size < total:
-            memory = self._scratch[which, dtype] = np.empty(total, dtype)
-        arrays, end = [], 0
-        for size in sizes:
-            arrays.append(memory[end : end + size])
-            end += size
-        return arrays
-
-    @staticmethod
-    def _elements(dtype: np.dtype[Any], chunk_bytes: int) -> int:
-        return max(1, chunk_bytes // dtype.itemsize)
+    def _buffers(self, purpose: int, dtype: np.dtype[Any], elements: int, count: int = 1) -> list[Array]:
+        """Returns so many arrays of so many elements each, in memory that stays from call to call."""
+        memory = self._scratch.get((purpose, dtype))
+        if memory is None or memory.size < count * elements:
+            memory = self._scratch[purpose, dtype] = np.empty(count * elements, dtype)
+        return [memory[number * elements : (number + 1) * elements] for number in range(count)]
 
     # -- By MPI ------------------------------------------------------------------------------------------------
 
@@ -276,7 +263,7 @@ class MpiReduction:
         begin: Callable[[Any, Any, Any], Any],
     ) -> None:
         """Calls begin(source, result, operator) of MPI for as much as it takes at a time; no target: no result here."""
-        for low, high in _cuts(source.size, _NATIVE_ELEMENTS):
+        for low, high in cuts(source.size, _NATIVE_ELEMENTS):
             wide = source[low:high].astype(native.dtype, copy=False)
             result = np.empty(high - low, native.dtype)
             request = begin(native.shown(wide), native.shown(result), native.op)
@@ -284,6 +271,14 @@ class MpiReduction:
             if target is not None:
                 native.finish(result, target[low:high])
 
+    def _reduce_scatter_natively(self, native: Native, source: Array, target: Array, bounds: Bounds) -> None:
+        transport, counts = self._transport, [high - low for low, high in pairwise(bounds)]
+        wide = source.astype(native.dtype, copy=False)
+        result = np.empty(target.size, native.dtype)
+        request = transport.comm.Ireduce_scatter(native.shown(wide), native.shown(result), counts, native.op)
+        transport.waiting.finish([request], (wide, result))
+        native.finish(result, target)
 
-def _cuts(total: int, step: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+def _chunk_elements(dtype: np.dtype[Any]) -> int:
+    return max(1, _CHUNK_BYTES // dtype.itemsize)

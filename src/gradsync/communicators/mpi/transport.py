@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.backend import Bounds, part_of
+from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.mpi.waiting import MpiWaiting
-from gradsync.communicators.shared_memory.host_copy import copy_words
 from gradsync.reduction import Array
 
 # Up to here every rank sends to every other one.
@@ -39,8 +39,10 @@ class MpiTransport:
         waiting: its waits.
 
     Attributes:
+        mpi, comm, waiting: as given.
         rank, world_size: of `comm`.
         is_direct: whether the ranks are few.
+        peers: the other ranks, in the order in which this one sends to them.
     """
 
     def __init__(self, mpi: Any, comm: Any, waiting: MpiWaiting) -> None:
@@ -82,7 +84,7 @@ class MpiTransport:
         """See the hooks of backend.py, like the others below; all ranks have agreed."""
         own = target[part_of(bounds, self.rank)]
         _copy(source, own)
-        if self.is_direct or bounds[-1] >= _COUNT_LIMIT:
+        if self._goes_directly(bounds):
             self._move(
                 [(peer, own) for peer in self.peers], [(peer, target[part_of(bounds, peer)]) for peer in self.peers]
             )
@@ -91,13 +93,10 @@ class MpiTransport:
             self.waiting.finish([request], target)
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int) -> None:
-        """Gathers on the root."""
-        if target is None:
-            place = None
-        else:
-            place = target[part_of(bounds, root)]
-            _copy(source, place)
-        if self.is_direct or bounds[-1] >= _COUNT_LIMIT:
+        """Gathers on the root; no target elsewhere."""
+        if target is not None:
+            _copy(source, target[part_of(bounds, root)])
+        if self._goes_directly(bounds):
             if target is None:
                 self._move([(root, source)], [])
             else:
@@ -110,10 +109,10 @@ class MpiTransport:
         self.waiting.finish([request], (source, target))
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int) -> None:
-        """Deals out the root's bytes."""
+        """Deals out the root's bytes; no source elsewhere."""
         if source is not None:
             _copy(source[part_of(bounds, root)], target)
-        if self.is_direct or bounds[-1] >= _COUNT_LIMIT:
+        if self._goes_directly(bounds):
             if source is None:
                 self._move([], [(root, target)])
             else:
@@ -145,6 +144,10 @@ class MpiTransport:
         rows = np.empty((self.world_size, numbers.size), numbers.dtype)
         self.waiting.finish([self.comm.Iallgather(numbers, rows)], (numbers, rows))
         return rows
+
+    def _goes_directly(self, bounds: Bounds) -> bool:
+        """Whether parts go from rank to rank: the ranks are few, or the bytes more than MPI's collectives count."""
+        return self.is_direct or bounds[-1] >= _COUNT_LIMIT
 
     def _layout(self, array: Array, bounds: Bounds) -> list[Any]:
         counts = [end - begin for begin, end in pairwise(bounds)]

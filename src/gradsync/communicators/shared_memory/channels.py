@@ -16,8 +16,8 @@ from typing import NoReturn
 import numpy as np
 
 from gradsync.communicators.backend import Message
+from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
-from gradsync.communicators.shared_memory.host_copy import copy_words
 from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS, Incoming, Outgoing, Side, Transfer
 from gradsync.communicators.shared_memory.waiting import ANY_ROUND, SPINS, Rests, TextBoard
 from gradsync.errors import PlanMismatch

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.shared_memory.host_copy import copy_words, word_dtype
+from gradsync.communicators.host_copy import copy_words, word_dtype
 from gradsync.communicators.shared_memory.rings import HOT_BYTES
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.errors import UnsupportedDtype

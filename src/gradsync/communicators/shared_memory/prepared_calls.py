@@ -17,8 +17,8 @@ from gradsync.communicators.collective_call import bounds_of, row_shape
 from gradsync.communicators.collectives.all_to_all import all_to_all_agreement
 from gradsync.communicators.collectives.movements import broadcast_agreement, gather_agreement
 from gradsync.communicators.collectives.reductions import all_reduce_agreement, reduce_scatter_agreement
+from gradsync.communicators.host_copy import word_dtype
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.communicators.shared_memory.host_copy import word_dtype
 from gradsync.communicators.shared_memory.prepared_all_reduce import PreparedAllReduce, quiet_caller
 from gradsync.communicators.shared_memory.prepared_movement import PreparedMovement, PreparedReduceScatter
 from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes

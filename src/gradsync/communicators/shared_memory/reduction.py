@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.shared_memory.host_copy import copy_words, pack_words, split_words, word_dtype
+from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
 from gradsync.communicators.shared_memory.slots import Slots
 from gradsync.communicators.shared_memory.stream_plan import Chunk, Region, plan_stream
 from gradsync.communicators.shared_memory.workplace import Workplace

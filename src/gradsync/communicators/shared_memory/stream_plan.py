@@ -6,20 +6,12 @@ owns one slice, which it reduces. A region names a stretch of a chunk and the pi
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
+from gradsync.communicators.pieces import Piece, cuts, pieces_between
+
 _CACHE_LINE_BYTES = 64
-
-
-class Piece(NamedTuple):
-    """Elements [begin, end) of one array."""
-
-    array: int
-    begin: int
-    end: int
 
 
 class Region(NamedTuple):
@@ -51,12 +43,8 @@ def plan_stream(
         world_size: number of slices in a chunk.
     """
     return tuple(
-        _chunk(sizes, begin, end, itemsize, rank, world_size) for begin, end in _cuts(sum(sizes), chunk_elements)
+        _chunk(sizes, begin, end, itemsize, rank, world_size) for begin, end in cuts(sum(sizes), chunk_elements)
     )
-
-
-def _cuts(total: int, step: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
 
 
 def _chunk(sizes: tuple[int, ...], begin: int, end: int, itemsize: int, rank: int, world_size: int) -> Chunk:
@@ -68,21 +56,3 @@ def _chunk(sizes: tuple[int, ...], begin: int, end: int, itemsize: int, rank: in
         Region(a, b, pieces_between(sizes, begin + a, begin + b)) for a, b in ((0, low), (low, high), (high, length))
     )
     return Chunk(own, tuple(region for region in (before, after) if region.begin < region.end))
-
-
-def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece, ...]:
-    """Returns the pieces of arrays that make up elements [begin, end) of the flat sequence."""
-    starts = _starts(sizes)
-    pieces = []
-    array = max(bisect_right(starts, begin) - 1, 0)
-    while array < len(sizes) and starts[array] < end:
-        low, high = max(begin - starts[array], 0), min(end - starts[array], sizes[array])
-        if low < high:
-            pieces.append(Piece(array, low, high))
-        array += 1
-    return tuple(pieces)
-
-
-@lru_cache(maxsize=256)
-def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return (0, *accumulate(sizes))[:-1]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradsync.communicators.backend import Message
-from gradsync.communicators.shared_memory.host_copy import copy_words
+from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.shared_memory.waiting import TextBoard
 from gradsync.reduction import Array
 

@@ -1,0 +1,42 @@
+"""Where a list of arrays is cut, taken as one flat sequence of elements: pure arithmetic.
+
+For ways that move many arrays together without making one array of them all first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """Elements [begin, end) of one array."""
+
+    array: int
+    begin: int
+    end: int
+
+
+def cuts(total: int, step: int) -> list[tuple[int, int]]:
+    """Cuts so many elements into stretches [begin, end) of `step`; the last one may be shorter."""
+    return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+
+def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece, ...]:
+    """Returns the pieces of arrays that make up elements [begin, end) of the flat sequence."""
+    starts = _starts(sizes)
+    pieces = []
+    array = max(bisect_right(starts, begin) - 1, 0)
+    while array < len(sizes) and starts[array] < end:
+        low, high = max(begin - starts[array], 0), min(end - starts[array], sizes[array])
+        if low < high:
+            pieces.append(Piece(array, low, high))
+        array += 1
+    return tuple(pieces)
+
+
+@lru_cache(maxsize=256)
+def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *accumulate(sizes))[:-1]

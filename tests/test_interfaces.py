@@ -1,0 +1,48 @@
+"""The addresses of this machine as the kernel tells them, against those that `ip` shows."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import subprocess
+
+import pytest
+
+from gradsync import interfaces
+from gradsync.interfaces import interface_of, own_addresses
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
+def test_loopback_is_an_interface(address: str) -> None:
+    assert interface_of(address) == "lo"
+
+
+def test_every_address_of_this_machine_has_its_interface() -> None:
+    try:
+        listed = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True).stdout
+    except OSError as error:
+        pytest.skip(f"no ip command to compare with: {error}")
+    seen: dict[str, set[str]] = {}
+    for line in listed.splitlines():
+        _, name, _, address, *_ = line.split()
+        seen.setdefault(str(ipaddress.ip_interface(address).ip), set()).add(name)
+    assert seen
+    for address, names in seen.items():
+        assert interface_of(address) in names
+
+
+def test_an_address_of_nobody_has_none() -> None:
+    assert interface_of("192.0.2.123") is None
+    before = os.listdir("/proc/self/fd")
+    interface_of("2001:db8::1")
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_others_are_told_addresses_that_only_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {1: "lo", 2: "eth0", 3: "docker0", 4: "ib0"}
+    found = [(1, "127.0.0.1"), (4, "2001:db8::7"), (2, "192.0.2.7"), (2, "fe80::7"), (3, "172.17.0.1")]
+    packed = [(index, ipaddress.ip_address(address).packed) for index, address in found]
+    monkeypatch.setattr(interfaces, "_addresses", lambda: iter(packed))
+    monkeypatch.setattr(socket, "if_indextoname", names.__getitem__)
+    assert own_addresses() == ["192.0.2.7", "2001:db8::7"]
