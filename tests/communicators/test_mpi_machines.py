@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cross_check_launch import Mpi, run_on_gradsync
-from mpi_machines import NCCL_RANK, MpiJob, await_told, check_ranks_over_nccl
+from mpi_machines import NCCL_RANK, TRAINING, MpiJob, await_told, check_ranks_over_nccl
 from namespaces import left_behind, machines, why_none
 
 pytestmark = pytest.mark.timeout(180)
