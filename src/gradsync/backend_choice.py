@@ -185,14 +185,15 @@ def check_mpi(place: RankEnvironment) -> None:
     """
     if place.source == "gradsync":  # which keeps from its ranks what mpiexec may have told itself
         raise BackendUnavailable(
-            f"backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these: {_EXAMPLE}"
+            "backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these. Start the "
+            f"script with `mpiexec -n {place.world_size} python script.py`"
         )
     check_place(load_mpi(), place.rank, place.world_size)
 
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
     """Makes sure that MPI can join ranks of several hosts that have no GPU each."""
-    instead = f"start them with mpiexec or srun, as in {_EXAMPLE}; if all are on one machine, name backend 'shm'"
+    instead = f"start them with mpiexec or srun, as in {_EXAMPLE}; if all are on one machine, set {BACKEND}=shm"
     if place.source in SOURCES_WITH_MPI:
         try:
             check_mpi(place)
