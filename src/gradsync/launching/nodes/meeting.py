@@ -230,4 +230,7 @@ def _reason(error: RendezvousTimeout) -> str:
     """Returns who is missing, or why node 0 cannot be reached."""
     _, _, missing = str(error).partition("missing: ")
     _, _, cause = str(error).partition("last cause: ")
-    return f"missing: {missing}" if missing else f"missing: node 0 (no answer: {cause or error})"
+    if missing:
+        return f"missing: {missing}"
+    cause = cause or str(error)
+    return f"missing: node 0 ({cause})" if cause.startswith("no answer") else f"missing: node 0 (no answer: {cause})"
