@@ -61,7 +61,7 @@ def test_what_cannot_run_is_refused_on_all_ranks() -> None:
         pytest.skip("there is a GPU here")
     for nccl, mpi, local in run_ranks(2, be_refused, backend="shm"):
         assert "backend 'nccl' cannot join these ranks" in nccl
-        assert "backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these" in mpi
+        assert "gradsync has started these. Start the script with `mpiexec -n 2 python script.py`" in mpi
         assert "for one rank" in local
 
 

@@ -55,10 +55,20 @@ def test_auto_takes_local_for_a_world_of_one(caplog: pytest.LogCaptureFixture) -
     assert "backend local (one rank; no GPU is visible)" in caplog.text
 
 
+def test_the_variable_names_the_backend_of_a_process_that_nobody_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.BACKEND, "local")
+    with gs.init_process_group() as comm:
+        assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "local")
+    monkeypatch.setenv(environment.BACKEND, "mpi")
+    with pytest.raises(gs.GradsyncError, match=r"`mpiexec -n 2 python script.py`|pip install mpi4py"):
+        gs.init_process_group()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
         ({}, gs.InvalidArgument, "gradsync run -n 2 script.py"),
+        ({"backend": "mpi"}, gs.GradsyncError, "`mpiexec -n 2 python script.py`|pip install mpi4py"),
         ({"backend": "gloo"}, gs.InvalidArgument, "unknown backend 'gloo'"),
         ({"rank": 2, "world_size": 2}, gs.InvalidArgument, "rank must be 0 to world_size - 1 = 1, got 2"),
         ({"rank": -1, "world_size": 2}, gs.InvalidArgument, "got -1"),

@@ -106,6 +106,31 @@ def test_ssh_starts_a_launcher_on_each_host(cluster: dict[str, str]) -> None:
     assert f"2 ranks over shm: {LEARNT}" in told
 
 
+def test_the_ranks_end_with_the_script_that_reached_them_by_ssh(cluster: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import time\nimport gradsync as gs\n"
+        "with gs.init_process_group() as comm:\n    comm.barrier()\n"
+        "    if comm.rank == 0:\n        print('all have met', flush=True)\n"
+        f"    time.sleep({10 * SECONDS})\n"
+    )
+    with port() as number:
+        command = [str(CLUSTERS / "ssh.sh"), "127.0.0.1 127.0.0.1", str(script)]
+        environment = {**cluster, "PORT": number, "TMPDIR": str(tmp_path)}
+        with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert "all have met" in process.stdout.readline()
+            process.kill()
+            process.wait(SECONDS)
+            process.communicate(timeout=SECONDS)  # until nobody holds the pipe
+    assert not list(tmp_path.glob("tmp.*"))  # the secrets
+
+
+def test_ssh_without_a_script_says_how(cluster: dict[str, str]) -> None:
+    done = subprocess.run([CLUSTERS / "ssh.sh", "node1"], env=cluster, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.startswith("usage: ")) == (2, True)
+
+
 def test_kubernetes_starts_a_launcher_in_each_pod(cluster: dict[str, str], tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     service, job = yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text())

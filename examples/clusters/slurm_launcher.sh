@@ -4,6 +4,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=16  # for all ranks of a node: Slurm may give a task one core otherwise
 #SBATCH --time=01:00:00
 set -euo pipefail
 
@@ -13,5 +14,6 @@ trap 'rm -f "$secret"' EXIT
 export GRADSYNC_SECRET_FILE=$secret
 export HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # which srun does not always take over from sbatch
 srun bash -c 'exec gradsync run -n "${RANKS_PER_NODE:-4}" --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
     --rendezvous "$HEAD:${PORT:-29400}" "$@"' gradsync "$@"

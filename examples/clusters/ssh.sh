@@ -3,17 +3,23 @@
 # The first one hosts. Each has gradsync and the script at the same path; RANKS_PER_NODE and PORT may be set.
 set -euo pipefail
 
+[ $# -ge 2 ] || { echo "usage: $0 \"node1 node2\" train.py" >&2; exit 2; }
 read -r -a hosts <<< "$1"
 shift
 ranks=${RANKS_PER_NODE:-4} port=${PORT:-29400} ssh=${SSH:-ssh}
 secret=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
 
-# The secret goes by standard input: a command line can be read by everybody on the machine.
-remote='f=$(mktemp) && cat > "$f" && cd "$1" && shift && GRADSYNC_SECRET_FILE=$f "$@" < /dev/null; c=$?; rm -f "$f"; exit $c'
+# The secret goes by standard input: a command line can be read by everybody on the machine. Standard input then stays
+# open as long as this script runs; at its end, as by Ctrl-C, the ranks are ended. No line breaks: any login shell reads it.
+remote='f=$(mktemp) && trap "rm -f $f" EXIT && read -r s && echo "$s" > "$f" && cd "$1" && shift && exec 3<&0 || exit; '
+remote+='GRADSYNC_SECRET_FILE=$f "$@" < /dev/null 3<&- & ranks=$!; '
+remote+='{ while read -r s <&3; do :; done; kill $ranks; } > /dev/null 2>&1 & watch=$!; '
+remote+='wait $ranks; c=$?; kill $watch 2> /dev/null; exit $c'
 pids=()
 for number in "${!hosts[@]}"; do
     command=(gradsync run -n "$ranks" --nnodes "${#hosts[@]}" --node-rank "$number" --rendezvous "${hosts[0]}:$port" "$@")
-    $ssh "${hosts[$number]}" "$(printf '%q ' bash -c "$remote" gradsync "$PWD" "${command[@]}")" <<< "$secret" &
+    $ssh "${hosts[$number]}" "$(printf '%q ' bash -c "$remote" gradsync "$PWD" "${command[@]}")" \
+        < <(echo "$secret"; exec tail --pid=$$ -f /dev/null 2> /dev/null) &
     pids+=($!)
 done
 code=0

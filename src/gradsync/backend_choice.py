@@ -185,7 +185,8 @@ def check_mpi(place: RankEnvironment) -> None:
     """
     if place.source == "gradsync":  # which keeps from its ranks what mpiexec may have told itself
         raise BackendUnavailable(
-            f"backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these: {_MPIEXEC}"
+            "backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these. Start the "
+            f"script with `mpiexec -n {place.world_size} python script.py`"
         )
     check_place(load_mpi(), place.rank, place.world_size)
 
@@ -196,7 +197,7 @@ def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
     Raises:
         BackendUnavailable: it cannot, and there is no other backend; the text says what to do.
     """
-    instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, name backend 'shm'"
+    instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
     if place.source in SOURCES_WITH_MPI:
         try:
             check_mpi(place)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -44,6 +45,8 @@ def read_private_file(path: str) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
+        if error.errno == errno.ELOOP:  # O_NOFOLLOW
+            raise InvalidArgument(f"secret file {path!r} is a symbolic link; name the file itself") from None
         raise InvalidArgument(
             f"secret file {path!r} cannot be opened: {error.strerror}; make one with: {HOW_TO_MAKE_A_SECRET_FILE}"
         ) from None

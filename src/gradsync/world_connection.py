@@ -6,13 +6,14 @@ For process_group.py, which holds what is made here.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 
 from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, suitable_backend
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.nccl.connection import connect_nccl
 from gradsync.communicators.shared_memory.communicator import connect_shared_memory
-from gradsync.environment import BACKENDS, RankEnvironment, allows_shared_gpu, read_environment
+from gradsync.environment import BACKEND, BACKENDS, RankEnvironment, allows_shared_gpu, read_environment
 from gradsync.environment import collective_timeout_seconds as environment_timeout
 from gradsync.errors import InvalidArgument
 from gradsync.launcher_variables import SLURM, SOURCES_WITH_MPI
@@ -102,19 +103,8 @@ def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankE
     if (rank is None) != (world_size is None):
         raise InvalidArgument(f"pass rank and world_size together, got rank={rank!r}, world_size={world_size!r}")
     environment = read_environment()
-    if environment is None and backend == "mpi" and rank is None:
-        from gradsync.mpi_meeting import mpi_place
-
-        environment = mpi_place()  # a launcher whose variables we do not know
     if rank is None or world_size is None:
-        if environment is not None:
-            return environment
-        if backend == "local":
-            return RankEnvironment(0, 1, 0, 1, source="arguments")
-        raise InvalidArgument(
-            "no rank is known: RANK and WORLD_SIZE are not set. Start the script with "
-            '`gradsync run -n 2 script.py`, pass rank= and world_size=, or use backend="local" for one process'
-        )
+        return _place_without_launcher(backend) if environment is None else environment
     if not _is_integer(world_size) or world_size < 1:
         raise InvalidArgument(f"world_size must be an integer of at least 1, got {world_size!r}")
     if not _is_integer(rank) or not 0 <= rank < world_size:
@@ -123,6 +113,29 @@ def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankE
         base = RankEnvironment(rank, world_size, rank, world_size, source="arguments")
         return base if environment is None else replace(base, address=environment.address, hosted=False)
     return replace(environment, rank=rank)
+
+
+def _place_without_launcher(backend: str) -> RankEnvironment:
+    """Returns who this process is where no launcher has left its variables."""
+    if backend == "auto":
+        backend = os.environ.get(BACKEND, backend)
+    if backend == "local":
+        return RankEnvironment(0, 1, 0, 1, backend=backend, source="arguments")
+    if backend == "mpi":
+        from gradsync.mpi_meeting import mpi_place
+
+        place = mpi_place()  # a launcher whose variables we do not know
+        if place is not None:
+            return replace(place, backend=backend)
+        raise InvalidArgument(
+            "backend 'mpi' joins ranks that mpiexec or srun has started, and this process is alone. Start the script "
+            "with `mpiexec -n 2 python script.py`, by the mpiexec of the MPI that mpi4py has loaded, or use "
+            'backend="local" for one process'
+        )
+    raise InvalidArgument(
+        "no rank is known: RANK and WORLD_SIZE are not set. Start the script with `gradsync run -n 2 script.py` or "
+        '`mpiexec -n 2 python script.py`, pass rank= and world_size=, or use backend="local" for one process'
+    )
 
 
 def _is_integer(value: object) -> bool:

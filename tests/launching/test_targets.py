@@ -15,7 +15,7 @@ from gradsync.launching.in_rank import rank_main
 from gradsync.launching.targets import function_target
 
 FORK = 'gs.set_start_method("fork")'
-CLOUDPICKLE = "pip install 'gradsync[cloudpickle]'"
+CLOUDPICKLE = "pip install cloudpickle"
 FRESH = ["spawn", "forkserver"]
 
 

@@ -43,7 +43,7 @@ def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
         refusal = error
     by_value = _find_cloudpickle(ranks_import_main)
     if by_value is None:
-        raise InvalidArgument(_explain(call, name, plain, refusal, ("pip install 'gradsync[cloudpickle]'",)))
+        raise InvalidArgument(_explain(call, name, plain, refusal, ("pip install cloudpickle",)))
     try:
         return by_value(call)
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradsync.errors import BackendUnavailable, MpiError
 
-_INSTALL = "pip install 'gradsync[mpi]' beside the MPI of your cluster, or with `pip install mpich` for one machine"
+_INSTALL = "run `pip install mpi4py` where your cluster's MPI is loaded; for one machine `pip install mpi4py mpich`"
 
 
 def load_mpi() -> Any:

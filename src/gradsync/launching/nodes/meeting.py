@@ -25,6 +25,7 @@ from gradsync.rendezvous.client_connection import StreamEnded
 
 _NOTICE_SECONDS = 5.0
 _AGAIN_SECONDS = 0.5
+_NODE_0_SILENT = "missing: node 0 (no answer"
 _TELLING_SECONDS = 30.0  # to hear what a launcher brings that has joined
 _RANKS_SECRET = b"gradsync: the secret of the ranks of one start\0"
 
@@ -195,6 +196,7 @@ def _check_alike(nodes: tuple[NodeRecord, ...]) -> None:
 def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: bool) -> RendezvousClient:
     """Joins, and tells every few seconds who is missing; node 0's server tells it there."""
     deadline = time.monotonic() + options.join_timeout_seconds
+    told, told_at = "", 0.0  # who is missing, by node 0's server
     while True:
         left_seconds = max(deadline - time.monotonic(), 0.0)
         try:
@@ -210,6 +212,8 @@ def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: boo
             raise AuthenticationError(f"{error}; --secret-file needs to hold the same on every machine") from None
         except RendezvousTimeout as error:
             reason = _reason(error)
+            if not reason.startswith(_NODE_0_SILENT):
+                told, told_at = reason, time.monotonic()
         except RankFailed as error:
             reason = f"one left while others joined ({error})"
             time.sleep(_AGAIN_SECONDS)
@@ -219,6 +223,8 @@ def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: boo
             reason = str(error)
             time.sleep(_AGAIN_SECONDS)
         if time.monotonic() + _AGAIN_SECONDS >= deadline:
+            if told and time.monotonic() < told_at + _NOTICE_SECONDS + 2 * _AGAIN_SECONDS:
+                reason = told  # node 0 may have given up a moment before, for the same reason
             raise RendezvousTimeout(
                 f"{options.name}: not all nodes met at {options.rendezvous} within "
                 f"{options.join_timeout_seconds:g} s (--join-timeout): {reason}"
@@ -230,4 +236,8 @@ def _reason(error: RendezvousTimeout) -> str:
     """Returns who is missing, or why node 0 cannot be reached."""
     _, _, missing = str(error).partition("missing: ")
     _, _, cause = str(error).partition("last cause: ")
-    return f"missing: {missing}" if missing else f"missing: node 0 (no answer: {cause or error})"
+    if missing:
+        return f"missing: {missing}"
+    cause = cause or str(error)
+    cause = cause.removeprefix("no answer").lstrip()  # which is said already
+    return f"{_NODE_0_SILENT} {cause})" if cause.startswith("to ") else f"{_NODE_0_SILENT}: {cause})"
