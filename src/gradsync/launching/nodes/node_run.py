@@ -142,8 +142,7 @@ class _NodeRun:
 
     def _tell_place(self, meeting: Meeting, job: Job) -> None:
         own = meeting.own
-        last = job.rank_start + job.n_ranks - 1
-        ranks = f"rank {last}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {last}"
+        ranks = f"rank {job.rank_start}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {job.ranks[-1]}"
         self._notices.tell(
             f"gradsync: node {own.node} of {len(meeting.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
             f"{own.address} ({own.interface or 'no interface known'}); rendezvous at {self._options.rendezvous}"
