@@ -217,6 +217,19 @@ def test_who_does_not_come_is_named(nodes):
     assert re.search(r"gradsync: node 1 of 3 waits for others at \S+: missing: node 2 \(not joined\)", told[1][1])
 
 
+def test_who_does_not_come_is_named_before_node_0_gives_up(nodes):
+    """Node 1 waits for longer, and hears nobody when its time is over."""
+    run = nodes(3)
+    for node, seconds in enumerate((2, 4)):
+        run.start(node, "none", options=("--join-timeout", seconds))
+    assert run.end(0)[0] == 1
+    code, err = run.end(1)
+    assert code == 1
+    assert f"waits for others at {run.rendezvous}: missing: node 2 (not joined)" in err
+    last = "missing: node 0 (no answer: Connection refused); before that, missing: node 2 (not joined)"
+    assert err.splitlines()[-1].endswith(last)
+
+
 def test_node_0_that_does_not_come_is_named(nodes):
     run = nodes()
     run.start(1, "none", options=("--join-timeout", 0.5))

@@ -195,6 +195,7 @@ def _check_alike(nodes: tuple[NodeRecord, ...]) -> None:
 def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: bool) -> RendezvousClient:
     """Joins, and tells every few seconds who is missing; node 0's server tells it there."""
     deadline = time.monotonic() + options.join_timeout_seconds
+    heard = ""  # who is missing, as node 0 told it last: it may end its waiting first
     while True:
         left_seconds = max(deadline - time.monotonic(), 0.0)
         try:
@@ -209,14 +210,15 @@ def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: boo
         except AuthenticationError as error:
             raise AuthenticationError(f"{error}; --secret-file needs to hold the same on every machine") from None
         except RendezvousTimeout as error:
-            reason = _reason(error)
+            reason = _reason(error, heard)
+            heard = reason if error.missing_ranks else heard
         except RankFailed as error:
             reason = f"one left while others joined ({error})"
             time.sleep(_AGAIN_SECONDS)
         except RendezvousError as error:
             if not is_again and not isinstance(error.__cause__, StreamEnded):
                 raise RendezvousError(f"{error} (--nnodes, --node-rank, --rendezvous)") from None
-            reason = str(error)
+            reason = f"{error}{_once_heard(heard)}"
             time.sleep(_AGAIN_SECONDS)
         if time.monotonic() + _AGAIN_SECONDS >= deadline:
             raise RendezvousTimeout(
@@ -226,8 +228,12 @@ def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: boo
         notices.tell(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
 
 
-def _reason(error: RendezvousTimeout) -> str:
-    """Returns who is missing, or why node 0 cannot be reached."""
+def _reason(error: RendezvousTimeout, heard: str) -> str:
+    """Returns who is missing, or why node 0 cannot be reached, and who was missing when it could."""
     _, _, missing = str(error).partition("missing: ")
     _, _, cause = str(error).partition("last cause: ")
-    return f"missing: {missing}" if missing else f"missing: node 0 (no answer: {cause or error})"
+    return f"missing: {missing}" if missing else f"missing: node 0 (no answer: {cause or error}){_once_heard(heard)}"
+
+
+def _once_heard(heard: str) -> str:
+    return f"; before that, {heard}" if heard else ""
