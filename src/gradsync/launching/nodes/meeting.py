@@ -142,9 +142,10 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
         InvalidArgument: the launchers were told different things.
         RankFailed: a launcher died meanwhile.
     """
+    named = None if options.node_address is None else _check_own(options.node_address)
     client = _join(options, address, notices, is_again=offer.restart > 0)
     try:
-        own = _own_record(options, client, offer, ports)
+        own = _own_record(options, named or client.own_host, offer, ports)
         client.set(f"node/{own.node}", json.dumps(asdict(own)).encode())
         told = [client.get(f"node/{node}", timeout_seconds=_TELLING_SECONDS) for node in range(options.nnodes)]
         nodes = tuple(NodeRecord(**json.loads(text)) for text in told)
@@ -160,21 +161,24 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
     return Meeting(client, own, nodes)
 
 
-def _own_record(options: NodeOptions, client: RendezvousClient, offer: Offer, ports: StartPorts | None) -> NodeRecord:
-    address = options.node_address or client.own_host
+def _check_own(node_address: str) -> str:
+    """Returns the address that the user names, in figures: looked at before it joins, and others count on it."""
     try:
-        address = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[assignment]
+        address = str(socket.getaddrinfo(node_address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise InvalidArgument(f"--node-address {address!r} is not known on this machine: {error}") from None
-    interface = interface_of(address)
-    if interface is None and options.node_address is not None:
-        raise InvalidArgument(f"--node-address {options.node_address!r} is no address of this machine; see: ip address")
+        raise InvalidArgument(f"--node-address {node_address!r} is not known on this machine: {error}") from None
+    if interface_of(address) is None:
+        raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
+    return address
+
+
+def _own_record(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | None) -> NodeRecord:
     return NodeRecord(
         options.node_rank,
         socket.gethostname(),
         os.getpid(),
         address,
-        interface,
+        interface_of(address),
         offer.n_ranks,
         offer.restart,
         offer.max_restarts,
