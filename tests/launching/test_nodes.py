@@ -143,6 +143,25 @@ def test_a_signal_to_one_launcher_ends_all(nodes, victim, number):
         assert re.search(rf"gradsync: node {victim} \(\S+ 127.0.0.1\) was stopped by {number.name}$", err), err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_others_are_awaited_leaves_nothing(nodes, tmp_path, monkeypatch, number):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    run = nodes()
+    run.start(0, "none", options=("--max-restarts", 1))
+    host, port = run.rendezvous.split(":")
+    while True:
+        with socket.socket() as stream:
+            if not stream.connect_ex((host, int(port))):
+                break
+        time.sleep(0.01)
+    assert list(folder.iterdir())
+    run.processes[0].send_signal(number)
+    assert run.end(0)[0] == 128 + number
+    assert list(folder.iterdir()) == []
+
+
 def test_a_signal_to_a_launcher_whose_ranks_are_done(nodes):
     run = nodes()
     run.start(0, "none")
