@@ -110,6 +110,29 @@ def test_a_failure_is_told_by_all_in_the_same_words(nodes, culprit):
         assert report.endswith("ValueError: boom\n")
 
 
+def test_a_terminal_that_stands_still_keeps_no_failure_from_the_others(nodes, tmp_path):
+    run = nodes()
+    run.script = command.write_script(
+        tmp_path,
+        """
+        import os, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        if os.environ["RANK"] == "0":
+            signal.sigwait([signal.SIGTERM])
+            print("stopped", flush=True)
+            os._exit(1)
+        print("x" * 80_000, flush=True)
+        raise ValueError("boom")
+        """,
+    )
+    run.start_all()
+    # The rank of node 0 is stopped while nobody reads what node 1 shows.
+    assert "stopped" in run.processes[0].stdout.readline()
+    code, err = run.end(1)
+    assert (code, err.endswith("ValueError: boom\n")) == (1, True)
+    assert run.end(0)[0] == 1
+
+
 def test_the_exit_code_is_that_of_the_failing_rank(nodes):
     run = nodes()
     run.start_all("exit@1", ranks=(2, 2))
