@@ -59,6 +59,15 @@ def test_a_deadline_of_the_host_in_a_barrier_is_its_own() -> None:
     assert bench.take(1) == []
 
 
+def test_a_group_of_ranks_that_do_not_exist_is_not_forgotten() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    bench.send(0, FrameType.FORGET, "group", [0, 7])
+    bench.send(0, FrameType.BYE)  # what it still had to do with is looked at
+    counter = bench.send(1, FrameType.ADD, "count", 1)
+    assert bench.take(1) == [(FrameType.REPLY, counter, 1)]
+
+
 def test_rank_that_gave_up_may_join_again() -> None:
     bench = Bench(2)
     bench.join(0, 0, timeout_ms=60_000)

@@ -96,7 +96,9 @@ class Generation:
             self.absences.hear_waiting(self._claim(request, message), request.now)
         elif message.type is FrameType.FORGET:
             scope, ranks = message.fields
-            self._forgetting.hear(request.rank, scope, self._members(ranks))
+            members = self._members(ranks)
+            if self._are_members(members):  # there is no answer that could refuse it
+                self._forgetting.hear(request.rank, scope, members)
         else:
             inquiry, positions, text = message.fields
             self.absences.hear_status(request.rank, inquiry, positions, text, request.now)
