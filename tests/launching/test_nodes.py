@@ -110,6 +110,29 @@ def test_a_failure_is_told_by_all_in_the_same_words(nodes, culprit):
         assert report.endswith("ValueError: boom\n")
 
 
+def test_a_terminal_that_stands_still_keeps_no_failure_from_the_others(nodes, tmp_path):
+    run = nodes()
+    run.script = command.write_script(
+        tmp_path,
+        """
+        import os, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        if os.environ["RANK"] == "0":
+            signal.sigwait([signal.SIGTERM])
+            print("stopped", flush=True)
+            os._exit(1)
+        print("x" * 80_000, flush=True)
+        raise ValueError("boom")
+        """,
+    )
+    run.start_all()
+    # The rank of node 0 is stopped while nobody reads what node 1 shows.
+    assert "stopped" in run.processes[0].stdout.readline()
+    code, err = run.end(1)
+    assert (code, err.endswith("ValueError: boom\n")) == (1, True)
+    assert run.end(0)[0] == 1
+
+
 def test_the_exit_code_is_that_of_the_failing_rank(nodes):
     run = nodes()
     run.start_all("exit@1", ranks=(2, 2))
@@ -141,6 +164,25 @@ def test_a_signal_to_one_launcher_ends_all(nodes, victim, number):
     assert [code for code, _ in ends] == [128 + number] * 2
     for _, err in ends:
         assert re.search(rf"gradsync: node {victim} \(\S+ 127.0.0.1\) was stopped by {number.name}$", err), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_others_are_awaited_leaves_nothing(nodes, tmp_path, monkeypatch, number):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    run = nodes()
+    run.start(0, "none", options=("--max-restarts", 1))
+    host, port = run.rendezvous.split(":")
+    while True:
+        with socket.socket() as stream:
+            if not stream.connect_ex((host, int(port))):
+                break
+        time.sleep(0.01)
+    assert list(folder.iterdir())
+    run.processes[0].send_signal(number)
+    assert run.end(0)[0] == 128 + number
+    assert list(folder.iterdir()) == []
 
 
 def test_a_signal_to_a_launcher_whose_ranks_are_done(nodes):
@@ -217,6 +259,19 @@ def test_who_does_not_come_is_named(nodes):
     assert re.search(r"gradsync: node 1 of 3 waits for others at \S+: missing: node 2 \(not joined\)", told[1][1])
 
 
+def test_who_does_not_come_is_named_before_node_0_gives_up(nodes):
+    """Node 1 waits for longer, and hears nobody when its time is over."""
+    run = nodes(3)
+    for node, seconds in enumerate((2, 4)):
+        run.start(node, "none", options=("--join-timeout", seconds))
+    assert run.end(0)[0] == 1
+    code, err = run.end(1)
+    assert code == 1
+    assert f"waits for others at {run.rendezvous}: missing: node 2 (not joined)" in err
+    last = "missing: node 0 (no answer: Connection refused); before that, missing: node 2 (not joined)"
+    assert err.splitlines()[-1].endswith(last)
+
+
 def test_node_0_that_does_not_come_is_named(nodes):
     run = nodes()
     run.start(1, "none", options=("--join-timeout", 0.5))
@@ -268,11 +323,15 @@ def test_node_0_elsewhere_is_refused(tmp_path):
 
 
 def test_an_address_of_another_machine_is_refused(nodes):
-    run = nodes()
-    run.start(0, "none", options=("--join-timeout", 3))
+    run = nodes(3)
+    for node in (0, 2):
+        run.start(node, "none", options=("--join-timeout", 4))
     run.start(1, "none", options=("--node-address", "192.0.2.77"))
     code, err = run.end(1)
     assert (code, "--node-address '192.0.2.77' is no address of this machine" in err) == (2, True)
+    for node in (0, 2):  # it did not join: they wait for it as for any other, and it may come yet
+        code, err = run.end(node)
+        assert (code, "within 4 s (--join-timeout): missing: node 1 (not joined)" in err) == (1, True), err
 
 
 def test_different_restarts_are_refused(nodes):
@@ -282,6 +341,16 @@ def test_different_restarts_are_refused(nodes):
     ends = run.end_all()
     assert [code for code, _ in ends] == [2, 2]
     assert all("all machines need the same --max-restarts, node 0 has 1, node 1 (" in err for _, err in ends)
+
+
+@pytest.mark.parametrize("options", [(), ("--max-restarts", 1)])
+def test_launchers_may_share_a_log_directory(nodes, tmp_path, options):
+    run = nodes()
+    run.start_all("none", options=("--log-dir", tmp_path / "logs", *options))
+    assert [code for code, _ in run.end_all()] == [0, 0]
+    folder = tmp_path / "logs" / ("attempt-0" if options else "")
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert all((folder / f"rank-{rank}.log").read_text().startswith("id ") for rank in range(2))
 
 
 def test_a_launcher_that_cannot_start_its_ranks_says_why(nodes, tmp_path):

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import InvalidArgument
+from gradsync.launching.output.log import prepare_log_directory
 from gradsync.launching.output.pump import OutputPump
 from gradsync.launching.output.screen import wants_colour
 from gradsync.launching.signal_inbox import own_descriptors
@@ -562,6 +563,21 @@ def test_what_is_no_log_stays_in_the_log_directory(tmp_path):
     assert all((tmp_path / name).read_text() == "mine" for name in kept)
     assert (tmp_path / "rank-3.log").is_symlink()
     assert (tmp_path / "attempt-3").is_symlink()
+
+
+@pytest.mark.parametrize("attempt", [None, 0])
+def test_launchers_that_share_a_log_directory_leave_each_other_s_logs(tmp_path, attempt):
+    places = [tmp_path] if attempt is None else [tmp_path / "attempt-0", tmp_path / "attempt-1"]
+    for place in places:
+        place.mkdir(exist_ok=True)
+        for rank in range(4):
+            (place / f"rank-{rank}.log").touch()
+    elsewhere = {0, 2}
+    assert prepare_log_directory(tmp_path, attempt, elsewhere) == places[0]  # rank 3: of a larger run before
+    assert all(sorted(p.name for p in place.iterdir()) == ["rank-0.log", "rank-2.log"] for place in places)
+    prepare_log_directory(tmp_path, attempt, {1, 3})
+    assert [place.exists() for place in places] == [True, False][: len(places)]
+    assert not list(places[0].iterdir())
 
 
 def test_log_directory_that_cannot_be_cleared_is_refused(tmp_path, monkeypatch):

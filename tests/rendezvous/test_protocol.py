@@ -33,6 +33,41 @@ def test_join_deadline_names_the_rank_that_never_came_to_all() -> None:
     assert bench.core.next_deadline() is None
 
 
+def test_when_the_host_waits_no_longer_all_hear_who_is_missing() -> None:
+    bench = Bench(4, host=0)
+    host = bench.join(0, 0, timeout_ms=1000)
+    others = [bench.join(rank, rank, timeout_ms=timeout_ms) for rank, timeout_ms in ((1, 60_000), (2, 500))]
+    bench.wait(0.6)
+    assert bench.closed == [2]  # another one that gives up is no reason for anybody else to
+    bench.wait(0.5)
+    where = "rank 3 (not joined)"
+    assert bench.take(0)[1:] == [(FrameType.TIMED_OUT, host, (3,), where)]
+    assert bench.take(1)[1:] == [(FrameType.TIMED_OUT, others[0], (3,), where)]
+    assert bench.closed == [2, 0, 1]
+    for connection in range(3):
+        bench.lose(connection)
+    bench.join_all(20)
+    assert bench.core.next_deadline() is None
+
+
+def test_a_deadline_of_the_host_in_a_barrier_is_its_own() -> None:
+    bench = Bench(3, host=0)
+    bench.join_all()
+    waits = [bench.send(rank, FrameType.BARRIER, "b", None, 1000 * (1 + rank)) for rank in range(2)]
+    bench.wait(1.5)
+    assert bench.take(0) == [(FrameType.TIMED_OUT, waits[0], (2,), "rank 2 (in 'running')")]
+    assert bench.take(1) == []
+
+
+def test_a_group_of_ranks_that_do_not_exist_is_not_forgotten() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    bench.send(0, FrameType.FORGET, "group", [0, 7])
+    bench.send(0, FrameType.BYE)  # what it still had to do with is looked at
+    counter = bench.send(1, FrameType.ADD, "count", 1)
+    assert bench.take(1) == [(FrameType.REPLY, counter, 1)]
+
+
 def test_rank_that_gave_up_may_join_again() -> None:
     bench = Bench(2)
     bench.join(0, 0, timeout_ms=60_000)

@@ -110,6 +110,11 @@ class Job:
         if self.start_method not in START_METHODS:
             raise InvalidArgument(f"the start method needs to be one of {START_METHODS}, got {self.start_method!r}")
 
+    @property
+    def ranks(self) -> range:
+        """The ranks on this machine."""
+        return range(self.rank_start, self.rank_start + self.n_ranks)
+
     def _check_numbers(self) -> None:
         check_integer(_WHO, "the number of processes", self.n_ranks, 1)
         check_integer(_WHO, "rank_start", self.rank_start, 0)

@@ -83,9 +83,12 @@ def run_command(options: RunOptions) -> int:
     stdin_rank = _stdin_rank(options.stdin_rank, n_ranks if nodes is None else None)
     log_dir = None if options.log_dir is None else Path(options.log_dir)
 
-    def make_output(restart: int) -> OutputPump:
+    def make_output(started: Job, restart: int) -> OutputPump:
         attempt = restart if options.max_restarts else None
-        return OutputPump(sys.stdout, sys.stderr, prefix=prefix, log_dir=log_dir, attempt=attempt)
+        elsewhere = set(range(started.world_size)).difference(started.ranks)
+        return OutputPump(
+            sys.stdout, sys.stderr, prefix=prefix, log_dir=log_dir, attempt=attempt, ranks_elsewhere=elsewhere
+        )
 
     def tell_restart(outcome: Outcome, restarts: int) -> None:
         notices.tell(failure_text(outcome).rstrip("\n"), wait_seconds=_REPORT_SECONDS)

@@ -31,8 +31,8 @@ _LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, 
 _LOOK_FOR_SIGNALS_SECONDS = 0.2
 _RANKS_BEFORE_SERVER = 8  # whose start hides that of the server
 
-#: Makes what shows the output of one start of the ranks; given how often they have been started again.
-MakeOutput = Callable[[int], "OutputPump"]
+#: Makes what shows the output of one start of the ranks; given the job, and how often they have been started again.
+MakeOutput = Callable[[Job, int], "OutputPump"]
 
 
 def supervise(
@@ -124,7 +124,7 @@ class Supervisor:
         environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
         watch = Watch(self._signals, job.grace_seconds, self._notices, self._on_news, self._on_stopping)
         self._watch = self._stack.enter_context(watch)
-        self._output = None if self._make_output is None else self._make_output(restart)
+        self._output = None if self._make_output is None else self._make_output(job, restart)
         # Threads first would be copied into forked ranks.
         ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
         self.ranks = []

@@ -42,8 +42,8 @@ class Watch:
         grace_seconds: between SIGTERM and SIGKILL.
         notices: where a Ctrl-C is answered with a line.
         on_news: called with a rank when it, or its guard, has told something.
-        on_stopping: called when the ranks are first told to stop, with whether all that is known is that they suffer
-            from a rank which is not among them.
+        on_stopping: called when the ranks are first told to stop, or the last one has failed, with whether all that
+            is known is that they suffer from a rank which is not among them.
 
     Attributes:
         signal_number: the signal that ends the job, once one has come.
@@ -120,6 +120,8 @@ class Watch:
             self._take_due_step()
         for rank in self._running.values():
             self._note_failure(rank)
+        if self._failures and not self._told_to_stop and self._on_stopping is not None:  # there was none left to stop
+            self._on_stopping(self._only_suffers())
         return Outcome(tuple(self._outcome_of(rank) for rank in self._ranks), self.signal_number)
 
     def _take_event(self, rank: RankProcess, descriptor: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from typing import Any
 
 from gradsync.errors import AuthenticationError, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
@@ -73,9 +74,23 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
 
 def _connect(address: str, deadline: float) -> socket.socket:
     """Returns a connected socket, or raises OSError."""
-    timeout_seconds = max(deadline - time.monotonic(), 0.001)
-    stream = socket.create_connection(parse_address(address), timeout=timeout_seconds)
+    host, port = parse_address(address)
+    targets = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    while True:
+        # An address that swallows what is sent to it leaves the others of that name their share of the time.
+        timeout_seconds = max((deadline - time.monotonic()) / len(targets), 0.001)
+        family, kind, protocol, _, target = targets.pop(0)
+        try:
+            return _connect_to(socket.socket(family, kind, protocol), target, timeout_seconds)
+        except OSError:
+            if not targets:
+                raise
+
+
+def _connect_to(stream: socket.socket, target: Any, timeout_seconds: float) -> socket.socket:
     try:
+        stream.settimeout(timeout_seconds)
+        stream.connect(target)
         # Dialling a free port of the ephemeral range can connect a socket to itself; that is no server.
         if stream.getsockname() == stream.getpeername():
             raise ConnectionRefusedError("Connection refused (the socket met itself)")

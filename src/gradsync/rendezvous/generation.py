@@ -25,13 +25,16 @@ class Generation:
         world_size: how many ranks it needs.
         waits: the server's table of open waits.
         called: what messages call a member.
+        host: the rank that hosts the server, where it ends the server when not all join in its time.
     """
 
-    def __init__(self, world_size: int, waits: WaitTable, called: str = "rank") -> None:
+    def __init__(self, world_size: int, waits: WaitTable, called: str = "rank", host: int | None = None) -> None:
         self.roster = Roster(world_size, called)
         self.number: int | None = None  # counted once formed
         self.failure: Failure | None = None
         self._world_size = world_size
+        self._waits = waits
+        self._host = host
         self._keys = Keys(self.roster, waits)
         self._barriers = Barriers(self.roster, waits)
         self._ids = GroupIds(self.roster, waits)
@@ -42,6 +45,19 @@ class Generation:
     def withdraw(self, wait: Wait) -> None:
         """Takes a join back (this is the place where a joining rank waits)."""
         self.roster.give_up(wait.request.rank)
+
+    def end_with(self, wait: Wait) -> list[Wait]:
+        """Withdraws a wait whose deadline has come; returns it, and those that end with it.
+
+        When the host joins no longer, nobody does: the others hear who is missing before the server is gone.
+        """
+        ended = [wait]
+        if wait.place is self and wait.request.rank == self._host:
+            for _, member in self.roster.present():
+                ended += self._waits.close_all(member.connection)
+        for each in ended:
+            each.place.withdraw(each)
+        return ended
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Returns the ranks that hold up the forming of this generation."""
@@ -80,7 +96,9 @@ class Generation:
             self.absences.hear_waiting(self._claim(request, message), request.now)
         elif message.type is FrameType.FORGET:
             scope, ranks = message.fields
-            self._forgetting.hear(request.rank, scope, self._members(ranks))
+            members = self._members(ranks)
+            if self._are_members(members):  # there is no answer that could refuse it
+                self._forgetting.hear(request.rank, scope, members)
         else:
             inquiry, positions, text = message.fields
             self.absences.hear_status(request.rank, inquiry, positions, text, request.now)

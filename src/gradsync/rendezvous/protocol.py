@@ -31,6 +31,7 @@ class RendezvousCore:
         pid: the server's own.
         earlier_generations: how many an earlier server of this run has formed.
         called: what messages call a member.
+        host: the rank that hosts the server; when it waits no longer for others to join, nobody does.
 
     Attributes:
         formed_count: number of the generation that was formed last.
@@ -44,8 +45,10 @@ class RendezvousCore:
         pid: int = 0,
         earlier_generations: int = 0,
         called: str = "rank",
+        host: int | None = None,
     ) -> None:
         self._world_size = world_size
+        self._host = host
         self._called = called
         self._machine = machine
         self._pid = pid
@@ -137,7 +140,7 @@ class RendezvousCore:
                 refusal = f"{who} has joined already and is alive (in {member.phase!r}); each {self._called} joins once"
                 return [request.refuse(refusal, REFUSED), Close(connection)]
         else:
-            generation = Generation(self._world_size, self._waits, self._called)
+            generation = Generation(self._world_size, self._waits, self._called, self._host)
             self._generations.append(generation)
         if generation.failure is not None:
             return [request.fail(generation.failure), Close(connection)]
@@ -234,10 +237,7 @@ class RendezvousCore:
         return sends
 
     def _advance_absences(self, now: float) -> list[Action]:
-        """Goes on with what ranks say that wait for others.
-
-        With the clock only, after all that has come in: a server that is late must not overlook the answers.
-        """
+        """Goes on with what ranks say that wait; with the clock only, so that a late server overlooks no answer."""
         due_at = self._generations[0].next_deadline() if self._generations else None
         if due_at is None or now < due_at:
             return []
@@ -257,12 +257,12 @@ class RendezvousCore:
         while (wait := self._waits.pop_due(now)) is not None:
             generation, _ = self._seats[wait.request.connection]
             missing = wait.place.missing_ranks()
-            wait.place.withdraw(wait)
-            actions.append(wait.request.time_out(missing, generation.roster.whereabouts(missing)))
-            if wait.place is generation:
-                del self._seats[wait.request.connection]
-                self._silences.end(wait.request.connection)
-                actions.append(Close(wait.request.connection))
+            where = generation.roster.whereabouts(missing)
+            for ended in generation.end_with(wait):
+                actions.append(ended.request.time_out(missing, where))
+                if ended.place is generation:
+                    self._unseat(ended.request.connection)
+                    actions.append(Close(ended.request.connection))
         return actions
 
     def _advance_generations(self, now: float) -> list[Action]:

@@ -37,6 +37,7 @@ class RendezvousServer:
         run_id: names the run in messages and binds its sessions; random by default, at most 64 bytes.
         earlier_generations: how many an earlier server of the same run has formed; its own count goes on from there.
         called: what messages call a member; those of the launchers' own rendezvous are nodes.
+        host_rank: the member that hosts the server, and ends it when not all join in its time.
 
     Attributes:
         address: where clients connect, e.g. "127.0.0.1:43211" or "[::1]:4000".
@@ -58,6 +59,7 @@ class RendezvousServer:
         run_id: str | None = None,
         earlier_generations: int = 0,
         called: str = "rank",
+        host_rank: int | None = None,
     ) -> None:
         if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
             raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
@@ -73,6 +75,7 @@ class RendezvousServer:
             pid=os.getpid(),
             earlier_generations=earlier_generations,
             called=called,
+            host=host_rank,
         )
         self._loop = EventLoop(
             listener,

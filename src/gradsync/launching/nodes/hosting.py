@@ -34,7 +34,9 @@ def hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServer
     host, port = parse_address(options.rendezvous)
     bound_host = options.node_address or _resolve(host, port, notices)
     with _listening(options, bound_host, port) as listener:
-        server = RendezvousServer(options.nnodes, secret=options.secret, listener=listener, called="node")
+        server = RendezvousServer(
+            options.nnodes, secret=options.secret, listener=listener, called="node", host_rank=options.node_rank
+        )
         server.start()
         try:
             yield server

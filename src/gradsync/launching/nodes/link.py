@@ -85,7 +85,7 @@ class NodeLink:
         self._is_over = True
 
     def tell_stopping(self, only_suffers: bool) -> None:
-        """Tells the others that the ranks here are told to stop; returns at once.
+        """Tells the others that the ranks here fail, and end; returns at once.
 
         Args:
             only_suffers: whether that is because of a rank on another machine, as far as is known.

@@ -25,7 +25,6 @@ from gradsync.rendezvous.client_connection import StreamEnded
 
 _NOTICE_SECONDS = 5.0
 _AGAIN_SECONDS = 0.5
-_NODE_0_SILENT = "missing: node 0 (no answer"
 _TELLING_SECONDS = 30.0  # to hear what a launcher brings that has joined
 _RANKS_SECRET = b"gradsync: the secret of the ranks of one start\0"
 
@@ -143,9 +142,10 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
         InvalidArgument: the launchers were told different things.
         RankFailed: a launcher died meanwhile.
     """
+    named = None if options.node_address is None else _check_own(options.node_address)
     client = _join(options, address, notices, is_again=offer.restart > 0)
     try:
-        own = _own_record(options, client, offer, ports)
+        own = _own_record(options, named or client.own_host, offer, ports)
         client.set(f"node/{own.node}", json.dumps(asdict(own)).encode())
         told = [client.get(f"node/{node}", timeout_seconds=_TELLING_SECONDS) for node in range(options.nnodes)]
         nodes = tuple(NodeRecord(**json.loads(text)) for text in told)
@@ -161,21 +161,24 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
     return Meeting(client, own, nodes)
 
 
-def _own_record(options: NodeOptions, client: RendezvousClient, offer: Offer, ports: StartPorts | None) -> NodeRecord:
-    address = options.node_address or client.own_host
+def _check_own(node_address: str) -> str:
+    """Returns the address that the user names, in figures: looked at before it joins, and others count on it."""
     try:
-        address = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[assignment]
+        address = str(socket.getaddrinfo(node_address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise InvalidArgument(f"--node-address {address!r} is not known on this machine: {error}") from None
-    interface = interface_of(address)
-    if interface is None and options.node_address is not None:
-        raise InvalidArgument(f"--node-address {options.node_address!r} is no address of this machine; see: ip address")
+        raise InvalidArgument(f"--node-address {node_address!r} is not known on this machine: {error}") from None
+    if interface_of(address) is None:
+        raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
+    return address
+
+
+def _own_record(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | None) -> NodeRecord:
     return NodeRecord(
         options.node_rank,
         socket.gethostname(),
         os.getpid(),
         address,
-        interface,
+        interface_of(address),
         offer.n_ranks,
         offer.restart,
         offer.max_restarts,
@@ -196,7 +199,7 @@ def _check_alike(nodes: tuple[NodeRecord, ...]) -> None:
 def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: bool) -> RendezvousClient:
     """Joins, and tells every few seconds who is missing; node 0's server tells it there."""
     deadline = time.monotonic() + options.join_timeout_seconds
-    told, told_at = "", 0.0  # who is missing, by node 0's server
+    heard = ""  # who is missing, as node 0 told it last: it may end its waiting first
     while True:
         left_seconds = max(deadline - time.monotonic(), 0.0)
         try:
@@ -211,20 +214,17 @@ def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: boo
         except AuthenticationError as error:
             raise AuthenticationError(f"{error}; --secret-file needs to hold the same on every machine") from None
         except RendezvousTimeout as error:
-            reason = _reason(error)
-            if not reason.startswith(_NODE_0_SILENT):
-                told, told_at = reason, time.monotonic()
+            reason = _reason(error, heard)
+            heard = reason if error.missing_ranks else heard
         except RankFailed as error:
             reason = f"one left while others joined ({error})"
             time.sleep(_AGAIN_SECONDS)
         except RendezvousError as error:
             if not is_again and not isinstance(error.__cause__, StreamEnded):
                 raise RendezvousError(f"{error} (--nnodes, --node-rank, --rendezvous)") from None
-            reason = str(error)
+            reason = f"{error}{_once_heard(heard)}"
             time.sleep(_AGAIN_SECONDS)
         if time.monotonic() + _AGAIN_SECONDS >= deadline:
-            if told and time.monotonic() < told_at + _NOTICE_SECONDS + 2 * _AGAIN_SECONDS:
-                reason = told  # node 0 may have given up a moment before, for the same reason
             raise RendezvousTimeout(
                 f"{options.name}: not all nodes met at {options.rendezvous} within "
                 f"{options.join_timeout_seconds:g} s (--join-timeout): {reason}"
@@ -232,12 +232,15 @@ def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: boo
         notices.tell(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
 
 
-def _reason(error: RendezvousTimeout) -> str:
-    """Returns who is missing, or why node 0 cannot be reached."""
+def _reason(error: RendezvousTimeout, heard: str) -> str:
+    """Returns who is missing, or why node 0 cannot be reached, and who was missing when it could."""
     _, _, missing = str(error).partition("missing: ")
     _, _, cause = str(error).partition("last cause: ")
     if missing:
         return f"missing: {missing}"
-    cause = cause or str(error)
-    cause = cause.removeprefix("no answer").lstrip()  # which is said already
-    return f"{_NODE_0_SILENT} {cause})" if cause.startswith("to ") else f"{_NODE_0_SILENT}: {cause})"
+    cause = (cause or str(error)).removeprefix("no answer").lstrip()  # which is said already
+    return f"missing: node 0 (no answer{' ' if cause.startswith('to ') else ': '}{cause}){_once_heard(heard)}"
+
+
+def _once_heard(heard: str) -> str:
+    return f"; before that, {heard}" if heard else ""

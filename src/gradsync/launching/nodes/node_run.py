@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import NamedTuple
 
 from gradsync.errors import InvalidArgument, RankFailed
@@ -42,8 +45,30 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
         InvalidArgument: the options do not fit this machine, or those of the others.
         AuthenticationError, RendezvousError, RendezvousTimeout: the launchers do not meet.
     """
-    with hosting(options, notices) as server:
+    with _ended_by_signals(), hosting(options, notices) as server:
         return _NodeRun(options, job, make_output, notices, server).run()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets signals end this launcher in good order also while no ranks run, and it waits for the others.
+
+    Otherwise they would end it where it stands, and what it has made, such as the state directory, would stay.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored, or somebody else's
+                previous[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class _End(NamedTuple):
@@ -142,8 +167,7 @@ class _NodeRun:
 
     def _tell_place(self, meeting: Meeting, job: Job) -> None:
         own = meeting.own
-        last = job.rank_start + job.n_ranks - 1
-        ranks = f"rank {last}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {last}"
+        ranks = f"rank {job.rank_start}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {job.ranks[-1]}"
         self._notices.tell(
             f"gradsync: node {own.node} of {len(meeting.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
             f"{own.address} ({own.interface or 'no interface known'}); rendezvous at {self._options.rendezvous}"

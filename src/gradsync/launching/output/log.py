@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import BinaryIO
 
 from gradsync.errors import InvalidArgument
 
-_LOG_NAME = re.compile(r"rank-\d+\.log", re.ASCII)
+_LOG_NAME = re.compile(r"rank-(\d+)\.log", re.ASCII)
 _ATTEMPT_NAME = re.compile(r"attempt-\d+", re.ASCII)
 
 
@@ -48,7 +50,7 @@ class RankLog:
             self._file = None
 
 
-def prepare_log_directory(log_dir: Path, attempt: int | None) -> Path:
+def prepare_log_directory(log_dir: Path, attempt: int | None, ranks_elsewhere: Container[int] = ()) -> Path:
     """Makes the directory for the logs of a run, without those of an earlier one.
 
     What goes are files `rank-N.log`, and directories `attempt-N` that hold nothing but such files. All else is somebody
@@ -58,6 +60,8 @@ def prepare_log_directory(log_dir: Path, attempt: int | None) -> Path:
         log_dir: as the user named it.
         attempt: for runs that may be restarted: which one this is; each has a directory of its own, and the
             first one removes those of an earlier run.
+        ranks_elsewhere: those that other launchers start, which may share the directory: their logs are theirs to
+            remove, and may have been begun.
 
     Returns:
         The directory.
@@ -66,7 +70,7 @@ def prepare_log_directory(log_dir: Path, attempt: int | None) -> Path:
         InvalidArgument: it cannot be made, cleared, or written to.
     """
     if not attempt and log_dir.is_dir():
-        _clear(log_dir)
+        _clear(log_dir, attempt, ranks_elsewhere)
     directory = log_dir if attempt is None else log_dir / f"attempt-{attempt}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -77,14 +81,14 @@ def prepare_log_directory(log_dir: Path, attempt: int | None) -> Path:
     return directory
 
 
-def _clear(log_dir: Path) -> None:
+def _clear(log_dir: Path, attempt: int | None, ranks_elsewhere: Container[int]) -> None:
     """Removes what an earlier run has written."""
+    own = None if attempt is None else f"attempt-{attempt}"
     try:
+        _remove_logs(log_dir, ranks_elsewhere)
         for path in list(log_dir.iterdir()):
-            if _is_log(path):
-                path.unlink(missing_ok=True)
-            elif _ATTEMPT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                _remove_attempt(path)
+            if _ATTEMPT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                _remove_attempt(path, ranks_elsewhere, is_own=path.name == own)
     except OSError as error:
         raise InvalidArgument(
             f"log directory {str(log_dir)!r} cannot be cleared of an earlier run's logs: {error.strerror}; "
@@ -92,13 +96,21 @@ def _clear(log_dir: Path) -> None:
         ) from None
 
 
-def _remove_attempt(directory: Path) -> None:
-    logs = list(directory.iterdir())
-    if not all(map(_is_log, logs)):
-        return
-    for log in logs:
-        log.unlink(missing_ok=True)
-    directory.rmdir()
+def _remove_attempt(directory: Path, ranks_elsewhere: Container[int], *, is_own: bool) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another launcher was faster
+        if not all(map(_is_log, directory.iterdir())):
+            return
+        _remove_logs(directory, ranks_elsewhere)
+        if not is_own:  # another launcher may have made it just now
+            with contextlib.suppress(OSError):  # logs of another launcher are left in it
+                directory.rmdir()
+
+
+def _remove_logs(directory: Path, ranks_elsewhere: Container[int]) -> None:
+    for path in list(directory.iterdir()):
+        name = _LOG_NAME.fullmatch(path.name)
+        if name is not None and int(name[1]) not in ranks_elsewhere and _is_log(path):
+            path.unlink(missing_ok=True)
 
 
 def _is_log(path: Path) -> bool:

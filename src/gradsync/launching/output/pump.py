@@ -12,6 +12,7 @@ import os
 import selectors
 import threading
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import TextIO
 
@@ -36,10 +37,9 @@ class OutputPump:
         stderr: the same for stderr.
         prefix: whether each line begins with its rank; without, bytes pass as they are, in whole lines.
         colour: whether the prefix is coloured; None: on terminals, unless NO_COLOR or FORCE_COLOR decides.
-        log_dir: where to keep a log file `rank-N.log` for each rank; made when it is missing, and cleared of what an
-            earlier run has written there.
+        log_dir: where to keep a log file `rank-N.log` for each rank, see `prepare_log_directory`.
         tail_lines: how many last lines of each rank to keep for `tail`.
-        attempt: when given, logs go to a directory `attempt-N` of their own in log_dir; it is cleared before 0 only.
+        attempt, ranks_elsewhere: see `prepare_log_directory`.
 
     Raises:
         InvalidArgument: log_dir cannot be made or written to.
@@ -55,8 +55,9 @@ class OutputPump:
         log_dir: Path | None = None,
         tail_lines: int = 20,
         attempt: int | None = None,
+        ranks_elsewhere: Container[int] = (),
     ) -> None:
-        self._log_dir = None if log_dir is None else prepare_log_directory(log_dir, attempt)
+        self._log_dir = None if log_dir is None else prepare_log_directory(log_dir, attempt, ranks_elsewhere)
         self._stdout, self._stderr = screens_for(stdout, stderr, colour)
         self._has_prefix = prefix
         self._tail_lines = tail_lines
