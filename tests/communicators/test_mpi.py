@@ -76,6 +76,25 @@ def test_a_rank_that_closes_is_named(mpich: Mpi, tmp_path: Path) -> None:
     assert seconds_of(0, told) < 5.0
 
 
+def test_what_ctrl_c_cuts_off_beside_a_wait_is_kept(mpich: Mpi, tmp_path: Path) -> None:
+    told = play(mpich, tmp_path, "is_interrupted_while_it_reduces", fails=True)
+    assert "KeyboardInterrupt, to be ended by MPI_Abort: True" in told
+
+
+def test_a_rank_that_is_late_for_a_group_is_not_waited_for(mpich: Mpi, tmp_path: Path) -> None:
+    told = play(mpich, tmp_path, "one_is_late_for_a_group", "1", fails=True)
+    assert "CollectiveTimeout, to be ended by MPI_Abort: True" in told
+    assert "BAD TERMINATION" not in told  # by SIGSEGV, in MPI_Finalize
+
+
+def test_a_child_of_a_fork_that_fails_ends_alone(mpich: Mpi, tmp_path: Path) -> None:
+    assert play(mpich, tmp_path, "a_child_of_a_fork_fails").count("went on") == 2
+
+
+def test_a_child_of_a_fork_that_fails_ends_alone_on_open_mpi(open_mpi: Mpi, tmp_path: Path) -> None:
+    assert play(open_mpi, tmp_path, "a_child_of_a_fork_fails").count("went on") == 2
+
+
 def test_an_abort_reaches_the_others(mpich: Mpi, tmp_path: Path) -> None:
     told = play(mpich, tmp_path, "aborts", fails=True)
     assert re.search(r"RankFailed: rank 0/2: rank 1/2 .*: I have seen enough", told)

@@ -6,11 +6,13 @@ calls at the very end, waits for all ranks: a process that has failed must end t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from gradsync.communicators.mpi.library import loaded_mpi
+from gradsync.communicators.mpi.library import is_mpi_of_parent, loaded_mpi
 
 _EXIT_CODE_INTERRUPTED = 130
 
@@ -31,12 +33,23 @@ def has_job_failed() -> bool:
 
 
 def end_failed_job() -> None:
-    """Ends the whole job by MPI_Abort, where it has failed. For the very end: the traceback has been printed."""
+    """Ends the whole job by MPI_Abort, where it has failed. For the very end: the traceback has been printed.
+
+    A child of a fork that has failed ends alone: MPI_Finalize would wait for the ranks there too.
+    """
+    code = _EXIT_CODE_INTERRUPTED if isinstance(_last_error(), KeyboardInterrupt) else 1
     if has_job_failed():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        code = _EXIT_CODE_INTERRUPTED if isinstance(_last_error(), KeyboardInterrupt) else 1
+        _flush()
         loaded_mpi().COMM_WORLD.Abort(code)
+    elif is_mpi_of_parent() and _last_error() is not None:
+        _flush()
+        os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # None, closed, or a pipe that nobody reads: the end must not fail
+            stream.flush()
 
 
 def _last_error() -> BaseException | None:
