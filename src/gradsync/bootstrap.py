@@ -150,7 +150,8 @@ def _host_for_mpi(interface: str, place: RankEnvironment) -> Host:
 
     from gradsync.rendezvous.server import RendezvousServer
 
-    secret = place.secret or take_secret() or secrets.token_bytes(32)
+    take_secret()  # out of the environment; but none that outlives the run goes over MPI, where it could be read
+    secret = secrets.token_bytes(32)
     server = RendezvousServer(place.world_size, secret=secret, host=interface)
     server.start()
     return Host(_BY_MPI, place.world_size, secret, server, None)

@@ -119,6 +119,14 @@ def test_a_rank_in_a_collective_bars_the_messages_of_others(mpich: Mpi, tmp_path
     assert "nobody told" not in told
 
 
+def test_ranks_meet_over_mpi_whatever_secret_they_have(mpich: Mpi, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("5a" * 1000)
+    more = {"GRADSYNC_SECRET_FILE": str(secret)}
+    assert mpich.run_script(2, tmp_path, SCENES, "generations_follow", more=more).count("went on") == 2
+
+
 @pytest.mark.parametrize(
     "scene", ["threads_use_groups_of_their_own", "groups_come_and_go", "generations_follow", "backends_by_turns"]
 )
