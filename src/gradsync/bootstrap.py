@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 _FREE_PORT = ("127.0.0.1", 0)
 _BY_MPI = "told over MPI"
 
-# What rank 0 has published, by where it hosts: for later generations, when the file is gone.
+# What rank 0 has published, by where it hosts: for later generations, when the file is gone. Of one place at most: where
+# the ranks meet elsewhere, rank 0 stops hosting.
 _met: dict[str, Meeting] = {}
 
 
@@ -103,6 +104,7 @@ def join(
     if over_mpi and address is None and place.address is None:
         return _join_over_mpi(place, deadline, host)
     where = _where(place, address)
+    _forget_met(but=where)
     if host is not None and (host.where, host.world_size) != (where, place.world_size):
         host.close(wait_seconds=0.0)
         host = None
@@ -128,6 +130,7 @@ def _join_over_mpi(place: RankEnvironment, deadline: float, host: Host | None) -
     from gradsync.meeting_file import Meeting
     from gradsync.mpi_meeting import own_host, tell_meeting
 
+    _forget_met(but=_BY_MPI)
     if host is not None and (host.where, host.world_size) != (_BY_MPI, place.world_size):
         host.close(wait_seconds=0.0)
         host = None
@@ -143,6 +146,11 @@ def _join_over_mpi(place: RankEnvironment, deadline: float, host: Host | None) -
         if hosting is not None and hosting is not host:
             hosting.close(wait_seconds=0.0)
         raise
+
+
+def _forget_met(*, but: str) -> None:
+    for where in [where for where in _met if where != but]:
+        del _met[where]
 
 
 def _host_for_mpi(interface: str, place: RankEnvironment) -> Host:

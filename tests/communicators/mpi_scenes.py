@@ -147,6 +147,9 @@ def backends_by_turns(comm: Any) -> None:
     with gs.override_backend("mpi") as over_mpi:
         assert over_mpi.backend == "mpi"
         assert over_mpi.all_reduce(np.ones(3))[0] == world.world_size
+    for backend in ("mpi", "shm"):  # each meets in its own way
+        gs.destroy_process_group()
+        assert gs.init_process_group(backend, timeout_seconds=20).all_reduce(np.ones(3))[0] == comm.world_size
     tell("went on")
 
 
