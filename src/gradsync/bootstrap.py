@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _FREE_PORT = ("127.0.0.1", 0)
 _BY_MPI = "told over MPI"
 
-# What rank 0 has published, by where it hosts: for later generations, when the file is gone. Of one place at most: where
-# the ranks meet elsewhere, rank 0 stops hosting.
+# What rank 0 has published, by where it hosts: for later generations, when the file is gone. Of one place at most:
+# where the ranks meet elsewhere, rank 0 stops hosting.
 _met: dict[str, Meeting] = {}
 
 
