@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 _FREE_PORT = ("127.0.0.1", 0)
 _BY_MPI = "told over MPI"
 
-# What rank 0 has published, by where it hosts: for later generations, when the file is gone.
+# What rank 0 has published, by where it hosts: for later generations, when the file is gone. Of one place at most:
+# where the ranks meet elsewhere, rank 0 stops hosting.
 _met: dict[str, Meeting] = {}
 
 
@@ -103,6 +104,7 @@ def join(
     if over_mpi:
         return _join_over_mpi(place, deadline, host)
     where = _where(place, address)
+    _forget_met(but=where)
     host = _kept(host, where, place)
     secret = place.secret or take_secret()
     hosted_for_us = place.hosted and where == place.address
@@ -126,6 +128,7 @@ def _join_over_mpi(place: RankEnvironment, deadline: float, host: Host | None) -
     from gradsync.meeting_file import Meeting
     from gradsync.mpi_meeting import own_host, tell_meeting
 
+    _forget_met(but=_BY_MPI)
     host = _kept(host, _BY_MPI, place)
     interface = own_host(place, deadline)
     hosting, meeting = host, None
@@ -149,12 +152,19 @@ def _kept(host: Host | None, where: str, place: RankEnvironment) -> Host | None:
     return host
 
 
+def _forget_met(*, but: str) -> None:
+    """Forgets what was published elsewhere: those servers are gone once their ranks meet at another place."""
+    for where in [where for where in _met if where != but]:
+        del _met[where]
+
+
 def _host_for_mpi(interface: str, place: RankEnvironment) -> Host:
     import secrets
 
     from gradsync.rendezvous.server import RendezvousServer
 
-    secret = place.secret or take_secret() or secrets.token_bytes(32)
+    take_secret()  # out of the environment; but none that outlives the run goes over MPI, where it could be read
+    secret = secrets.token_bytes(32)
     server = RendezvousServer(place.world_size, secret=secret, host=interface)
     server.start()
     return Host(_BY_MPI, place.world_size, secret, server, None)

@@ -116,11 +116,13 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
     try:
         while not request.Test():
             if time.monotonic() > deadline:
-                keep_for_ever([request], memory)
                 raise RendezvousTimeout(
                     f"rank {place.rank}/{place.world_size}: not all ranks of the MPI job came to init_process_group "
                     "before the deadline"
                 )
             time.sleep(_LOOK_EVERY_SECONDS)
-    except mpi.Exception as error:
-        raise to_mpi_error(error, f"rank {place.rank}/{place.world_size}") from error
+    except BaseException as error:  # Ctrl-C too: MPI goes on
+        keep_for_ever([request], memory)
+        if isinstance(error, mpi.Exception):
+            raise to_mpi_error(error, f"rank {place.rank}/{place.world_size}") from error
+        raise

@@ -19,7 +19,7 @@ from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.mpi.unfinished import end_job, has_job_failed
+from gradsync.communicators.mpi.unfinished import end_forked_child, end_job, has_job_failed
 from gradsync.communicators.world import (
     get_initial_world,
     get_world,
@@ -276,6 +276,7 @@ def _leave_at_exit() -> None:
             _host.close(wait_seconds=0.0 if job_has_failed else _LEAVING_SECONDS)
         if job_has_failed:
             end_job()
+        end_forked_child()
 
 
 def _forget_after_fork() -> None:

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 import gradsync as gs
+from gradsync.communicators.mpi import joining, reduction
+from gradsync.communicators.mpi.library import loaded_mpi
+from gradsync.communicators.mpi.unfinished import has_job_failed
 
 LAST = 1  # the rank that misbehaves
 
@@ -144,6 +147,53 @@ def backends_by_turns(comm: Any) -> None:
     with gs.override_backend("mpi") as over_mpi:
         assert over_mpi.backend == "mpi"
         assert over_mpi.all_reduce(np.ones(3))[0] == world.world_size
+    for backend in ("mpi", "shm"):  # each meets in its own way
+        gs.destroy_process_group()
+        assert gs.init_process_group(backend, timeout_seconds=20).all_reduce(np.ones(3))[0] == comm.world_size
+    tell("went on")
+
+
+def is_interrupted_while_it_reduces(comm: Any) -> None:
+    """Ctrl-C comes to one rank beside its waits, while the next chunk is on its way."""
+    array, reduce_into = np.ones(4_000_000), reduction.reduce_into
+
+    def interrupted(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        reduce_into(*arguments)
+
+    if comm.rank == LAST:
+        reduction.reduce_into = interrupted
+    try:
+        comm.all_reduce(array)
+    except (KeyboardInterrupt, gs.RankFailed) as error:
+        tell(f"{type(error).__name__}, to be ended by MPI_Abort: {has_job_failed()}")
+
+
+def one_is_late_for_a_group(comm: Any) -> None:
+    """It lets the others in, and does not come itself: their call of MPI cannot be taken back."""
+    call_with_deadline = joining.call_with_deadline
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(4.0)
+        return call_with_deadline(*arguments)
+
+    if comm.rank == LAST:
+        joining.call_with_deadline = late
+    try:
+        comm.new_group(range(comm.world_size))
+    except (gs.CollectiveTimeout, gs.RankFailed) as error:
+        tell(f"{type(error).__name__}, to be ended by MPI_Abort: {has_job_failed()}")
+
+
+def a_child_of_a_fork_fails(comm: Any) -> None:
+    """It ends alone."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        assert loaded_mpi() is None
+        raise ValueError("in the child")
+    assert os.waitpid(child, 0)[1] == 1 << 8
+    reduce_once(comm)
     tell("went on")
 
 
@@ -162,6 +212,9 @@ SCENES: dict[str, Callable[[Any], None]] = {
         groups_come_and_go,
         generations_follow,
         backends_by_turns,
+        is_interrupted_while_it_reduces,
+        one_is_late_for_a_group,
+        a_child_of_a_fork_fails,
     )
 }
 

@@ -76,6 +76,25 @@ def test_a_rank_that_closes_is_named(mpich: Mpi, tmp_path: Path) -> None:
     assert seconds_of(0, told) < 5.0
 
 
+def test_what_ctrl_c_cuts_off_beside_a_wait_is_kept(mpich: Mpi, tmp_path: Path) -> None:
+    told = play(mpich, tmp_path, "is_interrupted_while_it_reduces", fails=True)
+    assert "KeyboardInterrupt, to be ended by MPI_Abort: True" in told
+
+
+def test_a_rank_that_is_late_for_a_group_is_not_waited_for(mpich: Mpi, tmp_path: Path) -> None:
+    told = play(mpich, tmp_path, "one_is_late_for_a_group", "1", fails=True)
+    assert "CollectiveTimeout, to be ended by MPI_Abort: True" in told
+    assert "BAD TERMINATION" not in told  # by SIGSEGV, in MPI_Finalize
+
+
+def test_a_child_of_a_fork_that_fails_ends_alone(mpich: Mpi, tmp_path: Path) -> None:
+    assert play(mpich, tmp_path, "a_child_of_a_fork_fails").count("went on") == 2
+
+
+def test_a_child_of_a_fork_that_fails_ends_alone_on_open_mpi(open_mpi: Mpi, tmp_path: Path) -> None:
+    assert play(open_mpi, tmp_path, "a_child_of_a_fork_fails").count("went on") == 2
+
+
 def test_an_abort_reaches_the_others(mpich: Mpi, tmp_path: Path) -> None:
     told = play(mpich, tmp_path, "aborts", fails=True)
     assert re.search(r"RankFailed: rank 0/2: rank 1/2 .*: I have seen enough", told)
@@ -100,10 +119,10 @@ def test_a_rank_in_a_collective_bars_the_messages_of_others(mpich: Mpi, tmp_path
     assert "nobody told" not in told
 
 
-def test_a_secret_as_long_as_a_file_may_hold_is_told(mpich: Mpi, tmp_path: Path) -> None:
+def test_ranks_meet_over_mpi_whatever_secret_they_have(mpich: Mpi, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("5a" * 2048)
-    secret.chmod(0o600)
+    secret.touch(0o600)
+    secret.write_text("5a" * 1000)
     more = {"GRADSYNC_SECRET_FILE": str(secret)}
     assert mpich.run_script(2, tmp_path, SCENES, "generations_follow", more=more).count("went on") == 2
 

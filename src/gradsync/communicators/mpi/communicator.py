@@ -257,6 +257,10 @@ class _MpiErrors(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, self._exception):
+        if kind is None:
+            return
+        if not issubclass(kind, GradsyncError):  # Ctrl-C, or no memory: it may have come beside a wait
+            self._waiting.cut_off((), trace)  # whose frames have what MPI still reads and writes
+        if issubclass(kind, self._exception):
             self._waiting.await_cause()
             raise to_mpi_error(error, self._label) from error

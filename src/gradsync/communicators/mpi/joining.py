@@ -8,6 +8,7 @@ from typing import Any
 
 from gradsync.communicators.deadline_call import call_with_deadline
 from gradsync.communicators.mpi.library import to_mpi_error
+from gradsync.communicators.mpi.unfinished import keep_for_ever
 from gradsync.errors import CollectiveTimeout
 from gradsync.rendezvous.group_client import CommunicatorClient
 
@@ -33,11 +34,16 @@ def make_communicator(mpi: Any, client: CommunicatorClient, name: str, timeout_s
     members = world.Get_group().Incl(list(client.world_ranks))
     tag = zlib.crc32(name.encode()) % 32768  # every MPI has tags up to there
 
+    inside = [members]  # as long as MPI is at work, which a deadline, or Ctrl-C, leaves to itself
+
     def create() -> Any:
         try:
             return world.Create_group(members, tag)
         except mpi.Exception as error:
             raise to_mpi_error(error, client.label) from error
+        finally:
+            inside.clear()
+            members.Free()
 
     try:
         seconds = max(0.0, deadline - time.monotonic())
@@ -48,4 +54,5 @@ def make_communicator(mpi: Any, client: CommunicatorClient, name: str, timeout_s
             "had come to it"
         ) from error
     finally:
-        members.Free()
+        if inside:
+            keep_for_ever((), inside)

@@ -5,10 +5,13 @@ Importing mpi4py.MPI initialises MPI, which only a program that uses it should p
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 from gradsync.errors import BackendUnavailable, MpiError
+
+_is_parents = False  # MPI was initialised by the process that this one was forked from
 
 _INSTALL = "run `pip install mpi4py` where your cluster's MPI is loaded; for one machine `pip install mpi4py mpich`"
 
@@ -17,8 +20,11 @@ def load_mpi() -> Any:
     """Returns the module mpi4py.MPI, initialised.
 
     Raises:
-        BackendUnavailable: mpi4py or MPI's library is missing, or MPI was initialised so that threads may not use it.
+        BackendUnavailable: mpi4py or MPI's library is missing, MPI was initialised so that threads may not use it, or
+            it is that of the process from which this one was forked.
     """
+    if _is_parents:
+        raise BackendUnavailable("this process was forked from a rank of MPI, to which alone MPI belongs")
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -38,9 +44,14 @@ def load_mpi() -> Any:
 def loaded_mpi() -> Any:
     """Returns mpi4py.MPI if this process has initialised it and not finalised it, else None; imports nothing."""
     module = sys.modules.get("mpi4py.MPI")
-    if module is None or not module.Is_initialized() or module.Is_finalized():
+    if _is_parents or module is None or not module.Is_initialized() or module.Is_finalized():
         return None
     return module
+
+
+def is_mpi_of_parent() -> bool:
+    """Whether this process was forked from one that had initialised MPI."""
+    return _is_parents
 
 
 def check_place(mpi: Any, rank: int, world_size: int) -> None:
@@ -67,3 +78,12 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
 def to_mpi_error(error: Any, label: str) -> MpiError:
     """Returns an exception of mpi4py as ours."""
     return MpiError(f"{label}: MPI reported {error.Get_error_string().strip()}", code=int(error.Get_error_class()))
+
+
+def _forget_after_fork() -> None:
+    """The child of a fork is no rank: what it did there would be done in its parent's name, up to ending the job."""
+    global _is_parents
+    _is_parents = _is_parents or loaded_mpi() is not None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

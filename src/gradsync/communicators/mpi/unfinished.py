@@ -6,11 +6,13 @@ calls at the very end, waits for all ranks: a process that has failed must end t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from gradsync.communicators.mpi.library import loaded_mpi
+from gradsync.communicators.mpi.library import is_mpi_of_parent, loaded_mpi
 
 _EXIT_CODE_INTERRUPTED = 130
 
@@ -32,10 +34,25 @@ def has_job_failed() -> bool:
 
 def end_job() -> None:
     """Ends the whole job, which has failed, by MPI_Abort. For the very end: the traceback has been printed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    code = _EXIT_CODE_INTERRUPTED if isinstance(_last_error(), KeyboardInterrupt) else 1
-    loaded_mpi().COMM_WORLD.Abort(code)
+    _flush()
+    loaded_mpi().COMM_WORLD.Abort(_exit_code())
+
+
+def end_forked_child() -> None:
+    """Ends the child of a fork that is about to exit because of an exception; MPI_Finalize would wait for all ranks."""
+    if is_mpi_of_parent() and _last_error() is not None:
+        _flush()
+        os._exit(_exit_code())
+
+
+def _exit_code() -> int:
+    return _EXIT_CODE_INTERRUPTED if isinstance(_last_error(), KeyboardInterrupt) else 1
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # None, closed, or a pipe that nobody reads: the end must not fail
+            stream.flush()
 
 
 def _last_error() -> BaseException | None:

@@ -95,9 +95,13 @@ class MpiWaiting:
                     return
             self._wait(is_done, awaited, look_around)
         except BaseException:
-            self.was_cut_off = True
-            keep_for_ever(requests, memory)
+            self.cut_off(requests, memory)
             raise
+
+    def cut_off(self, requests: Sequence[Any], memory: object) -> None:
+        """Notes that this rank waits no more, while MPI may still work on requests and memory."""
+        self.was_cut_off = True
+        keep_for_ever(requests, memory)
 
     def _wait(
         self,
