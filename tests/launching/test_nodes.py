@@ -262,7 +262,7 @@ def test_who_does_not_come_is_named(nodes):
 def test_who_does_not_come_is_named_before_node_0_gives_up(nodes):
     """Node 1 waits for longer, and hears nobody when its time is over."""
     run = nodes(3)
-    for node, seconds in enumerate((2, 4)):
+    for node, seconds in enumerate((4, 7)):
         run.start(node, "none", options=("--join-timeout", seconds))
     assert run.end(0)[0] == 1
     code, err = run.end(1)

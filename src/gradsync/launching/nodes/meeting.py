@@ -23,7 +23,7 @@ from gradsync.launching.notices import Notices
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.client_connection import StreamEnded
 
-_NOTICE_SECONDS = 5.0
+_NOTICE_SECONDS = 4.0  # out of step with the notices of the server, which would miss who just asks again
 _AGAIN_SECONDS = 0.5
 _TELLING_SECONDS = 30.0  # to hear what a launcher brings that has joined
 _RANKS_SECRET = b"gradsync: the secret of the ranks of one start\0"
