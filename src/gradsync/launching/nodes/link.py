@@ -26,6 +26,8 @@ from gradsync.launching.signal_inbox import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SU
 
 _AS_LONG_AS_IT_TAKES_SECONDS = 1e8  # the heartbeats end a wait for a launcher that is gone
 _THREAD_SECONDS = 1.0
+_REPORT_SECONDS = 60.0  # after a failure: more than ranks take that have to be killed
+_LOOK_EVERY_MILLISECONDS = 500
 _NODE_0_LOST = "the rendezvous that it hosts is gone, or this machine is cut off"
 
 
@@ -65,6 +67,7 @@ class NodeLink:
         self._reports: list[NodeReport] = []
         self._gathered = threading.Event()
         self._is_over = False
+        self._is_incomplete = False  # not all have told how their ranks ended
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> NodeLink:
@@ -95,14 +98,19 @@ class NodeLink:
     def settle(self, report: NodeReport) -> Verdict:
         """Tells how the ranks here have ended, and waits until all others have told it too, or one is lost.
 
-        A signal meanwhile ends the others; a second one ends the wait.
+        A signal meanwhile ends the others; a second one ends the wait. After a failure the others have a minute.
         """
         self._run(lambda: self._gather(report))
         interrupted: NodeReport | None = None
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
+        failed_at: float | None = None
         while not self._gathered.is_set():
-            poll.poll()
+            poll.poll(_LOOK_EVERY_MILLISECONDS)
+            if self._first_node is not None or report.level is not None:
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() - failed_at >= _REPORT_SECONDS:
+                    self._stop_waiting()
             for number in self._signals.read():
                 if number == signal.SIGTSTP:
                     os.kill(os.getpid(), signal.SIGSTOP)
@@ -111,6 +119,16 @@ class NodeLink:
                 elif number < signal.NSIG:
                     interrupted = self._interrupt(number)
         return self._judge([report, interrupted])
+
+    def _stop_waiting(self) -> None:
+        """Goes on without the reports that have not come: a launcher may be stopped, or its terminal stand still."""
+        silent = self._nodes[len(self._reports)]
+        self._notices.tell(
+            f"gradsync: node {silent.node} ({silent.host}, {silent.address}) has not told how its ranks ended within "
+            f"{_REPORT_SECONDS:g} s of a failure; not waiting for it any more"
+        )
+        self._is_incomplete = True
+        self._gathered.set()
 
     def _interrupt(self, number: int) -> NodeReport:
         """Ends the ranks of the others, where those here have ended already."""
@@ -123,8 +141,8 @@ class NodeLink:
         known = [*self._reports, *own, self._first_report, self._loss]
         reports = list({id(report): report for report in known if report is not None}.values())
         cause = cause_of(reports, self._first_node)
-        may_retry = cause is not None and all(report.may_retry for report in reports)
-        return Verdict(cause, self._loss is not None, may_retry)
+        may_retry = cause is not None and not self._is_incomplete and all(report.may_retry for report in reports)
+        return Verdict(cause, self._loss is not None or self._is_incomplete, may_retry)
 
     def _listen(self) -> None:
         """Waits until a launcher says that its ranks fail, or is gone."""
