@@ -25,6 +25,7 @@ from gradsync.communicators.mpi.transport import (
     TAG_TEXT,
     MpiTransport,
 )
+from gradsync.communicators.mpi.waiting import Wait
 from gradsync.errors import PlanMismatch
 from gradsync.reduction import Array
 
@@ -83,10 +84,13 @@ class MpiMessages:
         def awaited() -> list[int]:
             return [half.peer for half in halves if not half.advance()]
 
+        def unheard() -> list[int]:
+            return [half.peer for half in halves if not half.is_greeted]
+
         def is_done() -> bool:
             return not awaited()
 
-        self._transport.waiting.until(is_done, requests, halves, awaited)
+        self._transport.waiting.until(Wait(is_done, requests, halves, awaited, unheard))
         for half in halves:
             if half.is_barred:
                 self._agree(half.agreement)  # they cannot
@@ -182,6 +186,11 @@ class _Half:
         self._hello = np.zeros(_HELLO_WORDS, np.uint64)
         self._hearing = comm.Irecv(self._hello, peer, self._other_tag)
         self._requests.append(self._hearing)
+
+    @property
+    def is_greeted(self) -> bool:
+        """Whether the peer has come: then it does its part before it can close anything."""
+        return self._last_step is not None
 
     def advance(self) -> bool:
         """Does what can be done now; returns whether it is over."""

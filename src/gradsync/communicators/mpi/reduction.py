@@ -21,6 +21,7 @@ import numpy as np
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.mpi.native_reduction import Native, native_reduction
 from gradsync.communicators.mpi.transport import TAG_COLLECTIVE, TAG_SHARES, MpiTransport
+from gradsync.communicators.mpi.waiting import Wait
 from gradsync.communicators.pieces import cuts
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, reduce_into
 
@@ -195,7 +196,7 @@ class MpiReduction:
         for number, chunk in enumerate(chunks):
             after = self._exchange_shares(chunks[number + 1], number + 1) if number + 1 < len(chunks) else None
             everything = [*in_flight.requests, *(after.requests if after else []), *also]
-            waiting.until(partial(test_all, in_flight.requests), everything, (chunks, in_flight, after, memory))
+            waiting.until(Wait(partial(test_all, in_flight.requests), everything, (chunks, in_flight, after, memory)))
             reduce(chunk, in_flight.contributions)
             if after is not None:
                 in_flight = after

@@ -6,6 +6,7 @@ calls at the very end, waits for all ranks: a process that has failed must end t
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from gradsync.communicators.mpi.library import is_mpi_of_parent, loaded_mpi
 _EXIT_CODE_INTERRUPTED = 130
 
 _unfinished: list[object] = []
+_log = logging.getLogger("gradsync")
 
 
 def keep_for_ever(requests: Sequence[Any], memory: object) -> None:
@@ -34,6 +36,8 @@ def has_job_failed() -> bool:
 
 def end_job() -> None:
     """Ends the whole job, which has failed, by MPI_Abort. For the very end: the traceback has been printed."""
+    if _last_error() is None:  # the exception that gave it up was caught
+        _log.error("this MPI job ends with an error: a collective was given up, which MPI cannot take back")
     _flush()
     loaded_mpi().COMM_WORLD.Abort(_exit_code())
 

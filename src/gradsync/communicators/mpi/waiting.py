@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from gradsync.communicators.closing_notices import ClosingNotices
 from gradsync.communicators.mpi.unfinished import keep_for_ever
@@ -24,6 +24,27 @@ _LOOK_FOR_FAILURES_EVERY_SECONDS = 5e-3
 # The server has to be asked for what a rank has left that closed the communicator: seldom.
 _FIRST_QUESTION_AFTER_SECONDS = 0.02
 _LAST_PAUSE_SECONDS = 1.0
+
+
+class Wait(NamedTuple):
+    """What a rank waits for.
+
+    Attributes:
+        is_done: whether the wait is over; makes progress.
+        requests: what MPI works on until then; may grow meanwhile.
+        memory: what that reads and writes; kept, should the wait be given up.
+        awaited: of messages: gives the ranks that are waited for, by their numbers in this communicator. None is a
+            collective, in which MPI does not tell who is missing.
+        unheard: of messages: gives those of them that have not come yet. None is a collective.
+        look_around: called every few milliseconds of a longer wait.
+    """
+
+    is_done: Callable[[], bool]
+    requests: Sequence[Any]
+    memory: object
+    awaited: Callable[[], Sequence[int]] | None = None
+    unheard: Callable[[], Sequence[int]] | None = None
+    look_around: Callable[[], None] | None = None
 
 
 class MpiWaiting:
@@ -66,36 +87,22 @@ class MpiWaiting:
             MpiError: from MPI.
         """
         test_all = self._test_all
-        self.until(lambda: test_all(requests), requests, memory, None, look_around)
+        self.until(Wait(lambda: test_all(requests), requests, memory, look_around=look_around))
 
-    def until(
-        self,
-        is_done: Callable[[], bool],
-        requests: Sequence[Any],
-        memory: object,
-        awaited: Callable[[], Iterable[int]] | None = None,
-        look_around: Callable[[], None] | None = None,
-    ) -> None:
-        """Calls is_done(), which makes progress, until it is true.
-
-        Args:
-            is_done: whether the wait is over.
-            requests: what MPI works on until then; may grow meanwhile.
-            memory: as for `finish`.
-            awaited: of messages: gives the ranks that are waited for, by their numbers in this communicator. None is
-                a collective, in which MPI does not tell who is missing.
-            look_around: as for `finish`.
+    def until(self, wait: Wait) -> None:
+        """Makes progress until a wait is over.
 
         Raises:
             As for `finish`.
         """
+        is_done = wait.is_done
         try:
             for _ in range(_SPINS):
                 if is_done():
                     return
-            self._wait(is_done, awaited, look_around)
+            self._wait(wait)
         except BaseException:
-            self.cut_off(requests, memory)
+            self.cut_off(wait.requests, wait.memory)
             raise
 
     def cut_off(self, requests: Sequence[Any], memory: object) -> None:
@@ -103,17 +110,12 @@ class MpiWaiting:
         self.was_cut_off = True
         keep_for_ever(requests, memory)
 
-    def _wait(
-        self,
-        is_done: Callable[[], bool],
-        awaited: Callable[[], Iterable[int]] | None,
-        look_around: Callable[[], None] | None,
-    ) -> None:
+    def _wait(self, wait: Wait) -> None:
         began = now = time.monotonic()
         look_at = began + _LOOK_FOR_FAILURES_EVERY_SECONDS
         pause_seconds = _FIRST_QUESTION_AFTER_SECONDS
         ask_at = began + pause_seconds
-        while not is_done():
+        while not wait.is_done():
             if now < began + _YIELD_FOR_SECONDS:
                 os.sched_yield()
             else:
@@ -122,36 +124,34 @@ class MpiWaiting:
             if now < look_at:
                 continue
             look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
-            if look_around is not None:
-                look_around()
-            if self._verdicts.is_known() and not is_done():
+            if wait.look_around is not None:
+                wait.look_around()
+            if self._verdicts.is_known() and not wait.is_done():
                 self._verdicts.check()
             if now >= ask_at:
                 pause_seconds = min(2 * pause_seconds, _LAST_PAUSE_SECONDS)
                 ask_at = now + pause_seconds
-                self._ask(is_done, awaited)
-            self._look_at_the_clock(now - began, awaited, is_done)
+                self._ask(wait)
+            self._look_at_the_clock(wait, now - began)
 
-    def _ask(self, is_done: Callable[[], bool], awaited: Callable[[], Iterable[int]] | None) -> None:
+    def _ask(self, wait: Wait) -> None:
         """Raises RankFailed where a rank that is waited for has closed the communicator."""
         try:
-            if awaited is None:
+            if wait.unheard is None:
                 self._closings.look(self.begun - 1)
             else:
-                self._closings.look(math.inf, [self._ranks[rank] for rank in awaited()])
+                self._closings.look(math.inf, [self._ranks[rank] for rank in wait.unheard()])
             return
         except GradsyncError as error:
             reason = error
         # What a rank did before it closed may have come meanwhile; and a verdict is the better reason.
-        if not is_done():
+        if not wait.is_done():
             self._verdicts.check()
             raise reason
 
-    def _look_at_the_clock(
-        self, waited_seconds: float, awaited: Callable[[], Iterable[int]] | None, is_done: Callable[[], bool]
-    ) -> None:
-        missing = None if awaited is None else [self._ranks[rank] for rank in awaited()]
-        if waited_seconds >= self._timeout_seconds and not is_done():
+    def _look_at_the_clock(self, wait: Wait, waited_seconds: float) -> None:
+        missing = None if wait.awaited is None else [self._ranks[rank] for rank in wait.awaited()]
+        if waited_seconds >= self._timeout_seconds and not wait.is_done():
             self._verdicts.give_up(waited_seconds, missing)
         self._verdicts.warn(waited_seconds, missing)
 
