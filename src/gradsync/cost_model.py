@@ -146,7 +146,7 @@ def exposed_seconds(
     done = max(whole * filled_every + each, filled_every + whole * each)
     if rest > 1e-9 * total_bytes:
         done = max(done, backward_seconds) + seconds_of(rest)
-    return done - backward_seconds
+    return max(done - backward_seconds, 0.0)  # what is done at the pass's very end may round to before it
 
 
 def best_threshold_bytes(
