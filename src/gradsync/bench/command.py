@@ -27,9 +27,9 @@ Examples:
                                                           runs nothing: what the model of costs says of 64 GPUs
 
 \b
-A threshold is in MB of 1024**2 bytes. "bus bandwidth" is 2 (p - 1) / p of the gradients' bytes over the time of a step.
-"pack only" is what packing and splitting the same buckets takes where nothing has to travel; over shared memory
-gradients are packed on their way, so it may be more than the step.
+A threshold is in MB of 1024**2 bytes. "bus" is the bus bandwidth: 2 (p - 1) / p of the gradients' bytes over the time
+of a step. "pack only" is what packing and splitting the same buckets takes where nothing has to travel; shared memory
+packs gradients on their way, so it may be more than the step; on GPUs it is not measured.
 """,
 )
 @click.option("--model", required=True, metavar="MODEL", help="resnet50, gpt2, bert, or a file of shapes (.json).")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gradsync.bench.threshold_report import megabytes, milliseconds
+from gradsync.bench.threshold_report import megabytes, milliseconds, wrapped
 from gradsync.bench.thresholds import Row
 from gradsync.bucketing.callback import DEFAULT_THRESHOLD_BYTES
 from gradsync.cost_model import Link, best_threshold_bytes, exposed_seconds, fit_link, ring_seconds
@@ -85,11 +85,11 @@ def describe(prediction: Prediction) -> str:
     """Returns the prediction as text; says what it rests on."""
     link = prediction.link
     speed = f"{1e-9 / link.seconds_per_byte:.3g} GB/s" if link.seconds_per_byte else "no limit to the bandwidth"
-    return (
+    return wrapped(
         f"Prediction for {prediction.gpus:,} GPUs, not a measurement: a threshold of "
         f"{megabytes(prediction.threshold_bytes)} would leave {milliseconds(prediction.exposed_seconds)} to wait for "
         f"after a backward pass of {milliseconds(prediction.backward_seconds)}; the default of "
-        f"{megabytes(DEFAULT_THRESHOLD_BYTES)}, {milliseconds(prediction.exposed_seconds_by_default)}.\n"
-        f"  By one ring over links of {1e6 * link.latency_seconds:.3g} us and {speed} ({prediction.origin}); "
+        f"{megabytes(DEFAULT_THRESHOLD_BYTES)}, {milliseconds(prediction.exposed_seconds_by_default)}. "
+        f"By one ring over links of {1e6 * link.latency_seconds:.3g} us and {speed} ({prediction.origin}); "
         "see docs/scaling.md for what the model leaves out."
     )

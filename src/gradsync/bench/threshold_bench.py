@@ -14,7 +14,7 @@ from gradsync.bench.gradients import gradients_of, total_bytes
 from gradsync.bench.measurement import provenance
 from gradsync.bench.prediction import Prediction, describe, link_of, predict
 from gradsync.bench.threshold_plot import check_plotting, plot
-from gradsync.bench.threshold_report import bar_chart, megabytes, recommendation, same_buckets, table
+from gradsync.bench.threshold_report import bar_chart, megabytes, notes, recommendation, table
 from gradsync.bench.threshold_sweep import Measured, Sweep, run_sweep
 from gradsync.bench.thresholds import (
     DEFAULT_MEGABYTES,
@@ -145,7 +145,7 @@ def _report(options: ThresholdOptions, measured: Measured, rows: Sequence[Row]) 
         rounds += f" of {options.steps}, for --time-limit {options.limit_seconds:g} s was reached"
     ranks = "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"
     print(f"{ranks} over {measured.backend}{place}; medians of the slowest rank, {rounds}\n")
-    print("\n\n".join(filter(None, (table(rows), same_buckets(rows), bar_chart(rows), recommendation(rows)))))
+    print("\n\n".join(filter(None, (table(rows), notes(rows), bar_chart(rows), recommendation(rows)))))
     if options.plot_path is not None:
         plot(rows, f"{_title(options.model)}: {ranks} over {measured.backend}", options.plot_path)
         print(f"drawn in {options.plot_path}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from gradsync.bench.thresholds import MEGABYTE, TOLERANCE, Row, best, recommend
 from gradsync.bucketing.callback import DEFAULT_THRESHOLD_BYTES
 
-_HEADINGS = ("threshold", "step", "quartiles", "all-reduces", "bus bandwidth", "pack only", "of step")
+_HEADINGS = ("threshold", "step", "quartiles", "all-reduces", "bus", "pack only", "of step")
 _BAR_CHARACTERS = 40
 
 
@@ -41,7 +42,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         megabytes(row.contender.threshold_bytes),
         milliseconds(row.seconds.median),
-        f"{milliseconds(lower).removesuffix(' ms')} to {milliseconds(upper)}",
+        f"{milliseconds(lower).removesuffix(' ms')}-{milliseconds(upper)}",
         str(row.contender.all_reduces),
         f"{bus / 1e9:.3g} GB/s" if bus and math.isfinite(bus) else "-",
         milliseconds(row.pack_seconds.median) if row.pack_seconds else "-",
@@ -67,19 +68,42 @@ def bar_chart(rows: Sequence[Row]) -> str:
 def recommendation(rows: Sequence[Row]) -> str:
     """Returns which threshold to take, why, how to write it, and how far the timings carry."""
     chosen, fastest = recommend(rows), best(rows)
-    threshold = chosen.contender.threshold_bytes
+    threshold, percent = chosen.contender.threshold_bytes, f"{100 * TOLERANCE:.0f} %"
+    time = f"{milliseconds(fastest.seconds.median)} per step"
+    why = f"the fastest ({time}); no smaller one comes within {percent} of it"
+    if chosen is not fastest:
+        why = f"the smallest within {percent} of the fastest ({megabytes(fastest.contender.threshold_bytes)}, {time})"
     lines = [
-        f"Recommended threshold: {megabytes(threshold)}, the smallest within {100 * TOLERANCE:.0f} % of the fastest "
-        f"({megabytes(fastest.contender.threshold_bytes)}, {milliseconds(fastest.seconds.median)} per step)."
+        wrapped(f"Recommended threshold: {megabytes(threshold)}, {why}."),
+        f"  gs.AllreduceCallback(threshold_bytes={_as_code(threshold)}){_is_default(threshold)}",
     ]
-    lines.append(f"  gs.AllreduceCallback(threshold_bytes={_as_code(threshold)})" + _is_default(threshold))
     if fastest.seconds.spread > TOLERANCE:
         alike = [row for row in rows if row.seconds.median <= fastest.seconds.upper_quartile]
         lines.append(
-            f"The quartiles of the fastest lie {100 * fastest.seconds.spread:.0f} % apart; within them "
-            f"{_how_many(alike, rows)}. A quieter machine, or more --steps, would tell more."
+            wrapped(
+                f"The quartiles of the fastest lie {100 * fastest.seconds.spread:.0f} % apart; "
+                f"within them {_how_many(alike, rows)}. A quieter machine, or more --steps, would tell more."
+            )
         )
     return "\n".join(lines)
+
+
+def wrapped(text: str) -> str:
+    """Returns a paragraph in lines that fit a terminal."""
+    return textwrap.fill(text, width=79, break_on_hyphens=False)
+
+
+def notes(rows: Sequence[Row]) -> str:
+    """Returns what the table cannot say: thresholds that stand for others, and a share of packing above the whole."""
+    lines = [same_buckets(rows)]
+    if any(row.pack_share is not None and row.pack_share > 1 for row in rows):
+        lines.append(
+            wrapped(
+                "Packing alone, into a buffer of its own, takes longer than some steps: the communicator packs "
+                "gradients on their way, and spares that buffer."
+            )
+        )
+    return "\n".join(filter(None, lines))
 
 
 def same_buckets(rows: Sequence[Row]) -> str:
