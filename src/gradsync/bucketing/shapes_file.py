@@ -48,7 +48,8 @@ def read_shapes(path: str | Path) -> list[GradientSpec]:
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
         raise _malformed(path, f"is not JSON ({error})") from None
     if not isinstance(entries, list) or not entries:
-        raise _malformed(path, f"needs a list of at least one gradient, got {reprlib.repr(entries)}")
+        got = "an empty one" if entries == [] else f"one {type(entries).__name__}"
+        raise _malformed(path, f"needs a list of at least one gradient, got {got}")
     return [_spec(path, number, entry) for number, entry in enumerate(entries)]
 
 
