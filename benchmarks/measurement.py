@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
-import shlex
-import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
+from gradsync.bench import measurement
+from gradsync.bench.measurement import Seconds, slowest_rank
 
-import gradsync
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """The distribution of repeated timings."""
-
-    median: float
-    lower_quartile: float
-    upper_quartile: float
-    samples: int
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Seconds:
-        """Sums up timings in seconds, at least two."""
-        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, lower, upper, len(samples))
-
-    def __str__(self) -> str:
-        return f"{1e3 * self.median:.3g} ms"
-
-
-def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Returns, of each round, the time of the rank that took longest."""
-    return [max(round_) for round_ in zip(*samples_by_rank, strict=True)]
+__all__ = ["Seconds", "provenance", "slowest_rank"]
 
 
 def provenance(script: str) -> dict[str, Any]:
@@ -48,28 +17,4 @@ def provenance(script: str) -> dict[str, Any]:
     Args:
         script: the script's path in the repository.
     """
-    return {
-        "command": shlex.join(["python", script, *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": _field("/proc/cpuinfo", "model name"),
-            "usable_cores": len(os.sched_getaffinity(0)),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "kernel": platform.release(),
-            "load_average_before": os.getloadavg()[0],
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "gradsync": gradsync.__version__,
-        },
-    }
-
-
-def _field(path: str, name: str) -> str:
-    """Returns the first value of that name in a file of `name : value` lines."""
-    for line in Path(path).read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return "unknown"
+    return measurement.provenance(["python", script, *sys.argv[1:]])

@@ -1,65 +1,9 @@
-"""The gradients of two well-known models, as lists of shapes in the order of the models' parameters.
-
-A backward pass produces them last first. tests/test_benchmark_models.py checks the counts against the published ones.
-"""
+"""The models that the benchmarks synchronise, by the names that their results carry."""
 
 from __future__ import annotations
 
-from math import prod
+from gradsync.bench.models import Shape, element_count, gpt2_small, resnet50
 
-Shape = tuple[int, ...]
-
-
-def resnet50() -> list[Shape]:
-    """Returns the 161 parameter shapes of ResNet-50 (25,557,032 elements), in torchvision's order.
-
-    Source: torchvision.models.resnet50; He et al., "Deep Residual Learning for Image Recognition", table 1.
-    """
-    shapes: list[Shape] = [(64, 3, 7, 7), *_batch_norm(64)]
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        outputs = 4 * width
-        for block in range(blocks):
-            shapes += [(width, inputs, 1, 1), *_batch_norm(width)]
-            shapes += [(width, width, 3, 3), *_batch_norm(width)]
-            shapes += [(outputs, width, 1, 1), *_batch_norm(outputs)]
-            if block == 0:  # the shortcut changes the number of channels
-                shapes += [(outputs, inputs, 1, 1), *_batch_norm(outputs)]
-            inputs = outputs
-    return [*shapes, (1000, 2048), (1000,)]
-
-
-def gpt2_small() -> list[Shape]:
-    """Returns the 148 parameter shapes of GPT-2 small (124,439,808 elements), the output layer tied to the input's.
-
-    Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; the released 124M checkpoint.
-    """
-    width, layers, vocabulary, positions = 768, 12, 50257, 1024
-    layer: list[Shape] = [
-        *_layer_norm(width),
-        (width, 3 * width),
-        (3 * width,),
-        (width, width),
-        (width,),
-        *_layer_norm(width),
-        (width, 4 * width),
-        (4 * width,),
-        (4 * width, width),
-        (width,),
-    ]
-    return [(vocabulary, width), (positions, width), *layer * layers, *_layer_norm(width)]
-
-
-def element_count(shapes: list[Shape]) -> int:
-    """Returns the number of elements of all shapes together."""
-    return sum(prod(shape) for shape in shapes)
-
-
-def _batch_norm(channels: int) -> list[Shape]:
-    return [(channels,), (channels,)]
-
-
-_layer_norm = _batch_norm  # a scale and a shift, both
-
+__all__ = ["MODELS", "Shape", "element_count", "gpt2_small", "resnet50"]
 
 MODELS = {"ResNet-50": resnet50, "GPT-2 small": gpt2_small}

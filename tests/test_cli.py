@@ -39,7 +39,7 @@ def test_module_is_the_command():
     assert done.stdout.endswith(f"version {gradsync.__version__}\n")
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("serve",)])
+@pytest.mark.parametrize("command", [(), ("run",), ("serve",), ("bench",), ("bench", "thresholds")])
 def test_help(command):
     code, out, err = gradsync_command(*command, "--help")
     assert (code, err) == (0, "")

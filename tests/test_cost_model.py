@@ -154,6 +154,11 @@ def test_the_best_threshold_where_communication_is_the_limit() -> None:
     )
 
 
+def test_what_costs_nothing_leaves_nothing_to_wait_for() -> None:
+    assert min(exposed_seconds(1, 1 / parts, 0.01, lambda _: 0.0) for parts in range(1, 100)) == 0
+    assert best_threshold_bytes(1, 0.01, lambda _: 0.0) == 1 / 4096
+
+
 def test_the_best_of_given_thresholds() -> None:
     assert best_threshold_bytes(1e8, 0.2, LINK.seconds, [1e3, 1e5, 1e8]) == 1e5
 

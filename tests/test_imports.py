@@ -35,6 +35,7 @@ LAYERS = [
         "meeting_file",
         "rendezvous",
         "bucketing.plan",
+        "bucketing.shapes_file",
         "bucketing.flat_buffer",
         "bucketing.pack_kernels",
         "bucketing.future",
@@ -53,6 +54,7 @@ LAYERS = [
     ("process_group", "backend_override"),
     ("synchronising", "comm"),
     ("launching",),
+    ("bench",),
     ("cli",),
     ("__main__",),
 ]

@@ -8,6 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from gradsync import __version__
+from gradsync.bench.command import bench
 from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED
@@ -44,7 +45,10 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gradsync")
 def main() -> None:
-    """Synchronises gradients between processes: launcher and rendezvous server."""
+    """Synchronises gradients between processes: launcher, rendezvous server, measurements."""
+
+
+main.add_command(bench)
 
 
 @main.command(

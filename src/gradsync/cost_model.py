@@ -158,7 +158,7 @@ def exposed_seconds(
     done = max(whole * filled_every + each, filled_every + whole * each)
     if rest_bytes > _ROUNDING * total_bytes:
         done = max(done, backward_seconds) + seconds_of(rest_bytes)
-    return done - backward_seconds
+    return max(done - backward_seconds, 0.0)  # what is done at the pass's very end may round to before it
 
 
 def best_threshold_bytes(

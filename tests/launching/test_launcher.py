@@ -45,9 +45,7 @@ def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatc
     def inner():
         pass
 
-    advice = (
-        "define it at the top level of a module or script, pip install 'gradsync.cloudpickle.', or start ranks by fork"
-    )
+    advice = "define it at the top level of a module or script, pip install cloudpickle, or start ranks by fork"
     with pytest.raises(gs.InvalidArgument, match=rf"inner needs to pickle.*{advice}"):
         inner()
     with pytest.raises(gs.InvalidArgument, match=rf"<lambda> needs to pickle.*{advice}"):

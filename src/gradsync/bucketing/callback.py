@@ -7,18 +7,18 @@ before data moves: that is in step_reduction.py, and what happens when ranks run
 
 from __future__ import annotations
 
-import logging
-import sys
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from gradsync.bucketing.claimed_memory import ClaimedMemory
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.join import Join
-from gradsync.bucketing.pending import PendingGradient, accept, display_name, key_of, prepare, resolve
+from gradsync.bucketing.pending import PendingGradient, accept, display_name, key_of, prepare, resolve, tell_forgotten
 from gradsync.bucketing.plan import Bucket
+from gradsync.bucketing.shapes_file import write_shapes
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world, group_or_world
@@ -27,7 +27,6 @@ from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, de
 from gradsync.reduction import parse_reduce_method
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
-_log = logging.getLogger("gradsync")
 
 
 class AllreduceCallback:
@@ -73,7 +72,7 @@ class AllreduceCallback:
         self._memory = ClaimedMemory()
         self._arrived = 0
         self._synchronising = True
-        weakref.finalize(self, _tell_forgotten, self._pending)
+        weakref.finalize(self, tell_forgotten, self._pending)
 
     @property
     def threshold_bytes(self) -> int:
@@ -227,6 +226,20 @@ class AllreduceCallback:
             self._step.roll_call = None
             self._step.begin_step()
 
+    def dump_shapes(self, path: str | Path) -> None:
+        """Writes the last step's gradients to a JSON file, in arrival order: for `gradsync bench thresholds --model`.
+
+        Not collective: call it on one rank, after a flush.
+
+        Raises:
+            InvalidArgument: in the middle of a step, or no step has ended well yet.
+            OSError: the file cannot be written.
+        """
+        self._check_between_steps("dump_shapes()")
+        if not self._step.specs:
+            raise InvalidArgument("dump_shapes() before any step: hand over the gradients of one, and flush")
+        write_shapes(path, self._step.specs)
+
     def _check_between_steps(self, what: str) -> None:
         if self._pending or self._arrived:
             raise InvalidArgument(f"{what} in the middle of a backward pass: flush first")
@@ -282,14 +295,3 @@ class AllreduceCallback:
 
 
 make_allreduce_cb = AllreduceCallback
-
-
-def _tell_forgotten(pending: dict[int, PendingGradient]) -> None:
-    """Warns when a callback goes, or the program ends, with gradients that were never reduced."""
-    if pending and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
-        _log.warning(
-            "%d gradients were handed over and never reduced, beginning with %s: end each backward pass with flush() "
-            "or `with callback.backward()`",
-            len(pending),
-            next(iter(pending.values())).future,
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from gradsync.completion import Completion
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array, ReduceOp, check_operation
 
+_log = logging.getLogger("gradsync")
 _PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
 
 
@@ -110,3 +113,14 @@ def display_name(param: Any, position: int) -> str:
     if isinstance(param, tuple) and all(isinstance(part, (str, int, bytes, type(None))) for part in param):
         return repr(param)
     return f"#{position}"
+
+
+def tell_forgotten(pending: dict[int, PendingGradient]) -> None:
+    """Warns when a callback goes, or the program ends, with gradients that were never reduced."""
+    if pending and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
+        _log.warning(
+            "%d gradients were handed over and never reduced, beginning with %s: end each backward pass with flush() "
+            "or `with callback.backward()`",
+            len(pending),
+            next(iter(pending.values())).future,
+        )

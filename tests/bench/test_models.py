@@ -1,12 +1,8 @@
-"""The gradient lists of the benchmarks are those of the published models."""
+"""The gradient lists are those of the published models."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-import models
+from gradsync.bench import models
 
 
 def test_resnet50_has_torchvisions_parameters():
@@ -33,3 +29,13 @@ def test_gpt2_small_has_the_checkpoints_parameters():
     assert shapes[:2] == [(50257, 768), (1024, 768)]
     assert Counter(shapes)[(768, 2304)] == 12
     assert shapes[-2:] == [(768,), (768,)]
+
+
+def test_bert_base_has_the_checkpoints_parameters():
+    shapes = models.bert_base()
+    assert len(shapes) == 199
+    assert models.element_count(shapes) == 109_482_240
+    assert round(models.element_count(shapes) / 1e6, -1) == 110  # the paper's 110M
+    assert shapes[:3] == [(30522, 768), (512, 768), (2, 768)]
+    assert Counter(shapes)[(3072, 768)] == Counter(shapes)[(768, 3072)] == 12
+    assert Counter(shapes)[(768, 768)] == 4 * 12 + 1  # attention, and the pooler

@@ -1,0 +1,1 @@
+"""Measuring: what `gradsync bench` and benchmarks/ have in common."""

@@ -1,0 +1,83 @@
+"""The command line of `gradsync bench`: options, and which of them need which; what they do is in threshold_bench.py.
+
+Every start of `gradsync` reads this file: it loads nothing but click and the names of things.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+DEFAULT_LIMIT_SECONDS = 45.0
+
+
+@click.group()
+def bench() -> None:
+    """Measures on this machine what to set."""
+
+
+@bench.command(
+    short_help="Finds the bucket threshold that suits a model.",
+    epilog="""\b
+Examples:
+  gradsync bench thresholds --model resnet50              two ranks, thresholds from 0.25 to 100 MB
+  gradsync bench thresholds --model shapes.json -n 4      your own gradients: callback.dump_shapes("shapes.json")
+  gradsync bench thresholds --model gpt2 --predict 64 --latency-us 5 --bandwidth-gbs 20 --backward-ms 100
+                                                          runs nothing: what the model of costs says of 64 GPUs
+
+\b
+A threshold is in MB of 1024**2 bytes. "bus" is the bus bandwidth: 2 (p - 1) / p of the gradients' bytes over the time
+of a step. "pack only" is what packing and splitting the same buckets takes where nothing has to travel; shared memory
+packs gradients on their way, so it may be more than the step; on GPUs it is not measured.
+""",
+)
+@click.option("--model", required=True, metavar="MODEL", help="resnet50, gpt2, bert, or a file of shapes (.json).")
+@click.option(
+    "-n",
+    "--nprocs",
+    type=click.IntRange(min=1),
+    help="Number of ranks.  [default: one per visible GPU; 2 where there is none; 1 with local]",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(("auto", "shm", "nccl", "local")),
+    default="auto",
+    show_default=True,
+    help="How data moves.",
+)
+@click.option("--thresholds", metavar="MB,MB,...", help="What to measure.  [default: 0.25,0.5,1,2,5,10,25,50,100]")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Timings of each threshold.")
+@click.option(
+    "--time-limit",
+    "limit_seconds",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_LIMIT_SECONDS,
+    show_default=True,
+    help="Seconds after which fewer steps have to do, but at least 3.",
+)
+@click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
+@click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
+@click.option(
+    "--predict",
+    "gpus",
+    type=click.IntRange(min=2),
+    metavar="GPUS",
+    help="Says what threshold should suit so many GPUs; runs nothing where latency and bandwidth are given.",
+)
+@click.option("--backward-ms", type=click.FloatRange(min=0, min_open=True), help="Backward pass, for --predict.")
+@click.option("--latency-us", type=click.FloatRange(min=0), help="Of a message, for --predict.  [default: measured]")
+@click.option(
+    "--bandwidth-gbs",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Of a link in 1e9 bytes/s, for --predict.  [default: measured]",
+)
+def thresholds(**options: Any) -> None:
+    """Measures which threshold_bytes synchronises a model's gradients fastest, and recommends one.
+
+    Ranks are started on this machine. Thresholds take turns, round by round; a round counts with its slowest rank, a
+    threshold with the median of its rounds.
+    """
+    from gradsync.bench.threshold_bench import ThresholdOptions, bench_thresholds
+
+    bench_thresholds(ThresholdOptions(**options))

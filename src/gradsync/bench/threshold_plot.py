@@ -1,0 +1,55 @@
+"""A sweep over thresholds as a picture. The only file that imports matplotlib, which the extra `plot` brings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradsync.bench.threshold_report import megabytes
+from gradsync.bench.thresholds import MEGABYTE, Row, recommend
+from gradsync.errors import BackendUnavailable
+
+
+def check_plotting() -> None:
+    """Makes sure that pictures can be made, before anything is measured for one.
+
+    Raises:
+        BackendUnavailable: matplotlib is missing; the text says how to install it.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BackendUnavailable("--plot needs matplotlib: pip install 'gradsync[plot]'")
+
+
+def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
+    """Writes a PNG: the time of a step and of packing alone over the threshold, quartiles as bars.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and sets nothing for the process
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    thresholds = [row.contender.threshold_bytes / MEGABYTE for row in rows]
+    medians = [1e3 * row.seconds.median for row in rows]
+    below = [1e3 * (row.seconds.median - row.seconds.lower_quartile) for row in rows]
+    above = [1e3 * (row.seconds.upper_quartile - row.seconds.median) for row in rows]
+    axes.errorbar(thresholds, medians, yerr=[below, above], marker="o", capsize=3, label="step (median, quartiles)")
+    packs = [1e3 * row.pack_seconds.median for row in rows if row.pack_seconds]
+    if packs:
+        axes.plot(thresholds, packs, marker=".", linestyle="--", label="packing and splitting alone")
+    chosen = recommend(rows).contender.threshold_bytes
+    axes.axvline(chosen / MEGABYTE, color="tab:green", linestyle=":", label=f"recommended: {megabytes(chosen)}")
+    axes.set_xscale("log")
+    axes.set_xticks(thresholds, [f"{threshold:.3g}" for threshold in thresholds], minor=False)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("threshold of a bucket (MB of 1024² bytes)")
+    axes.set_ylabel("time per step (ms)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)

@@ -1,0 +1,27 @@
+"""Samples are summed up by their quartiles; a result says where and how it was made."""
+
+import pytest
+
+from gradsync.bench.measurement import Seconds, provenance, slowest_rank
+
+
+def test_timings_are_summed_up_by_their_quartiles():
+    seconds = Seconds.of([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert (seconds.lower_quartile, seconds.median, seconds.upper_quartile, seconds.samples) == (2.0, 3.0, 4.0, 5)
+    assert seconds.spread == pytest.approx(2 / 3)
+
+
+def test_one_timing_has_no_spread():
+    assert Seconds.of([0.5]) == Seconds(0.5, 0.5, 0.5, 1)
+    assert Seconds.of([0.5]).spread == Seconds.of([0.0]).spread == 0
+
+
+def test_a_round_counts_with_its_slowest_rank():
+    assert slowest_rank([[1.0, 2.0], [3.0, 1.0]]) == [3.0, 2.0]
+
+
+def test_a_result_says_where_and_how_it_was_made():
+    made = provenance(["gradsync", "bench", "a file.json"])
+    assert made["command"] == "gradsync bench 'a file.json'"
+    assert made["machine"]["usable_cores"] >= 1
+    assert set(made["versions"]) == {"python", "numpy", "gradsync"}

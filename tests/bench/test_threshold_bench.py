@@ -1,0 +1,131 @@
+"""`gradsync bench thresholds` end to end on tiny gradients, and its mistakes, told before anything runs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from gradsync.bench import threshold_bench
+from gradsync.cli import main
+
+PREDICTION = ("--predict", "64", "--backward-ms", "50", "--latency-us", "5", "--bandwidth-gbs", "20")
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    path = tmp_path / "shapes.json"
+    path.write_text('[["c", [100]], ["b", [10, 30], "float64"], ["a", [200]], ["n", [5], "int32"]]')
+    return str(path)
+
+
+def bench(*arguments, **options):
+    command = [sys.executable, "-m", "gradsync", "bench", "thresholds", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_sweep_over_two_ranks(shapes, tmp_path):
+    out = tmp_path / "out.json"
+    code, text, err = bench(
+        *("--model", shapes, "-n", 2, "--backend", "shm", "--steps", 2, "--json", out),
+        *("--thresholds", "0.0005,0.01,1", "--predict", 8, "--backward-ms", 1),
+    )
+    assert (code, err) == (0, "")
+    assert text.startswith("shapes.json: 4 gradients, 3.54 KB\n2 ranks over shm; medians of the slowest rank, 2 steps")
+    for part in ("Not measured: 1 MB", "<- recommended", "Recommended threshold: ", "Prediction for 8 GPUs"):
+        assert part in text
+    result = json.loads(out.read_text())
+    assert {"command", "date", "machine", "versions", "settings", "rows"} <= set(result)
+    assert result["settings"]["rounds"] == 2
+    assert result["settings"]["measured_backend"] == "shm"
+    assert [row["all_reduces"] for row in result["rows"]] == [4, 3]
+    for row in result["rows"]:
+        assert row["seconds"]["samples"] == row["pack_only_seconds"]["samples"] == 2
+        assert min(row["seconds"]["median"], row["bus_bytes_per_second"], row["pack_only_share"]) > 0
+    assert result["recommended_threshold_bytes"] in [row["threshold_bytes"] for row in result["rows"]]
+    assert result["prediction"]["gpus"] == 8
+
+
+def test_one_rank_has_no_bus_and_a_limit_ends_it_early(shapes):
+    code, text, err = bench("--model", shapes, "--backend", "local", "--steps", 50, "--time-limit", 0)
+    assert (code, err) == (0, "")
+    assert "1 rank over local; medians of the slowest rank, 3 steps each of 50, for --time-limit 0 s was" in text
+
+
+def test_a_terminal_sees_the_table_grow(shapes):
+    terminal, stderr = os.openpty()
+    command = [sys.executable, "-m", "gradsync", "bench", "thresholds", "--model", shapes]
+    command += ["--backend", "local", "--steps", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | {"TERM": "xterm"}
+    ) as process:
+        os.close(stderr)
+        out, _ = process.communicate(timeout=60)
+        live = os.read(terminal, 100_000).decode()
+        os.close(terminal)
+    assert process.returncode == 0
+    assert "round 1 of 2" in live
+    assert "round 2 of 2\r\n\x1b[" in live
+    assert "\x1b" not in out
+
+
+def test_given_a_link_a_prediction_runs_nothing(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(threshold_bench, "_measure", None)
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(main, ["bench", "thresholds", "--model", "gpt2", *PREDICTION, "--json", str(out)])
+    assert done.exit_code == 0
+    assert "gpt2: 148 gradients, 475 MB\nPrediction for 64 GPUs, not a measurement" in done.output
+    result = json.loads(out.read_text())
+    assert (result["rows"], result["recommended_threshold_bytes"]) == ([], None)
+    assert result["prediction"]["link"]["latency_seconds"] == pytest.approx(5e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("--model", "alexnet"), 2, "no model is called 'alexnet'"),
+        (("--model", "none.json"), 2, "the shapes file 'none.json' cannot be read"),
+        (("--model", "bert", "--thresholds", "ten"), 2, "--thresholds needs numbers of megabytes"),
+        (("--model", "bert", "--latency-us", "3"), 2, "are for --predict GPUS"),
+        (("--model", "bert", "--predict", "8"), 2, "--predict needs --backward-ms"),
+        (("--model", "bert", "--predict", "8", "--backward-ms", "9", "-n", "1"), 2, "--predict measures on two ranks"),
+        (
+            ("--model", "bert", "--predict", "8", "--backward-ms", "9", "--thresholds", "500"),
+            2,
+            "--predict needs --thresholds that make different numbers of buckets",
+        ),
+        (("--model", "bert", *PREDICTION, "--plot", "out.png"), 2, "--plot draws what was measured"),
+        (("--model", "bert", "--backend", "local", "-n", "2"), 2, "backend 'local' is for one rank, got -n 2"),
+        (("--model", "bert", "--backend", "nccl"), 1, "backend 'nccl' cannot run here: no GPU is visible"),
+        (("--model", "bert", "--json", "no/such/out.json"), 2, "there is no folder 'no/such'"),
+        (("--model", "bert", "--json", "."), 2, "'.' cannot be written"),
+        (("--model", "bert", "--plot", "out.png"), 1, "pip install 'gradsync[plot]'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(monkeypatch, tmp_path, arguments, code, text):
+    find_spec = threshold_bench.check_plotting.__globals__["importlib"].util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
+    )
+    monkeypatch.setattr(threshold_bench, "_measure", None)
+    monkeypatch.setattr(threshold_bench, "count_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["bench", "thresholds", *arguments])
+    assert done.exit_code == code
+    assert text in done.output
+    assert isinstance(done.exception, SystemExit)
+
+
+def test_a_rank_that_fails_is_told_with_its_traceback(shapes, monkeypatch, capsys):
+    monkeypatch.setattr(threshold_bench, "run_sweep", _fail)
+    done = CliRunner().invoke(main, ["bench", "thresholds", "--model", shapes, "-n", "1", "--backend", "shm"])
+    assert done.exit_code == 1
+    assert "gradsync: error: " in done.output
+    assert "ArithmeticError: on purpose" in done.output
+
+
+def _fail(_sweep):
+    raise ArithmeticError("on purpose")
