@@ -1,7 +1,7 @@
 """When a peer counts as silent, and when silence is a verdict: the clocks of the heartbeats, without I/O.
 
 Used by both ends: the server's core keeps one `Silence` for each rank, in a `SilenceTable`; a client keeps one for the
-server. Heartbeats go both ways every HEARTBEAT_SECONDS, half as often among many ranks.
+server. Heartbeats go both ways every HEARTBEAT_SECONDS, less often among many ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gradsync.rendezvous.finding import Finding
 
 HEARTBEAT_SECONDS = 0.5
 _MANY_RANKS = 257
-_HEARTBEAT_SECONDS_OF_MANY = 1.0  # less than SILENT_AFTER_SECONDS: what is found, and when, stays the same
+_HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS: what is found, and when, stays the same
 SILENT_AFTER_SECONDS = 1.5
 SLOW_AFTER_SECONDS = 5.0
 LATE_AFTER_SECONDS = 1.0  # who comes so late to its own clock was itself not running, and has heard nobody
