@@ -25,6 +25,7 @@ ENVIRONMENTS = TESTS.parent / "benchmarks" / ".environments"
 RUN_SECONDS = 50.0
 PROBE_SECONDS = 20.0
 END_SECONDS = 10.0
+_SEGMENT_IS_MAPPED_SECONDS = 20.0  # after it was made, at the latest
 # What a launcher has left in a shell would tell ranks that they are others.
 OF_LAUNCHERS = ("GRADSYNC_", "OMPI_", "PMI", "MPI_", "PMIX_", "PRTE_", "SLURM_", "PYTHONPATH")
 # Open MPI refuses to run as root, and more ranks than cores, unless told so.
@@ -81,7 +82,10 @@ class Mpi:
             RunFailed: mpiexec ended with none of these codes, or too late.
         """
         variables = _variables(folder, {**MPI_AS_HERE, "PYTHONPATH": SOURCE, **(more or {})})
-        return run_processes([self._command(world_size, *arguments)], variables, folder, seconds, codes)
+        try:
+            return run_processes([self._command(world_size, *arguments)], variables, folder, seconds, codes)
+        finally:
+            remove_abandoned_segments()
 
     def _command(self, world_size: int, *arguments: str) -> list[str]:
         return [self._mpiexec, "-n", str(world_size), self._python, *arguments]
@@ -188,6 +192,18 @@ def run_processes(
     if trouble:
         raise RunFailed(f"{commands[0][0]} {trouble}:\n{log.read_text(errors='replace')[-4000:]}")
     return log.read_text(errors="replace")
+
+
+def remove_abandoned_segments() -> None:
+    """Removes the memory that ranks of MPICH leave in /dev/shm when they are killed, as by MPI_Abort."""
+    in_use = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # another user's process, or one that has just ended
+            in_use += "".join(line for line in maps.open(errors="replace") if "/mpich_shm_" in line)
+    for segment in Path("/dev/shm").glob("mpich_shm_*"):
+        with contextlib.suppress(OSError):
+            if segment.name not in in_use and time.time() - segment.stat().st_mtime > _SEGMENT_IS_MAPPED_SECONDS:
+                segment.unlink()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cross_check_launch import OF_LAUNCHERS, SOURCE
+from cross_check_launch import OF_LAUNCHERS, SOURCE, remove_abandoned_segments
 from namespaces import Machine
 
 TRAINING = Path(__file__).parent / "communicators" / "mpi_machine_rank.py"
@@ -91,6 +91,8 @@ class MpiJob:
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
+        finally:
+            remove_abandoned_segments()
         return process.returncode, out + err
 
     def close(self) -> None:
