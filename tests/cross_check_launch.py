@@ -199,7 +199,7 @@ def remove_abandoned_segments() -> None:
     in_use = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # another user's process, or one that has just ended
-            in_use += "".join(line for line in maps.open(errors="replace") if "/mpich_shm_" in line)
+            in_use += "".join(line for line in maps.read_text(errors="replace").splitlines() if "/mpich_shm_" in line)
     for segment in Path("/dev/shm").glob("mpich_shm_*"):
         with contextlib.suppress(OSError):
             if segment.name not in in_use and time.time() - segment.stat().st_mtime > _SEGMENT_IS_MAPPED_SECONDS:
