@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.mpi.library import load_mpi, loaded_mpi, to_mpi_error
+from gradsync.communicators.mpi.library import check_place, load_mpi, loaded_mpi, to_mpi_error
 from gradsync.communicators.mpi.unfinished import keep_for_ever
 from gradsync.environment import RankEnvironment
 from gradsync.errors import BackendUnavailable, RendezvousTimeout
 from gradsync.interfaces import address_towards, own_addresses
 from gradsync.meeting_file import Meeting
+from gradsync.reduction import Array
 
-_MEETING_BYTES = 8192  # room for an address and a secret, of which a file holds up to 4096 hexadecimal digits
-_ADDRESSES_BYTES = 512  # room for this many addresses
+_TEXT_BYTES = 512  # room for an address and a secret made for the meeting, or for this many addresses
 _TOLD_ADDRESSES = 8
 _LOOK_EVERY_SECONDS = 1e-3
 _ANY_PORT = 9  # nothing is sent there
@@ -48,10 +48,10 @@ def mpi_place() -> RankEnvironment | None:
 def can_meet_over_mpi(place: RankEnvironment) -> bool:
     """Whether MPI joins exactly the ranks of the run, and is there; initialises it."""
     try:
-        world = load_mpi().COMM_WORLD
+        check_place(load_mpi(), place.rank, place.world_size)
     except BackendUnavailable:
         return False
-    return (world.Get_rank(), world.Get_size()) == (place.rank, place.world_size)
+    return True
 
 
 def own_host(place: RankEnvironment, deadline: float) -> str:
@@ -85,8 +85,7 @@ def tell_meeting(meeting: Meeting | None, place: RankEnvironment, deadline: floa
         RendezvousTimeout: rank 0 did not come.
     """
     text = b"" if meeting is None else f"{meeting.address}\n{meeting.secret.hex()}".encode()
-    buffer = np.zeros(_MEETING_BYTES, np.uint8)
-    buffer[: len(text)] = np.frombuffer(text, np.uint8)
+    buffer = _padded(text)
     comm = _comm(place, deadline)
     _finish(comm.Ibcast(buffer, 0), place, deadline, buffer)
     address, secret = buffer.tobytes().rstrip(b"\0").decode().split("\n")
@@ -95,11 +94,16 @@ def tell_meeting(meeting: Meeting | None, place: RankEnvironment, deadline: floa
 
 def _share(mine: bytes, place: RankEnvironment, deadline: float) -> list[str]:
     """Returns a short text of every rank, by rank."""
-    row = np.zeros(_ADDRESSES_BYTES, np.uint8)
-    row[: len(mine)] = np.frombuffer(mine, np.uint8)
-    rows = np.zeros((place.world_size, _ADDRESSES_BYTES), np.uint8)
+    row = _padded(mine)
+    rows = np.zeros((place.world_size, _TEXT_BYTES), np.uint8)
     _finish(_comm(place, deadline).Iallgather(row, rows), place, deadline, row, rows)
     return [found.tobytes().rstrip(b"\0").decode(errors="replace") for found in rows]
+
+
+def _padded(text: bytes) -> Array:
+    """Returns a short text as the array that MPI moves."""
+    array: Array = np.frombuffer(text.ljust(_TEXT_BYTES, b"\0"), np.uint8).copy()
+    return array
 
 
 def _comm(place: RankEnvironment, deadline: float) -> Any:

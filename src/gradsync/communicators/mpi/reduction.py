@@ -44,13 +44,10 @@ class Chunk(NamedTuple):
     Attributes:
         source: this rank's array.
         shares: of every rank, as [begin, end) in the source.
-        target: where the result goes; None where it is not wanted. Like the source but in reduce_scatter, where it is
-            this rank's share of this chunk.
     """
 
     source: Array
     shares: Sequence[tuple[int, int]]
-    target: Array | None
 
 
 class InFlight(NamedTuple):
@@ -81,7 +78,7 @@ class MpiReduction:
 
     def all_reduce(self, pairs: Sequence[tuple[Array, Array]], op: ReduceOp) -> None:
         """Reduces each source into its target, which may be the source; flat arrays, all of one dtype."""
-        native = None if self._transport.is_direct else self._native(op, pairs[0][0].dtype)
+        native = self._native(op, pairs[0][0].dtype)
         large: list[tuple[Array, Array]] = []
         for source, target in pairs:
             if native:
@@ -96,7 +93,7 @@ class MpiReduction:
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int) -> None:
         """Reduces into the root's target, which may be its source."""
         transport = self._transport
-        if not transport.is_direct and (native := self._native(op, source.dtype)):
+        if native := self._native(op, source.dtype):
 
             def begin(piece: Any, into: Any, mpi_op: Any) -> Any:
                 return transport.comm.Ireduce(piece, into if target is not None else None, mpi_op, root)
@@ -117,44 +114,40 @@ class MpiReduction:
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp) -> None:
         """Reduces; this rank gets its part, which may be the target."""
-        transport = self._transport
-        if not transport.is_direct and bounds[-1] < _NATIVE_ELEMENTS and (native := self._native(op, source.dtype)):
+        if bounds[-1] < _NATIVE_ELEMENTS and (native := self._native(op, source.dtype)):
             self._reduce_scatter_natively(native, source, target, bounds)
             return
         step = _chunk_elements(source.dtype)
-        chunks = []
+        chunks, targets = [], []
         for begin in range(0, max(largest_part(bounds), 1), step):
             shares = [(min(low + begin, high), min(low + begin + step, high)) for low, high in pairwise(bounds)]
-            chunks.append(Chunk(source, shares, target[begin : begin + step]))
-
-        def reduce(chunk: Chunk, contributions: Sequence[Array]) -> None:
-            assert chunk.target is not None
-            self._reduce_in_order(op, contributions, chunk.target)
-
-        self._stream(chunks, reduce)
+            chunks.append(Chunk(source, shares))
+            targets.append(target[begin : begin + step])
+        self._stream(chunks, lambda number, contributions: self._reduce_in_order(op, contributions, targets[number]))
 
     # -- In rank order -----------------------------------------------------------------------------------------
 
     def _all_reduce_in_chunks(self, pairs: Sequence[tuple[Array, Array]], op: ReduceOp) -> None:
         transport, requests = self._transport, list[Any]()
+        placed = [(chunk, target) for source, target in pairs for chunk in self._chunks(source)]
 
-        def hand_on(chunk: Chunk, contributions: Sequence[Array]) -> None:
-            assert chunk.target is not None
-            low, high = chunk.shares[self._rank]
-            self._reduce_in_order(op, contributions, chunk.target[low:high])
-            places = [chunk.target[begin:end].view(_BYTE) for begin, end in chunk.shares]
-            mine = places[self._rank]
-            sends, receives = [(peer, mine) for peer in transport.peers], [(p, places[p]) for p in transport.peers]
-            requests.extend(transport.post(sends, receives, TAG_SHARES))
+        def hand_on(number: int, contributions: Sequence[Array]) -> None:
+            (_, shares), target = placed[number]
+            low, high = shares[self._rank]
+            self._reduce_in_order(op, contributions, target[low:high])
+            places = [target[begin:end].view(_BYTE) for begin, end in shares]
+            requests.extend(transport.post_all([places[self._rank]] * self._world_size, places, TAG_SHARES))
 
-        self._stream([chunk for pair in pairs for chunk in self._chunks(*pair)], hand_on, requests, pairs)
+        self._stream([chunk for chunk, _ in placed], hand_on, requests, pairs)
         transport.waiting.finish(requests, pairs)
 
     def _reduce_in_chunks(self, source: Array, target: Array | None, op: ReduceOp, root: int) -> None:
         transport, requests, memory = self._transport, list[Any](), [target]
+        chunks = self._chunks(source)
 
-        def hand_in(chunk: Chunk, contributions: Sequence[Array]) -> None:
-            low, high = chunk.shares[self._rank]
+        def hand_in(number: int, contributions: Sequence[Array]) -> None:
+            shares = chunks[number].shares
+            low, high = shares[self._rank]
             if target is None:
                 result = np.empty(high - low, source.dtype)
                 memory.append(result)
@@ -162,25 +155,25 @@ class MpiReduction:
                 requests.extend(transport.post([(root, result.view(_BYTE))], [], TAG_SHARES))
                 return
             self._reduce_in_order(op, contributions, target[low:high])
-            places = [target[begin:end].view(_BYTE) for begin, end in chunk.shares]
+            places = [target[begin:end].view(_BYTE) for begin, end in shares]
             requests.extend(transport.post([], [(peer, places[peer]) for peer in transport.peers], TAG_SHARES))
 
-        self._stream(self._chunks(source, target), hand_in, requests, memory)
+        self._stream(chunks, hand_in, requests, memory)
         transport.waiting.finish(requests, memory)
 
-    def _chunks(self, source: Array, target: Array | None) -> list[Chunk]:
+    def _chunks(self, source: Array) -> list[Chunk]:
         """Cuts elements into chunks, and each of them into a share for every rank."""
         n = self._world_size
         chunks = []
         for begin, end in cuts(source.size, _chunk_elements(source.dtype) * n):
             shares = list(pairwise([begin + (end - begin) * rank // n for rank in range(n + 1)]))
-            chunks.append(Chunk(source, shares, target))
+            chunks.append(Chunk(source, shares))
         return chunks
 
     def _stream(
         self,
         chunks: Sequence[Chunk],
-        reduce: Callable[[Chunk, Sequence[Array]], None],
+        reduce: Callable[[int, Sequence[Array]], None],
         also: Sequence[Any] = (),
         memory: object = None,
     ) -> None:
@@ -188,16 +181,17 @@ class MpiReduction:
 
         Args:
             chunks: all of one dtype, the same cuts on every rank.
-            reduce: reduce(chunk, contributions of all ranks to this rank's share) is called for each, in order.
+            reduce: reduce(number of the chunk, contributions of all ranks to this rank's share) is called for each, in
+                order.
             also, memory: requests that `reduce` begins meanwhile, and what they work on; kept with the own.
         """
         waiting, test_all = self._transport.waiting, self._transport.mpi.Request.Testall
         in_flight = self._exchange_shares(chunks[0], 0)
-        for number, chunk in enumerate(chunks):
+        for number in range(len(chunks)):
             after = self._exchange_shares(chunks[number + 1], number + 1) if number + 1 < len(chunks) else None
             everything = [*in_flight.requests, *(after.requests if after else []), *also]
             waiting.until(Wait(partial(test_all, in_flight.requests), everything, (chunks, in_flight, after, memory)))
-            reduce(chunk, in_flight.contributions)
+            reduce(number, in_flight.contributions)
             if after is not None:
                 in_flight = after
 
@@ -208,11 +202,7 @@ class MpiReduction:
         purpose = _COMING_NEXT if number % 2 else _COMING
         contributions = self._buffers(purpose, chunk.source.dtype, high - low, self._world_size)
         parts = [chunk.source[begin:end].view(_BYTE) for begin, end in chunk.shares]
-        requests = transport.post(
-            [(peer, parts[peer]) for peer in transport.peers],
-            [(peer, contributions[peer].view(_BYTE)) for peer in transport.peers],
-            TAG_COLLECTIVE,
-        )
+        requests = transport.post_all(parts, [coming.view(_BYTE) for coming in contributions], TAG_COLLECTIVE)
         contributions[self._rank] = chunk.source[low:high]
         return InFlight(requests, contributions)
 
@@ -220,11 +210,8 @@ class MpiReduction:
         transport = self._transport
         incoming = self._buffers(_COMING, source.dtype, source.size, self._world_size)
         flat = source.view(_BYTE)
-        requests = transport.post(
-            [(peer, flat) for peer in transport.peers],
-            [(peer, incoming[peer].view(_BYTE)) for peer in transport.peers],
-            TAG_COLLECTIVE,
-        )
+        places = [coming.view(_BYTE) for coming in incoming]
+        requests = transport.post_all([flat] * self._world_size, places, TAG_COLLECTIVE)
         transport.waiting.finish(requests, (flat, incoming))
         incoming[self._rank] = source
         return incoming
@@ -253,7 +240,9 @@ class MpiReduction:
     # -- By MPI ------------------------------------------------------------------------------------------------
 
     def _native(self, op: ReduceOp, dtype: np.dtype[Any]) -> Native | None:
-        """Returns how MPI does it; None where it cannot, or would lose NaN."""
+        """Returns how MPI does it; None where the ranks are few, and where it cannot, or would lose NaN."""
+        if self._transport.is_direct:
+            return None
         return native_reduction(self._transport.mpi, op, dtype, self._world_size)
 
     def _reduce_natively(

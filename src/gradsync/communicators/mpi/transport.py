@@ -69,6 +69,11 @@ class MpiTransport:
             requests += [comm.Isend([piece, byte], peer, tag) for piece in _pieces(array)]
         return requests
 
+    def post_all(self, outgoing: Sequence[Array], incoming: Sequence[Array], tag: int) -> list[Any]:
+        """The same between this rank and each other one, whose bytes stand at its number; those at the own one stay."""
+        sends = [(peer, outgoing[peer]) for peer in self.peers]
+        return self.post(sends, [(peer, incoming[peer]) for peer in self.peers], tag)
+
     def take(self, peer: int, tag: int, count: int) -> Array:
         """Returns a message of so many words that Iprobe has found."""
         words = np.zeros(count, np.uint64)
@@ -78,6 +83,9 @@ class MpiTransport:
     def _move(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]) -> None:
         self.waiting.finish(self.post(sends, receives, TAG_COLLECTIVE), (sends, receives))
 
+    def _move_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        self.waiting.finish(self.post_all(outgoing, incoming, TAG_COLLECTIVE), (outgoing, incoming))
+
     # -- Collectives -------------------------------------------------------------------------------------------
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds) -> None:
@@ -85,9 +93,7 @@ class MpiTransport:
         own = target[part_of(bounds, self.rank)]
         _copy(source, own)
         if self._goes_directly(bounds):
-            self._move(
-                [(peer, own) for peer in self.peers], [(peer, target[part_of(bounds, peer)]) for peer in self.peers]
-            )
+            self._move_all([own] * self.world_size, _parts(target, bounds))
         else:
             request = self.comm.Iallgatherv(self.mpi.IN_PLACE, self._layout(target, bounds))
             self.waiting.finish([request], target)
@@ -128,10 +134,7 @@ class MpiTransport:
         """Deals out every rank's bytes; MPI's own way sends as many messages."""
         rank = self.rank
         _copy(source[part_of(send_bounds, rank)], target[part_of(receive_bounds, rank)])
-        self._move(
-            [(peer, source[part_of(send_bounds, peer)]) for peer in self.peers],
-            [(peer, target[part_of(receive_bounds, peer)]) for peer in self.peers],
-        )
+        self._move_all(_parts(source, send_bounds), _parts(target, receive_bounds))
 
     def broadcast(self, flat: Array, root: int) -> None:
         """Copies the root's bytes into the others' arrays."""
@@ -152,6 +155,11 @@ class MpiTransport:
     def _layout(self, array: Array, bounds: Bounds) -> list[Any]:
         counts = [end - begin for begin, end in pairwise(bounds)]
         return [array, counts, list(bounds[:-1]), self.mpi.BYTE]
+
+
+def _parts(array: Array, bounds: Bounds) -> list[Array]:
+    """Returns the parts of all ranks, by rank."""
+    return [array[begin:end] for begin, end in pairwise(bounds)]
 
 
 def _pieces(array: Array) -> list[Array]:

@@ -23,6 +23,7 @@ from gradsync.launching.outcome import Outcome
 from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
 from gradsync.rendezvous.server import RendezvousServer
+from gradsync.rendezvous.sockets import parse_address
 
 _LEAVING_SECONDS = 5.0  # for the other launchers to say goodbye, once all have told how their ranks ended
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
@@ -123,7 +124,8 @@ class _NodeRun:
     def _start(self, offer: Offer) -> _End:
         """Goes through one start."""
         with contextlib.ExitStack() as stack:
-            ports = None if self._server is None else stack.enter_context(start_ports(self._host))
+            host = None if self._server is None else parse_address(self._server.address)[0]
+            ports = None if host is None else stack.enter_context(start_ports(host))
             meeting = self._meet(offer, ports)
             signals = stack.enter_context(SignalInbox())
             link = stack.enter_context(NodeLink(meeting, signals, self._notices))
@@ -135,11 +137,6 @@ class _NodeRun:
         # Where another node hosts, the count is not known: a start forms one at least.
         formed = meeting.earlier_generations + 1 if ranks_server is None else ranks_server.generation
         return _End(verdict, meeting.restart, formed, _report(verdict, outcome, meeting))
-
-    @property
-    def _host(self) -> str:
-        assert self._server is not None
-        return self._server.address.rpartition(":")[0].strip("[]")
 
     def _meet(self, offer: Offer, ports: StartPorts | None) -> Meeting:
         address = self._options.rendezvous if self._server is None else self._server.address
