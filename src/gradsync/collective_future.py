@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import os
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from gradsync.collective_end import CollectiveEnd, Untold
 from gradsync.completion import Completion
-from gradsync.errors import CollectiveTimeout, FutureNotReady, GradsyncError
+from gradsync.errors import CollectiveTimeout, FutureNotReady
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_log = logging.getLogger("gradsync")
-_lock = threading.Lock()  # one for all futures: held for a few assignments, and a training step makes hundreds
-
-
-class Untold(Protocol):
-    """A failure that is logged unless somebody is told of it."""
-
-    def forget(self) -> None:
-        """Somebody has been told."""
 
 
 class CollectiveFuture:
@@ -40,17 +27,7 @@ class CollectiveFuture:
             that makes the future.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_completing_thread",
-        "_completion",
-        "_error",
-        "_event",
-        "_name",
-        "_timeout_seconds",
-        "_untold",
-        "_value",
-    )
+    __slots__ = ("_end", "_name", "_timeout_seconds")
 
     _DEFAULT_TIMEOUT_SECONDS: ClassVar[float | None] = None
     # What error messages say after the name.
@@ -61,13 +38,7 @@ class CollectiveFuture:
     def __init__(self, name: str, timeout_seconds: float | None = None, completing_thread: int | None = None) -> None:
         self._name = name
         self._timeout_seconds = timeout_seconds
-        self._completing_thread = completing_thread or threading.get_ident()
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._untold: Untold | None = None
-        self._completion: Completion | None = None  # of a collective that runs beside the host
-        self._event: threading.Event | None = None
-        self._callbacks: list[Callable[[Any], None]] | None = []  # None once resolved
+        self._end = CollectiveEnd(completing_thread)
 
     @property
     def name(self) -> str:
@@ -76,7 +47,7 @@ class CollectiveFuture:
 
     def done(self) -> bool:
         """Whether it has ended or failed; never blocks."""
-        return self._callbacks is None and (self._completion is None or self._completion.done())
+        return self._end.is_over()
 
     def result(self, timeout: float | None = None) -> Any:
         """Returns what the collective returns.
@@ -93,11 +64,8 @@ class CollectiveFuture:
             CollectiveTimeout: the wait reached its deadline; the collective goes on.
             PlanMismatch, RankFailed, ...: whatever ended the collective.
         """
-        self._await_launch(timeout)
-        self._raise_error()
-        if self._completion is not None:
-            self._completion.order()
-        return self._value
+        self.wait(timeout=timeout)
+        return self._value()
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
         """Waits, and raises, as result() does.
@@ -110,17 +78,15 @@ class CollectiveFuture:
             FutureNotReady, CollectiveTimeout, PlanMismatch, RankFailed, ...: as for result().
         """
         self._await_launch(timeout)
-        self._raise_error()
-        if self._completion is not None:
-            self._completion.order(stream)
+        self._end.raise_error()
+        if self._end.completion is not None:
+            self._end.completion.order(stream)
 
     def exception(self) -> BaseException | None:
         """Returns what ended the collective, or None when it succeeded; an error before it is done."""
         if not self.done():
             self._raise_not_ready("exception()")
-        if self._untold is not None:
-            self._untold.forget()
-        return self._failure()
+        return self._end.tell_failure()
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
         """Calls function(self) once done; at once, in the calling thread, when it is done already.
@@ -129,134 +95,48 @@ class CollectiveFuture:
         of the communicator's. An exception in it is logged, not raised. What of collectives in it: see
         communicator.asynchronous.
         """
-        with _lock:
-            if self._callbacks is not None:
-                self._callbacks.append(function)
-                return
-        self._run_when_done(function)
+        self._end.add_callback(function, self)
 
     def __repr__(self) -> str:
         if not self.done():
             state = "pending"
         else:
-            error = self._failure()
+            error = self._end.failure()
             state = "ready" if error is None else f"failed with {type(error).__name__}"
-        return f"<{type(self).__name__} of {self._name}: {state}>"
+        return f"<{type(self).__name__} of {self.name}: {state}>"
 
     # -- For those who make it -----------------------------------------------------------------------------------
 
     def resolve(self, value: Any, completion: Completion | None = None) -> None:
         """Gives the future its value: ready now, or at the end of the collective that was launched."""
-        self._finish(value, None, completion)
+        self._end.finish(value, None, completion)
 
     def fail(self, error: BaseException, untold: Untold | None = None) -> None:
         """Makes result() raise `error`; `untold` shall log it when nobody asks."""
-        self._finish(None, error, None, untold)
+        self._end.finish(None, error, None, untold)
 
     def disown(self, error: BaseException) -> None:
         """Makes result() raise `error` in the child of a fork, where nobody completes it, and calls nobody."""
-        self._event = None  # the parent's threads that held it are not here
-        if self._callbacks is not None:
-            self._error = error
-            self._callbacks = None
+        self._end.disown(error)
 
-    def _finish(
-        self,
-        value: Any,
-        error: BaseException | None,
-        completion: Completion | None,
-        untold: Untold | None = None,
-    ) -> None:
-        with _lock:
-            callbacks, event = self._callbacks, self._event
-            if callbacks is None:
-                if untold is not None:
-                    untold.forget()
-                return
-            self._value, self._error, self._completion, self._untold = value, error, completion, untold
-            self._callbacks = None
-        if event is not None:
-            event.set()
-        leaving: BaseException | None = None
-        for function in callbacks:
-            try:
-                self._run_when_done(function)
-            except BaseException as left:  # SystemExit, Ctrl-C: the others have a right to be called
-                leaving = leaving or left
-        if leaving is not None:
-            raise leaving
-
-    def _failure(self) -> BaseException | None:
-        """Returns what a collective that is over has ended with."""
-        if self._error is None and self._completion is not None:
-            try:
-                self._completion.wait()  # over already: returns or raises at once
-            except GradsyncError as error:
-                return error
-        return self._error
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            if self._untold is not None:
-                self._untold.forget()
-            raise _again(self._error)
+    def _value(self) -> Any:
+        """Returns the value of one that has ended well."""
+        return self._end.value
 
     def _await_launch(self, timeout: float | None) -> None:
         """Waits until the future has its value or its error."""
-        if self._callbacks is None:
+        if not self._end.is_pending:
             return
         if self._is_held_up():
-            raise FutureNotReady(f"{self._name} is not ready: {self._HELD_UP}")
+            raise FutureNotReady(f"{self.name} is not ready: {self._HELD_UP}")
         own = self._DEFAULT_TIMEOUT_SECONDS if self._timeout_seconds is None else self._timeout_seconds
         seconds = own if timeout is None else timeout
-        if not self._waitable().wait(seconds):
-            raise CollectiveTimeout(f"{self._name} {self._MISSED} within {seconds:g} s")
+        if not self._end.await_finish(seconds):
+            raise CollectiveTimeout(f"{self.name} {self._MISSED} within {seconds:g} s")
 
     def _is_held_up(self) -> bool:
         """Whether nobody would complete it while the calling thread waits."""
-        return threading.get_ident() == self._completing_thread
-
-    def _waitable(self) -> threading.Event:
-        """Makes the event on first need: most futures are never waited for from another thread."""
-        with _lock:
-            if self._event is None:
-                self._event = threading.Event()
-            if self._callbacks is None:
-                self._event.set()
-            return self._event
-
-    def _run_when_done(self, function: Callable[[Any], None]) -> None:
-        if self._completion is None:
-            self._run(function)
-        else:
-            self._completion.when_done(lambda _error: self._run(function))
-
-    def _run(self, function: Callable[[Any], None]) -> None:
-        try:
-            function(self)
-        except Exception:
-            _log.exception("a done-callback of %s raised", self._name)
+        return self._end.is_completed_by_caller()
 
     def _raise_not_ready(self, what: str) -> None:
-        raise FutureNotReady(f"{what} of {self._name} is not ready: {self._PENDING}")
-
-
-def _again(error: BaseException) -> BaseException:
-    """Returns an error to be raised: raised itself each time, it would gather the frames of all who have asked."""
-    try:
-        fresh = copy.copy(error)
-    except Exception:  # a foreign class that cannot be made again
-        return error
-    if type(fresh) is not type(error):
-        return error
-    fresh.__cause__, fresh.__context__ = error.__cause__, error.__context__
-    fresh.__suppress_context__ = error.__suppress_context__
-    return fresh.with_traceback(error.__traceback__)
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # the parent's thread that may hold it is not in the child
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+        raise FutureNotReady(f"{what} of {self.name} is not ready: {self._PENDING}")

@@ -11,10 +11,11 @@ import pytest
 
 import gradsync as gs
 from gradsync.bucketing.future import GradientFuture
+from gradsync.collective_end import CollectiveEnd
 
 
 def pending() -> GradientFuture:
-    return GradientFuture("the gradient of 'w'", timeout_seconds=30)
+    return GradientFuture("'w'", CollectiveEnd())
 
 
 @pytest.mark.parametrize("ask", ["shape", "dtype", "device"])

@@ -409,7 +409,7 @@ def launch_groups_in_one_order(comm: Any) -> None:
         first.all_reduce(early, stream=side)
         future = second.asynchronous.all_reduce(late)
         client().barrier("all ranks have launched both")
-        expect(gs.CollectiveTimeout, lambda: future._completion.wait(0.05))
+        expect(gs.CollectiveTimeout, lambda: future._end.completion.wait(0.05))
     assert_all(future.result(), comm.world_size)
     assert_all(early, comm.world_size, side)
 

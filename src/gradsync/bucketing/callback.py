@@ -8,25 +8,26 @@ before data moves: that is in step_reduction.py, and what happens when ranks run
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradsync.bucketing.claimed_memory import ClaimedMemory
+from gradsync.bucketing.backward_pass import BackwardPass, tell_forgotten
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.join import Join
-from gradsync.bucketing.pending import PendingGradient, accept, display_name, key_of, prepare, resolve, tell_forgotten
-from gradsync.bucketing.plan import Bucket
+from gradsync.bucketing.options import DEFAULT_THRESHOLD_BYTES, Options
+from gradsync.bucketing.pending import display_name
 from gradsync.bucketing.shapes_file import write_shapes
-from gradsync.bucketing.step_reduction import StepReduction
+from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.environment import BACKENDS
 from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, describe
 from gradsync.reduction import parse_reduce_method
 
-DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
+_REDUCED = CollectiveEnd()  # of what needs no reduction
+_REDUCED.finish(None, None)
 
 
 class AllreduceCallback:
@@ -56,6 +57,8 @@ class AllreduceCallback:
         backend: str | None = None,
         *,
         threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
+        first_bucket_bytes: int | None = None,
+        strategy: str = "flat",
     ) -> None:
         self.op = parse_reduce_method(reduce_method)
         if backend is not None and backend not in BACKENDS:
@@ -64,15 +67,11 @@ class AllreduceCallback:
             group_or_world(group, "AllreduceCallback")
         self._group = group
         self._backend = backend
-        self._step = StepReduction(self.op, threshold_bytes)
+        self._backward = BackwardPass(Options(self.op, threshold_bytes, first_bucket_bytes, strategy))
+        self._step = self._backward.reduction
         self.statistics = self._step.statistics
-        self._pending: dict[int, PendingGradient] = {}  # by arrival number
-        self._keys: set[Hashable] = set()
-        self._accepted_dtypes: set[Any] = set()
-        self._memory = ClaimedMemory()
-        self._arrived = 0
         self._synchronising = True
-        weakref.finalize(self, tell_forgotten, self._pending)
+        weakref.finalize(self, tell_forgotten, self._backward)
 
     @property
     def threshold_bytes(self) -> int:
@@ -102,28 +101,9 @@ class AllreduceCallback:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
         communicator = self._communicator()
-        native = accept(param, grad, self._arrived, communicator, self.op, self._accepted_dtypes)
-        key, name = key_of(param), display_name(param, self._arrived)
-        if key in self._keys:
-            raise InvalidArgument(
-                f"{communicator.label}: {name} was handed over twice before a flush: "
-                "add its gradients up first, or end each pass with flush() or `with callback.backward()`"
-            )
-        future = GradientFuture(f"the gradient of {name}")
         if not self._synchronising:
-            self._step.agreements.local_gradients += 1
-            future.resolve(grad)
-            return future
-        pending = prepare(future, param, grad, native, communicator)  # first: what fails here leaves no trace
-        self._memory.claim(native, future, communicator.arrays)
-        spec = self._step.spec(self._arrived, name, native)
-        self._keys.add(key)
-        self._pending[self._arrived] = pending
-        self._arrived += 1
-        self.statistics.gradients += 1
-        for bucket in self._step.planner.add(spec):
-            self._reduce(bucket, communicator)
-        return future
+            return self._keep_local(param, grad, communicator)
+        return self._backward.hand_over(param, grad, communicator)
 
     def flush(self) -> None:
         """Ends the backward pass: reduces what is left, and resolves every future of the step.
@@ -137,16 +117,7 @@ class AllreduceCallback:
         if not self._synchronising:
             self._step.agreements.local_passes += 1
             return
-        communicator = self._communicator()
-        try:
-            for bucket in self._step.planner.flush():
-                self._reduce(bucket, communicator)
-            self._step.end(self._arrived, communicator)
-        except BaseException as error:
-            self._fail_step(error)
-            raise
-        self.statistics.steps += self._arrived > 0
-        self._begin_step()
+        self._backward.flush(self._communicator())
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -214,7 +185,7 @@ class AllreduceCallback:
                 f"{self._communicator().label}: join() inside another join() of the same callback: one block surrounds "
                 "the whole loop over batches; leave it before the next begins"
             )
-        joined = self._step.roll_call = Join(self._step, self._communicator(), parameters)
+        joined = self._step.roll_call = Join(self._backward, self._communicator(), parameters)
         try:
             yield joined
             self._check_between_steps("the end of join()")
@@ -236,17 +207,18 @@ class AllreduceCallback:
             OSError: the file cannot be written.
         """
         self._check_between_steps("dump_shapes()")
-        if not self._step.specs:
+        specs = self._backward.arrivals.specs
+        if not specs:
             raise InvalidArgument("dump_shapes() before any step: hand over the gradients of one, and flush")
-        write_shapes(path, self._step.specs)
+        write_shapes(path, specs)
 
     def _check_between_steps(self, what: str) -> None:
-        if self._pending or self._arrived:
+        if self._backward.is_under_way:
             raise InvalidArgument(f"{what} in the middle of a backward pass: flush first")
 
     def _give_up(self, what: str, error: BaseException) -> None:
         """Cancels the step, and wakes the ranks that wait for this one; after PlanMismatch, which all get, none."""
-        self._fail_step(GradientCancelled(f"{what} ended with {describe(error)}"))
+        self._backward.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
         communicator = self._group or get_world()
         told = communicator is None or communicator.world_size == 1 or isinstance(error, PlanMismatch)
         if self._synchronising and communicator is not None and not told:
@@ -261,37 +233,11 @@ class AllreduceCallback:
             )
         return communicator
 
-    def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
-        entries = [self._pending[slot.position] for slot in bucket.slots]
-        try:
-            completion = self._step.reduce(
-                bucket,
-                communicator,
-                [entry.source for entry in entries],
-                [entry.target for entry in entries],
-                write_backs=[(entry.target, entry.write_back) for entry in entries if entry.write_back is not None],
-                producers=[entry.producer for entry in entries],
-            )
-        except BaseException as error:
-            self._fail_step(error)
-            raise
-        for slot in bucket.slots:
-            del self._pending[slot.position]
-        resolve(entries, completion)
-
-    def _fail_step(self, error: BaseException) -> None:
-        pending = list(self._pending.values())
-        self._step.reset()
-        self._begin_step()
-        for entry in pending:
-            entry.future.fail(error)
-
-    def _begin_step(self) -> None:
-        self._step.begin_step()
-        self._pending.clear()
-        self._keys.clear()
-        self._memory.clear()
-        self._arrived = 0
+    def _keep_local(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
+        """Checks a gradient of a local pass, and gives it back."""
+        self._backward.check(param, grad, communicator)
+        self._step.agreements.local_gradients += 1
+        return GradientFuture(display_name(param, 0), _REDUCED, grad)
 
 
 make_allreduce_cb = AllreduceCallback

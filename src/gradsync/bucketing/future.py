@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, ClassVar
 
+from gradsync.collective_end import CollectiveEnd
 from gradsync.collective_future import CollectiveFuture
 from gradsync.errors import GradsyncError
 
@@ -15,16 +16,17 @@ class GradientFuture(CollectiveFuture):
     Until then the gradient belongs to gradsync: do not write to it. Made by AllreduceCallback. On a GPU it has its
     value as soon as the bucket is launched; result() then orders the current stream, not the host, after the reduction.
     It gives the array that was handed to the callback, with the reduced values in it (a fresh array where that one
-    could not be written to), and raises FutureNotReady before the launch in the thread that hands over gradients: only
-    that one can launch the bucket. GradientCancelled means that the backward pass ended with an exception.
+    could not be written to; a view of the bucket where gradients live in buckets), and raises FutureNotReady before the
+    launch in the thread that hands over gradients: only that one can launch the bucket. GradientCancelled means that
+    the backward pass ended with an exception.
 
     Args:
-        name: how error messages call the gradient.
-        timeout_seconds: how long result() waits, in a thread other than the one that hands over gradients, when it is
-            not told; None is 300 s.
+        name: of the gradient, as ranks know it.
+        end: of the bucket's reduction.
+        value: what the future gives then; None: what resolve() gives it.
     """
 
-    __slots__ = ()
+    __slots__ = ("_given",)
 
     _DEFAULT_TIMEOUT_SECONDS: ClassVar[float | None] = 300.0
     _HELD_UP: ClassVar[str] = (
@@ -32,6 +34,18 @@ class GradientFuture(CollectiveFuture):
     )
     _PENDING: ClassVar[str] = "its bucket has not been reduced yet"
     _MISSED: ClassVar[str] = "was not reduced"
+
+    # Ten thousand times a step: it only takes down what it is given, and makes its name when somebody asks for it.
+    def __init__(self, name: str, end: CollectiveEnd, value: Any = None) -> None:
+        self._name = name
+        self._timeout_seconds = None
+        self._end = end
+        self._given = value
+
+    @property
+    def name(self) -> str:
+        """How error messages call it."""
+        return f"the gradient of {self._name}"
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
         """Waits as result() does, without raising what the reduction raised: the step's flush() has.
@@ -44,9 +58,14 @@ class GradientFuture(CollectiveFuture):
             FutureNotReady, CollectiveTimeout: as for result().
         """
         self._await_launch(timeout)
-        if self._completion is not None:
+        if self._end.completion is not None:
             with contextlib.suppress(GradsyncError):
-                self._completion.order(stream)
+                self._end.completion.order(stream)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See CollectiveFuture; on the CPU, once the bucket is reduced, this costs one look."""
+        super().wait(timeout=timeout)
+        return self._value()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,12 +85,15 @@ class GradientFuture(CollectiveFuture):
     def numpy(self) -> Any:
         """Returns the reduced gradient in host memory; an error before it is ready."""
         value = self._ready_value("numpy()")
-        if self._completion is not None:
-            self._completion.order()
+        if self._end.completion is not None:
+            self._end.completion.order()
         return value.get() if hasattr(value, "get") else value
 
+    def _value(self) -> Any:
+        return self._end.value if self._given is None else self._given
+
     def _ready_value(self, what: str) -> Any:
-        if self._callbacks is not None:
+        if self._end.is_pending:
             self._raise_not_ready(what)
-        self._raise_error()
-        return self._value
+        self._end.raise_error()
+        return self._value()

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.pending import display_name
 from gradsync.bucketing.plan import Bucket, GradientSpec
-from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
 from gradsync.errors import InvalidArgument, PlanMismatch
@@ -30,7 +30,7 @@ class Join:
     """What `with callback.join()` gives.
 
     Args:
-        step: the reductions of the callback.
+        backward: the steps of the callback.
         communicator: the ranks that take part.
         parameters: see AllreduceCallback.join.
 
@@ -39,9 +39,10 @@ class Join:
             parameters are the newest.
     """
 
-    def __init__(self, step: StepReduction, communicator: Communicator, parameters: Any) -> None:
+    def __init__(self, backward: BackwardPass, communicator: Communicator, parameters: Any) -> None:
         self.last_rank = 0
-        self._step = step
+        self._backward = backward
+        self._step = step = backward.reduction
         self._communicator = communicator
         self._told = _specs_of(parameters, step.op, communicator)
         self._zeros: dict[str, Array] = {}
@@ -60,7 +61,7 @@ class Join:
             PlanMismatch: the others' step is another one, or this rank does not know any; on all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
-        specs = self._step.specs or self._told
+        specs = self._backward.arrivals.specs or self._told
         while self._communicator.world_size > 1:
             present, passes, gradients = self._call_roll(_ENDED if specs else _UNABLE)
             if not present:

@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from gradsync.bucketing.future import GradientFuture
+from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_arrays import overlaps_itself
-from gradsync.completion import Completion
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array, ReduceOp, check_operation
 
-_log = logging.getLogger("gradsync")
 _PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
 
 
 class PendingGradient(NamedTuple):
-    """A gradient that waits for its bucket."""
+    """A gradient that waits for its bucket; taken again in the next step where the very same array comes.
 
-    future: GradientFuture
-    parameter: Any  # held until the flush, so that its identity stays its own
-    source: Array  # flat, on the communicator's device
-    target: Array  # flat, likewise; the source itself where the result may take its place
-    write_back: Array | None  # where the target's values go afterwards: other layouts, other devices
-    result: Any  # what the future gives
-    producer: Any  # mark of the work that made the gradient; None on the CPU
+    Attributes:
+        parameter: held until the flush, so that its identity stays its own.
+        key: what tells it apart from the others of this process.
+        gradient: what was handed over.
+        native: the same, as the communicator's array.
+        state: what must not have changed where the array comes again; see ArrayKind.state.
+        spec: what ranks agree on about it.
+        source: flat, on the communicator's device.
+        target: flat, likewise; the source itself where the result may take its place.
+        write_back: where the target's values go afterwards: other layouts, other devices; None where they are there.
+        result: what the future gives.
+        recurs: whether the last step had the same array at this place.
+    """
+
+    parameter: Any
+    key: Hashable
+    gradient: Any
+    native: Array
+    state: Any
+    spec: GradientSpec
+    source: Array
+    target: Array
+    write_back: Array | None
+    result: Any
+    recurs: bool
+
+
+class Destination(NamedTuple):
+    """Where a gradient's values are taken from, and where the reduced ones go; as in PendingGradient."""
+
+    source: Array
+    target: Array
+    write_back: Array | None
+    result: Any
 
 
 def accept(
@@ -57,32 +80,16 @@ def accept(
     return native
 
 
-def prepare(
-    future: GradientFuture, param: Any, grad: Any, native: Array, communicator: Communicator
-) -> PendingGradient:
+def destination(grad: Any, native: Array, communicator: Communicator) -> Destination:
     """Decides where the reduced values go: into the gradient, or a new array where that cannot be written to."""
     arrays = communicator.arrays
     source = arrays.flat(native)
-    producer = communicator.mark_work()
     if arrays.writeable(native) and not overlaps_itself(native):
-        write_back = None if arrays.is_viewed_flat(native) else native
-        return PendingGradient(future, param, source, source, write_back, grad, producer)
+        return Destination(source, source, None if arrays.is_viewed_flat(native) else native, grad)
     result = arrays.empty_like(native)
     if arrays.is_viewed_flat(result):
-        return PendingGradient(future, param, source, arrays.flat(result), None, result, producer)
-    return PendingGradient(future, param, source, source, result, result, producer)
-
-
-def resolve(entries: Sequence[PendingGradient], completion: Completion | None) -> None:
-    """Resolves every future, even where a done-callback ends in SystemExit or KeyboardInterrupt; then raises that."""
-    interruption: BaseException | None = None
-    for entry in entries:
-        try:
-            entry.future.resolve(entry.result, completion)
-        except BaseException as error:
-            interruption = interruption or error
-    if interruption is not None:
-        raise interruption
+        return Destination(source, arrays.flat(result), None, result)
+    return Destination(source, source, result, result)
 
 
 def _is_array(param: Any) -> bool:
@@ -113,14 +120,3 @@ def display_name(param: Any, position: int) -> str:
     if isinstance(param, tuple) and all(isinstance(part, (str, int, bytes, type(None))) for part in param):
         return repr(param)
     return f"#{position}"
-
-
-def tell_forgotten(pending: dict[int, PendingGradient]) -> None:
-    """Warns when a callback goes, or the program ends, with gradients that were never reduced."""
-    if pending and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
-        _log.warning(
-            "%d gradients were handed over and never reduced, beginning with %s: end each backward pass with flush() "
-            "or `with callback.backward()`",
-            len(pending),
-            next(iter(pending.values())).future,
-        )

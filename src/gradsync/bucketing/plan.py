@@ -65,10 +65,12 @@ class Bucket:
     Attributes:
         dtype: the dtype's name, shared by all slots.
         slots: the gradients, back to back from element 0.
+        number: counts the buckets of a step in the order in which they are opened.
     """
 
     dtype: str
     slots: tuple[Slot, ...]
+    number: int
 
     @property
     def size_elements(self) -> int:
@@ -76,9 +78,35 @@ class Bucket:
         return self.slots[-1].end
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.slots[0].spec.itemsize
+
+    @property
     def size_bytes(self) -> int:
         """Number of bytes of the flat buffer."""
-        return self.size_elements * self.slots[0].spec.itemsize
+        return self.size_elements * self.itemsize
+
+    @property
+    def specs(self) -> tuple[GradientSpec, ...]:
+        """The gradients, in order."""
+        return tuple([slot.spec for slot in self.slots])
+
+
+class _Filling(NamedTuple):
+    """A bucket that is being filled."""
+
+    number: int
+    limit_bytes: int
+    slots: list[Slot]
+
+
+class _Placed(NamedTuple):
+    """What became of one gradient: its bucket's number, and the buckets that are complete because of it."""
+
+    spec: GradientSpec
+    number: int
+    complete: list[Bucket]
 
 
 class BucketPlanner:
@@ -86,15 +114,33 @@ class BucketPlanner:
 
     Args:
         threshold_bytes: size that a bucket of several gradients never exceeds; at least 1.
+        first_bucket_bytes: the same for the first bucket of a step, so that communication may start early; None is
+            the threshold.
+
+    Attributes:
+        threshold_bytes: see above.
+        first_bucket_bytes: see above; None where it is the threshold.
+        placed_in: number of the bucket to which the last gradient was added.
+
+    Raises:
+        InvalidArgument: a size that is no integer of at least 1, or a first bucket above the threshold.
     """
 
-    def __init__(self, threshold_bytes: int) -> None:
-        if not isinstance(threshold_bytes, int) or isinstance(threshold_bytes, bool) or threshold_bytes < 1:
-            raise InvalidArgument(f"threshold_bytes must be an integer of at least 1, got {threshold_bytes!r}")
+    def __init__(self, threshold_bytes: int, first_bucket_bytes: int | None = None) -> None:
+        _check_size("threshold_bytes", threshold_bytes)
+        if first_bucket_bytes is not None:
+            _check_size("first_bucket_bytes", first_bucket_bytes)
+            if first_bucket_bytes > threshold_bytes:
+                raise InvalidArgument(
+                    f"first_bucket_bytes must be at most threshold_bytes ({threshold_bytes}), got {first_bucket_bytes}"
+                )
         self.threshold_bytes = threshold_bytes
-        self._open: dict[str, list[Slot]] = {}
+        self.first_bucket_bytes = first_bucket_bytes
+        self.placed_in = 0
+        self._open: dict[str, _Filling] = {}
+        self._opened = 0
         self._arrived = 0
-        self._steps: list[tuple[GradientSpec, list[Bucket]]] = []  # what each gradient of the last step completed
+        self._steps: list[_Placed] = []
         self._rest: list[Bucket] | None = None  # what the flush of the last step completed; None: it had none
         self._repeating = False
 
@@ -108,13 +154,14 @@ class BucketPlanner:
         """
         if self._repeating:
             if self._arrived < len(self._steps):
-                known, complete = self._steps[self._arrived]
-                if known is spec:
+                placed = self._steps[self._arrived]
+                if placed.spec is spec:
                     self._arrived += 1
-                    return complete
+                    self.placed_in = placed.number
+                    return placed.complete
             self._stop_repeating()
         complete = self._place(spec)
-        self._steps.append((spec, complete))
+        self._steps.append(_Placed(spec, self.placed_in, complete))
         return complete
 
     def flush(self) -> list[Bucket]:
@@ -135,6 +182,7 @@ class BucketPlanner:
 
     def _begin_step(self, rest: list[Bucket] | None) -> None:
         self._open.clear()
+        self._opened = 0
         self._arrived = 0
         self._rest = rest
         self._repeating = rest is not None
@@ -142,7 +190,7 @@ class BucketPlanner:
     def _stop_repeating(self) -> None:
         """Brings the open buckets to where they would be without the shortcut."""
         self._repeating = False
-        begun = [spec for spec, _ in self._steps[: self._arrived]]
+        begun = [placed.spec for placed in self._steps[: self._arrived]]
         del self._steps[self._arrived :]
         self._arrived = 0
         for spec in begun:
@@ -151,26 +199,54 @@ class BucketPlanner:
     def _place(self, spec: GradientSpec) -> list[Bucket]:
         position, self._arrived = self._arrived, self._arrived + 1
         size_bytes = spec.size_bytes
+        filling = self._open.get(spec.dtype)
         if size_bytes > self.threshold_bytes:
-            return [Bucket(spec.dtype, (Slot(position, spec, 0, spec.size_elements),))]
+            return [self._alone(position, spec)]
         complete: list[Bucket] = []
-        slots = self._open.get(spec.dtype, [])
-        filled_bytes = slots[-1].end * spec.itemsize if slots else 0
-        if slots and filled_bytes + size_bytes > self.threshold_bytes:
+        if filling is not None and _filled_bytes(filling) + size_bytes > filling.limit_bytes:
             complete.append(self._take(spec.dtype))
-            slots, filled_bytes = [], 0
-        begin = slots[-1].end if slots else 0
-        slots.append(Slot(position, spec, begin, begin + spec.size_elements))
-        self._open[spec.dtype] = slots
-        if filled_bytes + size_bytes == self.threshold_bytes:
+            filling = None
+        if filling is None:
+            if size_bytes > self._next_limit_bytes():  # the first bucket is for smaller ones
+                return [*complete, self._alone(position, spec)]
+            filling = self._open[spec.dtype] = self._open_bucket()
+        begin = filling.slots[-1].end if filling.slots else 0
+        filling.slots.append(Slot(position, spec, begin, begin + spec.size_elements))
+        self.placed_in = filling.number
+        if _filled_bytes(filling) == filling.limit_bytes:
             complete.append(self._take(spec.dtype))
         return complete
 
+    def _next_limit_bytes(self) -> int:
+        is_first = self._opened == 0 and self.first_bucket_bytes is not None
+        return self.first_bucket_bytes if is_first else self.threshold_bytes  # type: ignore[return-value]
+
+    def _open_bucket(self) -> _Filling:
+        filling = _Filling(self._opened, self._next_limit_bytes(), [])
+        self._opened += 1
+        return filling
+
+    def _alone(self, position: int, spec: GradientSpec) -> Bucket:
+        self.placed_in, self._opened = self._opened, self._opened + 1
+        return Bucket(spec.dtype, (Slot(position, spec, 0, spec.size_elements),), self.placed_in)
+
     def _take(self, dtype: str) -> Bucket:
-        return Bucket(dtype, tuple(self._open.pop(dtype)))
+        filling = self._open.pop(dtype)
+        return Bucket(dtype, tuple(filling.slots), filling.number)
 
 
-def plan_buckets(specs: Iterable[GradientSpec], threshold_bytes: int) -> list[Bucket]:
+def plan_buckets(
+    specs: Iterable[GradientSpec], threshold_bytes: int, first_bucket_bytes: int | None = None
+) -> list[Bucket]:
     """Returns the buckets of a whole step, in launch order."""
-    planner = BucketPlanner(threshold_bytes)
+    planner = BucketPlanner(threshold_bytes, first_bucket_bytes)
     return [bucket for spec in specs for bucket in planner.add(spec)] + planner.flush()
+
+
+def _filled_bytes(filling: _Filling) -> int:
+    return filling.slots[-1].end * filling.slots[-1].spec.itemsize if filling.slots else 0
+
+
+def _check_size(name: str, size_bytes: object) -> None:
+    if not isinstance(size_bytes, int) or isinstance(size_bytes, bool) or size_bytes < 1:
+        raise InvalidArgument(f"{name} must be an integer of at least 1, got {size_bytes!r}")

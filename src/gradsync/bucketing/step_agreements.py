@@ -5,17 +5,22 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from gradsync.bucketing.plan import Bucket, GradientSpec
+from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.flight_recorder import names_text, size_text
 from gradsync.reduction import ReduceOp
 
 
 class StepAgreements:
-    """The events of a step, each as an Agreement; a step that repeats the last one makes no new ones."""
+    """The events of a step, each as an Agreement; a step that repeats the last one makes no new ones.
 
-    def __init__(self, op: ReduceOp) -> None:
-        self._op = op.value
+    Args:
+        op: sum or mean.
+        settings: what else ranks must agree on about all buckets, in words; "" where there is nothing.
+    """
+
+    def __init__(self, op: ReduceOp, settings: str = "") -> None:
+        self._op = f"{op.value}, {settings}" if settings else op.value
         self._known: list[tuple[Any, Agreement]] = []
         self._index = 0
         self.local_passes = 0
@@ -27,9 +32,7 @@ class StepAgreements:
 
     def bucket(self, bucket: Bucket) -> Agreement:
         """Returns the agreement to reduce this bucket next."""
-        # Specs of a repeated step are the same objects, which tuple comparison sees at a glance.
-        specs = tuple([slot.spec for slot in bucket.slots])
-        event = (specs, self.local_passes, self.local_gradients)
+        event = (bucket, self.local_passes, self.local_gradients)  # of a repeated step it is the very same bucket
         return self._next(event, self._describe_bucket, self._summarise_bucket)
 
     def flush(self, gradients: int) -> Agreement:
@@ -44,21 +47,24 @@ class StepAgreements:
             if known == event:
                 return agreement
             del self._known[index:]
-        digest = digest_of("gradients", index, self._op, event)
+        of_what, *passes = event
+        digest = digest_of(
+            "gradients", index, self._op, of_what.specs if isinstance(of_what, Bucket) else of_what, passes
+        )
         agreement = Agreement(digest, partial(describe, event), index, partial(summarise, event))
         self._known.append((event, agreement))
         return agreement
 
-    def _describe_bucket(self, event: tuple[tuple[GradientSpec, ...], int, int]) -> str:
-        specs = event[0]
+    def _describe_bucket(self, event: tuple[Bucket, int, int]) -> str:
+        specs = event[0].specs
         total_bytes = sum(spec.size_bytes for spec in specs)
         lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in specs]
         of_what = f"{_count(len(specs), 'gradient')}, {total_bytes} bytes"
         headline = f"all_reduce ({self._op}) of a bucket of {of_what}{_after(event)}"
         return "\n".join([headline, *lines])
 
-    def _summarise_bucket(self, event: tuple[tuple[GradientSpec, ...], int, int]) -> str:
-        specs = event[0]
+    def _summarise_bucket(self, event: tuple[Bucket, int, int]) -> str:
+        specs = event[0].specs
         size = size_text(sum(spec.size_bytes for spec in specs))
         names = names_text([spec.name.strip("'") for spec in specs])
         return f"all_reduce({self._op}) {specs[0].dtype} {size} {names}"

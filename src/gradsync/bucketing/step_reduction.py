@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from gradsync.bucketing.bucket_work import BucketWork
+from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
-from gradsync.reduction import Array, ReduceOp, dtype_name
+from gradsync.reduction import Array, ReduceOp
 
 
 class RollCall(Protocol):
@@ -29,61 +31,46 @@ class StepReduction:
     """Plans and runs the collectives of one step after another.
 
     Args:
-        op: sum or mean.
-        threshold_bytes: of a bucket.
+        options: of the callback.
 
     Attributes:
+        planner: says which gradients complete a bucket.
         roll_call: counts the ranks before the first collective of a step; None where all take part in all of them.
-        specs: the gradients of the last step, as far as this one does not differ: a repeated step makes no new ones.
     """
 
-    def __init__(self, op: ReduceOp, threshold_bytes: int) -> None:
-        self.op = op
-        self.planner = BucketPlanner(threshold_bytes)
-        self.agreements = StepAgreements(op)
+    def __init__(self, options: Options) -> None:
+        self.op = options.op
+        self.planner = BucketPlanner(options.threshold_bytes, options.first_bucket_bytes)
+        self.agreements = StepAgreements(options.op, options.settings())
         self.statistics = Statistics()
         self.roll_call: RollCall | None = None
-        self.specs: list[GradientSpec] = []
         self._present: int | None = None  # ranks that have gradients for this step, where they have been counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
 
-    def spec(self, position: int, name: str, native: Array) -> GradientSpec:
-        """Returns what ranks must agree on about a gradient; the last step's very object where nothing has changed."""
-        dtype = dtype_name(native.dtype)
-        if position < len(self.specs):
-            known = self.specs[position]
-            if known.shape == native.shape and known.dtype == dtype and known.name == name:
-                return known
-            del self.specs[position:]
-        spec = GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
-        self.specs.append(spec)
-        return spec
+    def reduce(self, work: BucketWork, communicator: Communicator, producers: Sequence[Any] = ()) -> Completion | None:
+        """Reduces a bucket.
 
-    def reduce(
-        self,
-        bucket: Bucket,
-        communicator: Communicator,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        *,
-        write_backs: Sequence[tuple[Array, Array]] = (),
-        producers: Sequence[Any] = (),
-    ) -> Completion | None:
-        """Reduces a bucket; the arrays are as for Communicator.all_reduce_list, one for each slot."""
+        Args:
+            work: the bucket and its arrays.
+            communicator: whose ranks take part.
+            producers: marks (see Communicator.mark_work) of the work that made the sources.
+        """
         started = time.perf_counter()
         op, mean_over = self._mean_over(communicator)
         completion = communicator.all_reduce_list(
-            sources,
-            targets,
+            work.sources,
+            work.targets,
             op,
-            self.agreements.bucket(bucket),
-            write_backs=write_backs,
+            self.agreements.bucket(work.bucket),
+            write_backs=work.write_backs,
             producers=producers,
             mean_over=mean_over,
+            prepared=work.prepared if op is self.op else None,
         )
-        self.statistics.communication_seconds += time.perf_counter() - started
-        self.statistics.all_reduces += 1
-        self.statistics.bytes_all_reduced += bucket.size_bytes
+        statistics = self.statistics
+        statistics.communication_seconds += time.perf_counter() - started
+        statistics.all_reduces += 1
+        statistics.bytes_all_reduced += work.bucket.size_bytes
         if completion is not None:
             self._launched.append(completion)
         return completion
@@ -119,7 +106,7 @@ class StepReduction:
 
     def _reduce_zeros(self, bucket: Bucket, communicator: Communicator, flat: Array) -> None:
         parts = [flat[slot.begin : slot.end] for slot in bucket.slots]
-        completion = self.reduce(bucket, communicator, parts, parts, producers=[communicator.mark_work()])
+        completion = self.reduce(BucketWork(bucket, parts, parts, [], []), communicator, [communicator.mark_work()])
         if completion is not None:
             completion.order()  # the next bucket's zeros go to the same memory
 
@@ -129,13 +116,10 @@ class StepReduction:
         communicator.agree(self.agreements.flush(gradients))
         for completion in self._launched:
             completion.order()
-        if gradients:  # an empty step says nothing about the next
-            del self.specs[gradients:]
 
     def reset(self) -> None:
         """Forgets a step that has failed."""
         self.planner.reset()
-        self.specs.clear()
 
     def begin_step(self, present: int | None = None) -> None:
         """Forgets the step before, but for its plan, which this one may repeat.

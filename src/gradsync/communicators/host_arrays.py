@@ -49,6 +49,9 @@ class ArrayKind(Protocol):
     def writeable(self, native: Any) -> bool:
         """Whether the array may be written to."""
 
+    def state(self, native: Any) -> Any:
+        """Returns what must be the same when an array comes again for what is known of it to be right still."""
+
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """Returns the first address of a non-empty array, and one past its last."""
 
@@ -96,6 +99,10 @@ class HostArrays:
     def writeable(self, native: Array) -> bool:
         """See ArrayKind."""
         return native.flags.writeable
+
+    def state(self, native: Array) -> Any:
+        """See ArrayKind."""
+        return native.flags.writeable  # NumPy does not let an array that others view have its memory exchanged
 
     def byte_bounds(self, native: Array) -> tuple[int, int]:
         """See ArrayKind."""

@@ -123,6 +123,10 @@ class DeviceArrays:
         """See ArrayKind; CuPy's arrays always are."""
         return not isinstance(native, np.ndarray) or native.flags.writeable
 
+    def state(self, native: Any) -> Any:
+        """See ArrayKind; the memory of a CuPy array can be exchanged."""
+        return native.flags.writeable if isinstance(native, np.ndarray) else native.data.ptr
+
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """See ArrayKind. The addresses of the host and of all devices are one space (CUDA's unified addressing)."""
         if isinstance(native, np.ndarray):

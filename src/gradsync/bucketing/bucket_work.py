@@ -1,0 +1,41 @@
+"""What the reduction of one bucket works on; kept from step to step where the same arrays come again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gradsync.bucketing.pending import PendingGradient
+from gradsync.bucketing.plan import Bucket
+from gradsync.communicators.backend import PreparedList
+from gradsync.reduction import Array
+
+
+class BucketWork(NamedTuple):
+    """The arrays of one bucket, one for each slot; see Communicator.all_reduce_list.
+
+    Attributes:
+        bucket: which gradients.
+        sources, targets: flat arrays.
+        write_backs: pairs of a target and the native array that gets its values afterwards.
+        results: native arrays that hold the reduced values in the end.
+        prepared: what the communicator has worked out for these very arrays.
+    """
+
+    bucket: Bucket
+    sources: list[Array]
+    targets: list[Array]
+    write_backs: list[tuple[Array, Array]]
+    results: list[Any]
+    prepared: PreparedList | None = None
+
+
+def work_of(bucket: Bucket, entries: Sequence[PendingGradient]) -> BucketWork:
+    """Returns the work for a bucket, given its gradients by slot."""
+    return BucketWork(
+        bucket,
+        [entry.source for entry in entries],
+        [entry.target for entry in entries],
+        [(entry.target, entry.write_back) for entry in entries if entry.write_back is not None],
+        [entry.target if entry.write_back is None else entry.write_back for entry in entries],
+    )

@@ -1,0 +1,180 @@
+"""How a collective has ended, or that it has not: what its futures wait for.
+
+One for each collective. Those who asked for it alone have one future; the gradients of a bucket have one each, and
+share this: so a bucket of ten thousand gradients ends once, not ten thousand times.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from gradsync.completion import Completion
+from gradsync.errors import GradsyncError
+
+_log = logging.getLogger("gradsync")
+_lock = threading.Lock()  # one for all: held for a few assignments, and a training step makes hundreds
+
+
+class Untold(Protocol):
+    """A failure that is logged unless somebody is told of it."""
+
+    def forget(self) -> None:
+        """Somebody has been told."""
+
+
+class CollectiveEnd:
+    """The end of a collective.
+
+    Args:
+        completing_thread: the only thread that can bring it about; None is the calling one.
+
+    Attributes:
+        value: what the collective has returned.
+        completion: of one that runs beside the host, once it is launched.
+    """
+
+    __slots__ = ("_callbacks", "_completing_thread", "_error", "_event", "_untold", "completion", "value")
+
+    def __init__(self, completing_thread: int | None = None) -> None:
+        self._completing_thread = completing_thread or threading.get_ident()
+        self.value: Any = None
+        self.completion: Completion | None = None
+        self._error: BaseException | None = None
+        self._untold: Untold | None = None
+        self._event: threading.Event | None = None
+        self._callbacks: list[Callable[[], None]] | None = []  # None once it has been launched or has failed
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it has yet to be launched or to fail."""
+        return self._callbacks is not None
+
+    def is_over(self) -> bool:
+        """Whether the collective has ended or failed; never blocks."""
+        return self._callbacks is None and (self.completion is None or self.completion.done())
+
+    def is_completed_by_caller(self) -> bool:
+        """Whether only the calling thread can bring it about."""
+        return threading.get_ident() == self._completing_thread
+
+    def await_finish(self, seconds: float | None) -> bool:
+        """Waits until it is launched or has failed; returns whether it is."""
+        with _lock:  # the event is made on first need: most are never waited for from another thread
+            if self._event is None:
+                self._event = threading.Event()
+            if self._callbacks is None:
+                self._event.set()
+            event = self._event
+        return event.wait(seconds)
+
+    def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
+        """Calls function(future) once it is over; at once, in the calling thread, when it is."""
+        call = partial(_run, function, future)
+        with _lock:
+            if self._callbacks is not None:
+                self._callbacks.append(call)
+                return
+        self._run_when_over(call)
+
+    def finish(
+        self,
+        value: Any,
+        error: BaseException | None,
+        completion: Completion | None = None,
+        untold: Untold | None = None,
+    ) -> None:
+        """Ends it, unless it has ended: with a value or an error, or at the completion of what was launched.
+
+        Args:
+            value: what the collective returns.
+            error: what it has failed with.
+            completion: of what was launched.
+            untold: shall log the error when nobody asks.
+        """
+        with _lock:
+            callbacks, event = self._callbacks, self._event
+            if callbacks is None:
+                if untold is not None:
+                    untold.forget()
+                return
+            self.value, self._error, self.completion, self._untold = value, error, completion, untold
+            self._callbacks = None
+        if event is not None:
+            event.set()
+        leaving: BaseException | None = None
+        for call in callbacks:
+            try:
+                self._run_when_over(call)
+            except BaseException as left:  # SystemExit, Ctrl-C: the others have a right to be called
+                leaving = leaving or left
+        if leaving is not None:
+            raise leaving
+
+    def disown(self, error: BaseException) -> None:
+        """Fails in the child of a fork, where nobody completes it, and calls nobody."""
+        self._event = None  # the parent's threads that held it are not here
+        if self._callbacks is not None:
+            self._error = error
+            self._callbacks = None
+
+    def failure(self) -> BaseException | None:
+        """Returns what a collective that is over has ended with."""
+        if self._error is None and self.completion is not None:
+            try:
+                self.completion.wait()  # over already: returns or raises at once
+            except GradsyncError as error:
+                return error
+        return self._error
+
+    def tell_failure(self) -> BaseException | None:
+        """The same, for somebody who asks."""
+        if self._untold is not None:
+            self._untold.forget()
+        return self.failure()
+
+    def raise_error(self) -> None:
+        """Raises what the launch has failed with."""
+        if self._error is not None:
+            if self._untold is not None:
+                self._untold.forget()
+            raise _again(self._error)
+
+    def _run_when_over(self, call: Callable[[], None]) -> None:
+        if self.completion is None:
+            call()
+        else:
+            self.completion.when_done(lambda _error: call())
+
+
+def _run(function: Callable[[Any], None], future: Any) -> None:
+    try:
+        function(future)
+    except Exception:
+        _log.exception("a done-callback of %s raised", future.name)
+
+
+def _again(error: BaseException) -> BaseException:
+    """Returns an error to be raised: raised itself each time, it would gather the frames of all who have asked."""
+    try:
+        fresh = copy.copy(error)
+    except Exception:  # a foreign class that cannot be made again
+        return error
+    if type(fresh) is not type(error):
+        return error
+    fresh.__cause__, fresh.__context__ = error.__cause__, error.__context__
+    fresh.__suppress_context__ = error.__suppress_context__
+    return fresh.with_traceback(error.__traceback__)
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # the parent's thread that may hold it is not in the child
+
+
+os.register_at_fork(after_in_child=_renew_lock)
