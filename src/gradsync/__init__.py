@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gradsync.errors import GradientCancelled as GradientCancelled
     from gradsync.errors import GradsyncError as GradsyncError
     from gradsync.errors import InvalidArgument as InvalidArgument
+    from gradsync.errors import MissingGradient as MissingGradient
     from gradsync.errors import MpiError as MpiError
     from gradsync.errors import NcclError as NcclError
     from gradsync.errors import NonFiniteGradient as NonFiniteGradient
@@ -109,6 +110,7 @@ _HOME = {
             "RendezvousTimeout",
             "AuthenticationError",
             "PlanMismatch",
+            "MissingGradient",
             "CollectiveTimeout",
             "RankFailed",
             "CommunicatorClosed",

@@ -37,14 +37,25 @@ class CollectiveEnd:
     Attributes:
         value: what the collective has returned.
         completion: of one that runs beside the host, once it is launched.
+        has_result: whether it has ended well, and what it has computed is there: nothing is to be waited for.
     """
 
-    __slots__ = ("_callbacks", "_completing_thread", "_error", "_event", "_untold", "completion", "value")
+    __slots__ = (
+        "_callbacks",
+        "_completing_thread",
+        "_error",
+        "_event",
+        "_untold",
+        "completion",
+        "has_result",
+        "value",
+    )
 
     def __init__(self, completing_thread: int | None = None) -> None:
         self._completing_thread = completing_thread or threading.get_ident()
         self.value: Any = None
         self.completion: Completion | None = None
+        self.has_result = False
         self._error: BaseException | None = None
         self._untold: Untold | None = None
         self._event: threading.Event | None = None
@@ -105,6 +116,7 @@ class CollectiveEnd:
                 return
             self.value, self._error, self.completion, self._untold = value, error, completion, untold
             self._callbacks = None
+            self.has_result = error is None and completion is None
         if event is not None:
             event.set()
         leaving: BaseException | None = None

@@ -77,6 +77,10 @@ class PlanMismatch(GradsyncError, RuntimeError):
         self.broken = broken
 
 
+class MissingGradient(PlanMismatch):
+    """A step has ended without gradients for some of the parameters that were told, the same on all ranks."""
+
+
 class CollectiveTimeout(GradsyncError, TimeoutError):
     """A collective reached its deadline.
 

@@ -25,11 +25,13 @@ class Arrivals:
     Attributes:
         count: how many gradients have come in this step.
         specs: of the last step's gradients by place, as far as this step has not replaced them.
+        label: begins errors: which rank it is.
         has_new: whether this step has brought an array that is not known from the step before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "") -> None:
         self.count = 0
+        self.label = label
         self.specs: list[GradientSpec] = []
         self.has_new = False
         self._entries: list[PendingGradient | None] = []  # by place; those of the last step where they may recur
@@ -66,17 +68,21 @@ class Arrivals:
         """Returns the place of a gradient that comes now."""
         return self.count
 
-    def has_seen(self, native: Array) -> bool:
-        """Whether the last step had this very array where the next one comes."""
-        if self.count >= len(self._seen):
+    def has_seen(self, position: int, native: Array) -> bool:
+        """Whether the last step had this very array at a place."""
+        if position >= len(self._seen):
             return False
-        seen = self._seen[self.count]
+        seen = self._seen[position]
         return seen is not None and seen() is native
 
-    def spec(self, name: str, native: Array, dtype: str) -> GradientSpec:
-        """Returns what ranks must agree on about the next gradient; the last step's object where it is the same."""
-        if self.count < len(self.specs):
-            known = self.specs[self.count]
+    def spec(self, position: int, name: str, native: Array, dtype: str) -> GradientSpec:
+        """Returns what ranks must agree on about a gradient; the last step's object where it is the same.
+
+        Raises:
+            InvalidArgument: the gradient cannot have this place.
+        """
+        if position < len(self.specs):
+            known = self.specs[position]
             if known.shape == native.shape and known.dtype == dtype and known.name == name:
                 return known
         return GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
@@ -88,12 +94,11 @@ class Arrivals:
             InvalidArgument: the parameter has one in this step already, or its memory is another one's too.
         """
         if not self.has_new:
-            for earlier in self._entries[: self.count]:
-                if earlier is not None:
-                    self._register(earlier, arrays)
+            for earlier in self.of_step():
+                self._register(earlier, arrays)
             self.has_new = True
         self._register(entry, arrays)
-        self._put(self.count, entry)
+        self._put(entry)
         self.count += 1
 
     def entry(self, position: int) -> PendingGradient:
@@ -103,6 +108,10 @@ class Arrivals:
             raise AssertionError(f"no gradient has come for place {position}")
         return entry
 
+    def of_step(self) -> list[PendingGradient]:
+        """Returns the gradients of this step, by place."""
+        return [self.entry(position) for position in range(self.count)]
+
     def end_step(self) -> None:
         """Keeps what may come again; an empty step says nothing about the next."""
         for position in self._new:
@@ -111,15 +120,19 @@ class Arrivals:
                 self._seen[position] = weakref.ref(entry.native) if entry.native is entry.gradient else None
                 self._entries[position] = None
         if self.count:
-            for of_places in (self.specs, self._entries, self._seen):
-                del of_places[self.count :]
+            self._cut_off()
         self._begin_step()
 
     def forget(self) -> None:
         """Forgets this step and the last."""
-        for of_places in (self.specs, self._entries, self._seen):
-            of_places.clear()
+        self.count = 0
+        self._cut_off()
         self._begin_step()
+
+    def _cut_off(self) -> None:
+        """Forgets the places after those of this step."""
+        for of_places in (self.specs, self._entries, self._seen):
+            del of_places[self.count :]
 
     def _begin_step(self) -> None:
         self.count = 0
@@ -128,7 +141,8 @@ class Arrivals:
         self._keys.clear()
         self._memory.clear()
 
-    def _put(self, position: int, entry: PendingGradient) -> None:
+    def _put(self, entry: PendingGradient) -> None:
+        position = entry.position
         if position == len(self._entries):
             self._entries.append(entry)
             self._seen.append(None)
@@ -142,8 +156,11 @@ class Arrivals:
         """Makes sure that no two gradients of the step have one parameter, or memory in common."""
         if entry.key in self._keys:
             raise InvalidArgument(
-                f"{entry.spec.name} was handed over twice before a flush: add its gradients up first, or end each pass "
-                "with flush() or `with callback.backward()`"
+                f"{self.label}: {entry.spec.name} was handed over twice before a flush: add its gradients up first, or "
+                "end each pass with flush() or `with callback.backward()`"
             )
-        self._memory.claim(entry.native, entry.spec.name, arrays)
+        try:
+            self._memory.claim(entry.native, entry.spec.name, arrays)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{self.label}: {error}") from None
         self._keys.add(entry.key)

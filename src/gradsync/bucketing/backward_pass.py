@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from gradsync.bucketing.arrivals import Arrivals
-from gradsync.bucketing.bucket_work import BucketWork, work_of
+from gradsync.bucketing.bucket_work import BucketWork, resident_work, work_of
+from gradsync.bucketing.fixed_arrivals import FixedArrivals, names_text
 from gradsync.bucketing.future import GradientFuture
+from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.pending import PendingGradient, accept, destination, display_name, key_of
+from gradsync.bucketing.parameter_specs import known_parameters
 from gradsync.bucketing.plan import Bucket
+from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
-from gradsync.errors import InvalidArgument
-from gradsync.reduction import dtype_name
+from gradsync.errors import InvalidArgument, MissingGradient
 
 _log = logging.getLogger("gradsync")
 
@@ -32,37 +34,84 @@ class BackwardPass:
         options: of the callback.
 
     Attributes:
-        arrivals: the gradients of the step.
+        plan: what is known of the gradients.
         reduction: the collectives of the step.
+        filled: after a flush: by parameter, the reduced gradients of those that this rank had none for.
     """
 
     def __init__(self, options: Options) -> None:
-        self.arrivals = Arrivals()
+        self.plan = StepPlan(options)
         self.reduction = StepReduction(options)
+        self.filled: dict[Any, Any] = {}
+        self._options = options
+        self._zeros = Zeros()
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
+        self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket; of those that have yet to be reduced
         self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
         self._works: dict[int, BucketWork] = {}  # by bucket; of the last step where they may recur
         self._renewed: set[int] = set()  # the buckets in which some array is not known from the last step
         self._reduced: list[Bucket] = []
-        self._accepted_dtypes: set[Any] = set()
 
     @property
     def is_under_way(self) -> bool:
         """Whether gradients have come since the last flush."""
-        return self.arrivals.count > 0
+        return self.plan.arrivals.count > 0
+
+    def begin_with(self, communicator: Communicator) -> None:
+        """Begins a step; on another communicator than the last one, all that is known of arrays is forgotten.
+
+        Raises:
+            InvalidArgument: in the middle of a step.
+        """
+        if communicator is self._communicator:
+            return
+        if self.is_under_way:
+            raise InvalidArgument(
+                f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
+            )
+        self.plan.begin_with(communicator)
+        self._zeros.clear()
+        self._works.clear()
+        self._communicator = communicator
+
+    @property
+    def has_bucket_views(self) -> bool:
+        """Whether gradients are to live in the buckets."""
+        return self._options.gradient_as_bucket_view
+
+    def live_in_buckets(self, parameters: Any, communicator: Communicator) -> Any:
+        """Makes memory in which gradients live in the buckets; see AllreduceCallback.gradient_buffers."""
+        self.begin_with(communicator)
+        if parameters is not None:
+            known = known_parameters(parameters, "gradient_buffers", self._options.op, communicator)
+            self.plan.fix(known)
+            self._zeros.clear()
+            self._works.clear()
+        places = self.plan.known_places
+        if places is None:
+            raise InvalidArgument(
+                f"{communicator.label}: gradient_buffers() needs the parameters: pass a mapping of names to arrays, or "
+                "to (shape, dtype), here or as AllreduceCallback(parameters=...)"
+            )
+        self.plan.ensure_memory(communicator)
+        views = [] if self.plan.memory is None else self.plan.memory.views
+        given = self._options.parameters if parameters is None else parameters
+        return dict(zip(given, views, strict=True)) if isinstance(given, Mapping) else list(views)
 
     def hand_over(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Takes a gradient; reduces the bucket that it completes. See AllreduceCallback."""
+        """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback."""
         if communicator is not self._communicator:
-            self._begin_with(communicator)
-        arrivals, planner = self.arrivals, self.reduction.planner
-        entry = arrivals.recurring(param, grad, communicator.arrays)
+            self.begin_with(communicator)
+        plan = self.plan
+        entry = plan.arrivals.recurring(param, grad, communicator.arrays)
         is_new = entry is None
         if entry is None:
-            entry = self._admit(param, grad, communicator)
-        complete = planner.add(entry.spec)
-        number = planner.placed_in
+            if not self.is_under_way:
+                plan.ensure_memory(communicator)
+            entry = plan.admit(param, grad, communicator)
+        complete = plan.planner.add(entry.spec, entry.position)
+        number = plan.planner.placed_in
         end = self._ends.get(number)
         if end is None:
             end = self._ends[number] = CollectiveEnd()
@@ -73,72 +122,79 @@ class BackwardPass:
         future = GradientFuture(entry.spec.name, end, entry.result)
         for bucket in complete:
             self._reduce(bucket, communicator)
+        if isinstance(plan.arrivals, FixedArrivals) and plan.arrivals.is_complete():
+            self.flush(communicator)
+            self._flushed_itself = True
         return future
 
     def check(self, param: Any, grad: Any, communicator: Communicator) -> None:
         """Refuses what hand_over would refuse as such; takes nothing."""
-        accept(param, grad, self.arrivals.count, communicator, self.reduction.op, self._accepted_dtypes)
-        key_of(param)
+        self.plan.check(param, grad, self.plan.arrivals.count, communicator)
 
     def flush(self, communicator: Communicator) -> None:
         """Reduces what is left, and ends the step."""
-        if communicator is not self._communicator:
-            self._begin_with(communicator)
+        self.begin_with(communicator)
+        flushed_itself, self._flushed_itself = self._flushed_itself, False
+        if flushed_itself and not self.is_under_way:
+            return
+        self.filled = {}
         try:
-            for bucket in self.reduction.planner.flush():
+            places = self.plan.known_places
+            if places is not None and self._is_incomplete(places):
+                self._complete(places, communicator)  # and with it, the step
+                return
+            for bucket in self.plan.planner.flush():
                 self._reduce(bucket, communicator)
-            self.reduction.end(self.arrivals.count, communicator)
+            self.reduction.end(self.plan.arrivals.count, communicator)
         except BaseException as error:
             self.fail(error)
             raise
         self.reduction.statistics.steps += self.is_under_way
+        if self.reduction.roll_call is None:  # a rank that stands in for its gradients would not learn
+            self.plan.learn()
         self._end_step()
-        self.arrivals.end_step()
+        self.plan.arrivals.end_step()
 
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done get."""
         ends = list(self._ends.values())
-        self.reduction.reset()
+        self.plan.planner.reset()
         self._end_step()
         self._works.clear()
-        self.arrivals.forget()
+        self.plan.arrivals.forget()
         for end in ends:
             end.finish(None, error)
 
-    def _begin_with(self, communicator: Communicator) -> None:
-        """Begins a step on another communicator: what is known of arrays is known for the one before."""
-        if self.is_under_way:
-            raise InvalidArgument(
-                f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
-            )
-        self.arrivals.forget()
-        self._works.clear()
-        self._accepted_dtypes.clear()
-        self._communicator = communicator
+    def _is_incomplete(self, places: FixedArrivals) -> bool:
+        """Whether gradients are missing; an empty step is one of its own, except where zeros take part in it."""
+        if places.is_complete():
+            return False
+        return places.count > 0 or self._options.missing == "zero"
 
-    def _admit(self, param: Any, grad: Any, communicator: Communicator) -> PendingGradient:
-        """Takes a gradient whose array is not known from the last step; what fails here leaves no trace."""
-        arrivals, arrays = self.arrivals, communicator.arrays
-        position = arrivals.place_of(param)
-        native = accept(param, grad, position, communicator, self.reduction.op, self._accepted_dtypes)
-        key, name = key_of(param), display_name(param, position)
-        spec = arrivals.spec(name, native, dtype_name(native.dtype))
-        source, target, write_back, result = destination(grad, native, communicator)
-        recurs = target is source and write_back is None and native is grad and arrivals.has_seen(native)
-        state = arrays.state(native) if recurs else None
-        entry = PendingGradient(param, key, grad, native, state, spec, source, target, write_back, result, recurs)
-        try:
-            arrivals.add(entry, arrays)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{communicator.label}: {error}") from None
-        return entry
+    def _complete(self, places: FixedArrivals, communicator: Communicator) -> None:
+        """Hands over zeros in place of the gradients that have not come, or raises, on all ranks alike."""
+        missing = places.missing()
+        if self._options.missing == "error":
+            names = names_text([parameter.spec.name for parameter in missing])
+            self.reduction.agree_on_missing(places.count, names, communicator)
+            raise MissingGradient(
+                f"{communicator.label}: no rank has handed over a gradient for {names}: hand over one for each "
+                'parameter, or use AllreduceCallback(missing="zero")'
+            )
+        filled = {}
+        self.plan.ensure_memory(communicator)
+        for parameter in missing:
+            zeros = self._zeros.at(places.place_of(parameter.parameter), parameter.spec, self.plan.memory, communicator)
+            self.hand_over(parameter.parameter, zeros, communicator)
+            filled[parameter.label] = zeros
+        self._flushed_itself = False
+        self.filled = filled
 
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
         number = bucket.number
         try:
-            completion = self.reduction.reduce(
-                self._work_for(bucket, communicator), communicator, self._producers.get(number, ())
-            )
+            work = self._work_for(bucket, communicator)
+            completion = self.reduction.reduce(work, communicator, self._producers.get(number, ()))
         except BaseException as error:
             self.fail(error)
             raise
@@ -148,9 +204,12 @@ class BackwardPass:
     def _work_for(self, bucket: Bucket, communicator: Communicator) -> BucketWork:
         number = bucket.number
         known = self._works.get(number)
-        if known is not None and known.bucket is bucket and number not in self._renewed:
+        if known is not None and known.bucket is bucket and (known.memory is not None or number not in self._renewed):
             return known
-        entries = [self.arrivals.entry(slot.position) for slot in bucket.slots]
+        if self.plan.memory is not None:
+            work = self._works[number] = resident_work(bucket, self.plan.memory)
+            return work
+        entries = [self.plan.arrivals.entry(slot.position) for slot in bucket.slots]
         work = work_of(bucket, entries)
         if all(entry.recurs for entry in entries):
             prepared = communicator.prepare_list(work.sources, work.targets, self.reduction.op)
@@ -160,7 +219,7 @@ class BackwardPass:
         return work
 
     def _end_step(self) -> None:
-        self.reduction.statistics.gradients += self.arrivals.count
+        self.reduction.statistics.gradients += self.plan.arrivals.count
         self.reduction.begin_step()
         for number in self._works.keys() - {bucket.number for bucket in self._reduced}:
             del self._works[number]
@@ -169,17 +228,15 @@ class BackwardPass:
         self._renewed.clear()
         self._reduced.clear()
 
-
-def tell_forgotten(backward: BackwardPass) -> None:
-    """Warns when a callback goes, or the program ends, with gradients that were never reduced."""
-    arrivals = backward.arrivals
-    waiting = arrivals.count - sum(len(bucket.slots) for bucket in backward._reduced)
-    if waiting and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
-        reduced = {slot.position for bucket in backward._reduced for slot in bucket.slots}
-        first = next(position for position in range(arrivals.count) if position not in reduced)
-        _log.warning(
-            "%d gradients were handed over and never reduced, beginning with the gradient of %s: end each backward "
-            "pass with flush() or `with callback.backward()`",
-            waiting,
-            arrivals.specs[first].name,
-        )
+    def tell_forgotten(self) -> None:
+        """Warns when a callback goes, or the program ends, with gradients that were never reduced."""
+        arrivals = self.plan.arrivals
+        reduced = {slot.position for bucket in self._reduced for slot in bucket.slots}
+        waiting = [entry for entry in arrivals.of_step() if entry.position not in reduced]
+        if waiting and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
+            _log.warning(
+                "%d gradients were handed over and never reduced, beginning with the gradient of %s: end each backward "
+                "pass with flush() or `with callback.backward()`",
+                len(waiting),
+                waiting[0].spec.name,
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.pending import PendingGradient
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.backend import PreparedList
@@ -20,6 +21,7 @@ class BucketWork(NamedTuple):
         write_backs: pairs of a target and the native array that gets its values afterwards.
         results: native arrays that hold the reduced values in the end.
         prepared: what the communicator has worked out for these very arrays.
+        memory: where the gradients live in the bucket: the memory, of which `sources` and `targets` are one flat view.
     """
 
     bucket: Bucket
@@ -28,6 +30,7 @@ class BucketWork(NamedTuple):
     write_backs: list[tuple[Array, Array]]
     results: list[Any]
     prepared: PreparedList | None = None
+    memory: BucketMemory | None = None
 
 
 def work_of(bucket: Bucket, entries: Sequence[PendingGradient]) -> BucketWork:
@@ -39,3 +42,9 @@ def work_of(bucket: Bucket, entries: Sequence[PendingGradient]) -> BucketWork:
         [(entry.target, entry.write_back) for entry in entries if entry.write_back is not None],
         [entry.target if entry.write_back is None else entry.write_back for entry in entries],
     )
+
+
+def resident_work(bucket: Bucket, memory: BucketMemory) -> BucketWork:
+    """Returns the work for a bucket whose gradients live in it."""
+    flat = memory.flat(bucket)
+    return BucketWork(bucket, [flat], [flat], [], [flat], memory=memory)

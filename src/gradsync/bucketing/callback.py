@@ -8,29 +8,27 @@ before data moves: that is in step_reduction.py, and what happens when ranks run
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradsync.bucketing.backward_pass import BackwardPass, tell_forgotten
+from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.future import GradientFuture
-from gradsync.bucketing.join import Join
 from gradsync.bucketing.options import DEFAULT_THRESHOLD_BYTES, Options
 from gradsync.bucketing.pending import display_name
 from gradsync.bucketing.shapes_file import write_shapes
+from gradsync.bucketing.with_blocks import WithBlocks
 from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.environment import BACKENDS
-from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, describe
+from gradsync.errors import InvalidArgument
 from gradsync.reduction import parse_reduce_method
 
 _REDUCED = CollectiveEnd()  # of what needs no reduction
 _REDUCED.finish(None, None)
 
 
-class AllreduceCallback:
+class AllreduceCallback(WithBlocks):
     """Registers in a training loop: call it with each gradient, flush at the end of the backward pass.
 
     Every rank hands over the same gradients in the same order; ranks that differ get PlanMismatch, all of them, before
@@ -43,9 +41,20 @@ class AllreduceCallback:
         group: the communicator; None is the world's, looked up at each call.
         backend: None or "auto", or the backend that the communicator must have.
         threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone.
+        first_bucket_bytes: the same for the first bucket of a step, so that communication starts early.
+        parameters: names -> array or (shape, dtype), or a list of arrays where gradients are handed over by those.
+            Fixes what each step must bring, and the buckets: they are launched in this order, in whatever order the
+            gradients come. When all have come, the step is flushed by itself; the flush() that follows does nothing.
+        missing: what flush() does where a parameter's gradient has not come: "error" raises on all ranks alike; "zero"
+            takes zeros, and gives the result in `filled`.
+        gradient_as_bucket_view: gradients live inside the buckets. Futures give views of them, from the second step on
+            (or the first, where the parameters are told), which hold their values until the next step. See
+            gradient_buffers().
+        strategy: "flat" packs a bucket; "group" has NCCL reduce its gradients where they lie, in one group of calls.
+            Elsewhere than on NCCL the two are the same.
 
     Raises:
-        InvalidArgument: unknown reduce method or backend, a threshold below 1, or a group that is no Communicator.
+        InvalidArgument: an unknown word, a size below 1, or a group that is no Communicator.
 
     Source: bucketing as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), with the arrival order of MegEngine.
     """
@@ -58,6 +67,9 @@ class AllreduceCallback:
         *,
         threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
         first_bucket_bytes: int | None = None,
+        parameters: Any = None,
+        missing: str = "error",
+        gradient_as_bucket_view: bool = False,
         strategy: str = "flat",
     ) -> None:
         self.op = parse_reduce_method(reduce_method)
@@ -65,18 +77,24 @@ class AllreduceCallback:
             raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
         if group is not None:
             group_or_world(group, "AllreduceCallback")
-        self._group = group
         self._backend = backend
-        self._backward = BackwardPass(Options(self.op, threshold_bytes, first_bucket_bytes, strategy))
-        self._step = self._backward.reduction
+        options = Options(
+            self.op,
+            threshold_bytes,
+            first_bucket_bytes,
+            strategy,
+            parameters,
+            missing,
+            gradient_as_bucket_view,
+        )
+        super().__init__(group, BackwardPass(options))
         self.statistics = self._step.statistics
-        self._synchronising = True
-        weakref.finalize(self, tell_forgotten, self._backward)
+        weakref.finalize(self, self._backward.tell_forgotten)
 
     @property
     def threshold_bytes(self) -> int:
         """Size that a bucket of several gradients never exceeds."""
-        return self._step.planner.threshold_bytes
+        return self._backward.plan.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
         """Hands over one gradient; reduces the bucket that it completes.
@@ -101,9 +119,41 @@ class AllreduceCallback:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
         communicator = self._communicator()
-        if not self._synchronising:
-            return self._keep_local(param, grad, communicator)
-        return self._backward.hand_over(param, grad, communicator)
+        if self._synchronising:
+            return self._backward.hand_over(param, grad, communicator)
+        return self._keep_local(param, grad, communicator)
+
+    def gradient_buffers(self, parameters: Any = None) -> Any:
+        """Makes arrays for gradients that live inside the buckets, so that synchronising them copies nothing.
+
+        Every rank must call it, for the same parameters, between steps. In each step write the gradients into these
+        arrays, and hand those over. Another array that is handed over is copied into its bucket first. On one machine
+        without GPUs the ranks share this memory; from a gradient's hand-over to its future's end, others write to it.
+
+        The arrays keep their memory, also when the communicator is closed; only handing them over is an error then.
+        Those of an earlier call are like any other array: what is handed over is copied.
+
+        Args:
+            parameters: as for the constructor, in the order in which their gradients will come (most often the last
+                layer first); None: those of the constructor.
+
+        Returns:
+            As parameters were given: a mapping of names to arrays, or a list. All are zero.
+
+        Raises:
+            InvalidArgument: the callback was made without gradient_as_bucket_view, in the middle of a step, or nobody
+                has told the parameters.
+            PlanMismatch, BackendUnavailable (memory), RankFailed, CollectiveTimeout, CommunicatorClosed.
+        """
+        self._check_between_steps("gradient_buffers()")
+        if not self._backward.has_bucket_views:
+            raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
+        return self._backward.live_in_buckets(parameters, self._communicator())
+
+    @property
+    def filled(self) -> dict[Any, Any]:
+        """After a flush with missing="zero": the reduced gradients, by parameter, that this rank had none for."""
+        return self._backward.filled
 
     def flush(self) -> None:
         """Ends the backward pass: reduces what is left, and resolves every future of the step.
@@ -119,84 +169,6 @@ class AllreduceCallback:
             return
         self._backward.flush(self._communicator())
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Surrounds a backward pass: flushes at its end.
-
-        When the body raises, the futures that are not done are cancelled, and the communicator is aborted, so that
-        the other ranks get RankFailed instead of waiting; after PlanMismatch, which every rank gets, it stays usable,
-        unless the error says `broken`.
-        """
-        try:
-            yield
-            self.flush()
-        except BaseException as error:
-            self._give_up("the backward pass", error)
-            raise
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Surrounds passes whose gradients stay local, for accumulation.
-
-        Futures are done at once and give the caller's own arrays; adding up is the caller's. Every rank must make the
-        same number of local passes: the next step's agreement includes it.
-
-        Raises:
-            InvalidArgument: in the middle of a step: flush first.
-        """
-        self._check_between_steps("no_sync()")
-        before, self._synchronising = self._synchronising, False
-        try:
-            yield
-        finally:
-            self._synchronising = before
-
-    @contextmanager
-    def join(self, parameters: Any = None) -> Iterator[Join]:
-        """Surrounds a loop over batches of which the ranks may have different numbers, or none.
-
-        A rank that leaves the block takes part in the steps of the others, with zeros, until all have left it; the mean
-        is that over the ranks that handed over gradients. (Where some are absent, half precision is added up and
-        divided in two roundings.) Each rank repeats the gradients of its last step, in their order. What a rank has
-        accumulated in no_sync() and not handed over is left out.
-
-        The parameters of a rank that leaves early stay behind. Afterwards all can take those of a rank that did not:
-
-            with sync.join() as joined:
-                for batch in batches:
-                    ...
-            gs.bcast_list_(parameters, root=joined.last_rank)
-
-        Every rank must enter it; inside, ranks must not call collectives but those of this callback. When the body
-        raises, nobody stands in for this rank: the communicator is aborted, as in backward().
-
-        Args:
-            parameters: names -> array or (shape, dtype), in the order in which gradients are handed over; or a list of
-                arrays, where gradients are handed over by those. Only for ranks that may not have a single batch.
-
-        Raises:
-            InvalidArgument: in the middle of a step, or inside another join() of this callback.
-            PlanMismatch: the others' step is not the one that this rank repeats, or it knows none; on all ranks.
-            RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
-        """
-        self._check_between_steps("join()")
-        if self._step.roll_call is not None:
-            raise InvalidArgument(
-                f"{self._communicator().label}: join() inside another join() of the same callback: one block surrounds "
-                "the whole loop over batches; leave it before the next begins"
-            )
-        joined = self._step.roll_call = Join(self._backward, self._communicator(), parameters)
-        try:
-            yield joined
-            self._check_between_steps("the end of join()")
-            joined.stand_in()
-        except BaseException as error:
-            self._give_up("join()", error)
-            raise
-        finally:
-            self._step.roll_call = None
-            self._step.begin_step()
-
     def dump_shapes(self, path: str | Path) -> None:
         """Writes the last step's gradients to a JSON file, in arrival order: for `gradsync bench thresholds --model`.
 
@@ -207,25 +179,13 @@ class AllreduceCallback:
             OSError: the file cannot be written.
         """
         self._check_between_steps("dump_shapes()")
-        specs = self._backward.arrivals.specs
+        specs = self._backward.plan.arrivals.specs
         if not specs:
             raise InvalidArgument("dump_shapes() before any step: hand over the gradients of one, and flush")
         write_shapes(path, specs)
 
-    def _check_between_steps(self, what: str) -> None:
-        if self._backward.is_under_way:
-            raise InvalidArgument(f"{what} in the middle of a backward pass: flush first")
-
-    def _give_up(self, what: str, error: BaseException) -> None:
-        """Cancels the step, and wakes the ranks that wait for this one; after PlanMismatch, which all get, none."""
-        self._backward.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
-        communicator = self._group or get_world()
-        told = communicator is None or communicator.world_size == 1 or isinstance(error, PlanMismatch)
-        if self._synchronising and communicator is not None and not told:
-            communicator.abort(f"in {what}: {describe(error)}")
-
     def _communicator(self) -> Communicator:
-        communicator = self._group or group_or_world(None, "a callback for gradients")
+        communicator = self._group or get_world() or group_or_world(None, "a callback for gradients")
         if self._backend is not None and self._backend not in ("auto", communicator.backend):
             raise InvalidArgument(
                 f"{communicator.label}: the callback wants backend {self._backend!r}, "

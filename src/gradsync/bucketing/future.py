@@ -64,8 +64,9 @@ class GradientFuture(CollectiveFuture):
 
     def result(self, timeout: float | None = None) -> Any:
         """See CollectiveFuture; on the CPU, once the bucket is reduced, this costs one look."""
-        super().wait(timeout=timeout)
-        return self._value()
+        if not self._end.has_result:
+            super().wait(timeout=timeout)
+        return self._end.value if self._given is None else self._given
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,18 +6,18 @@ left the block gives zeros in their place, and the mean counts the others alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from gradsync.bucketing.backward_pass import BackwardPass
-from gradsync.bucketing.pending import display_name
-from gradsync.bucketing.plan import Bucket, GradientSpec
+from gradsync.bucketing.bucket_work import BucketWork, resident_work
+from gradsync.bucketing.parameter_specs import dtype_of, known_parameters
+from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
-from gradsync.errors import InvalidArgument, PlanMismatch
-from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name
+from gradsync.errors import PlanMismatch
+from gradsync.reduction import Array
 
 # What a rank answers when the roll is called.
 _ENDED, _PRESENT, _UNABLE = range(3)
@@ -44,7 +44,7 @@ class Join:
         self._backward = backward
         self._step = step = backward.reduction
         self._communicator = communicator
-        self._told = _specs_of(parameters, step.op, communicator)
+        self._told = [known.spec for known in known_parameters(parameters, "join", step.op, communicator)]
         self._zeros: dict[str, Array] = {}
 
     def count(self, passes: int, gradients: int) -> int:
@@ -61,13 +61,20 @@ class Join:
             PlanMismatch: the others' step is another one, or this rank does not know any; on all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
-        specs = self._backward.arrivals.specs or self._told
+        plan = self._backward.plan
+        specs = plan.arrivals.specs or self._told
         while self._communicator.world_size > 1:
             present, passes, gradients = self._call_roll(_ENDED if specs else _UNABLE)
             if not present:
                 return
             self._step.stand_in(
-                specs, self._communicator, self._zeros_for, present=present, passes=passes, gradients=gradients
+                plan.planner,
+                specs,
+                self._communicator,
+                self._zeros_for,
+                present=present,
+                passes=passes,
+                gradients=gradients,
             )
 
     def _call_roll(self, answer: int, passes: int = 0, gradients: int = 0) -> tuple[int, int, int]:
@@ -94,13 +101,18 @@ class Join:
             descriptions={named: "a step of unknown gradients inside join()"},
         )
 
-    def _zeros_for(self, bucket: Bucket) -> Array:
-        """Returns zeros for a bucket, in memory that grows to the largest one.
+    def _zeros_for(self, bucket: Bucket) -> BucketWork:
+        """Returns the work on zeros for a bucket, in memory that grows to the largest one, or where gradients live.
 
         They are negative: adding 0.0 would make a sum of negative zeros positive, and -0.0 changes no sum.
         """
-        dtype = _dtype_of(bucket.dtype)
+        dtype = dtype_of(bucket.dtype)
         zero = {"f": -0.0, "V": -0.0, "c": complex(-0.0, -0.0)}.get(dtype.kind, 0)
+        memory = self._backward.plan.memory
+        if memory is not None:
+            work = resident_work(bucket, memory)
+            work.sources[0][...] = zero
+            return work
         flat = self._zeros.get(bucket.dtype)
         if flat is None or flat.size < bucket.size_elements:
             flat = self._communicator.arrays.flat(np.full(bucket.size_elements, zero, dtype))
@@ -108,43 +120,5 @@ class Join:
         else:
             flat = flat[: bucket.size_elements]
             flat[...] = zero
-        return flat
-
-
-def _specs_of(parameters: Any, op: ReduceOp, communicator: Communicator) -> list[GradientSpec]:
-    """Returns the gradients of a step from what a caller tells of the parameters; see AllreduceCallback.join."""
-    if parameters is None:
-        return []
-    if hasattr(parameters, "dtype") or not isinstance(parameters, Iterable):
-        raise InvalidArgument(
-            f"{communicator.label}: join needs parameters as a mapping of names to arrays, or to (shape, dtype), or as "
-            f"a list of arrays, got {type(parameters).__name__}"
-        )
-    pairs = parameters.items() if isinstance(parameters, Mapping) else ((each, each) for each in parameters)
-    return [_spec_of(param, what, i, op, communicator) for i, (param, what) in enumerate(pairs)]
-
-
-def _spec_of(param: Any, what: Any, position: int, op: ReduceOp, communicator: Communicator) -> GradientSpec:
-    name = display_name(param, position)
-    try:
-        if isinstance(what, tuple):
-            shape, dtype = tuple(map(int, what[0])), np.dtype(what[1])
-        else:
-            native = communicator.native_array(what, f"join, parameter {name}")
-            shape, dtype = native.shape, native.dtype
-    except (IndexError, TypeError, ValueError) as error:
-        raise InvalidArgument(
-            f"{communicator.label}: join needs an array or (shape, dtype) for parameter {name}, got {what!r}: {error}"
-        ) from error
-    check_operation(op, dtype)
-    return GradientSpec(name, shape, dtype_name(dtype), dtype.itemsize)
-
-
-def _dtype_of(name: str) -> np.dtype[Any]:
-    try:
-        return np.dtype(name)
-    except TypeError:  # NumPy does not know the name of bfloat16 before this is imported
-        import ml_dtypes
-
-        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return dtype
+        parts = [flat[slot.begin : slot.end] for slot in bucket.slots]
+        return BucketWork(bucket, parts, parts, [], parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import ReduceOp
@@ -22,10 +23,18 @@ class Options:
     threshold_bytes: int = DEFAULT_THRESHOLD_BYTES
     first_bucket_bytes: int | None = None
     strategy: str = "flat"
+    parameters: Any = None
+    missing: str = "error"
+    gradient_as_bucket_view: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in ("flat", "group"):
             raise InvalidArgument(f'strategy must be "flat" or "group", got {self.strategy!r}')
+
+        if self.missing not in ("error", "zero"):
+            raise InvalidArgument(f'missing must be "error" or "zero", got {self.missing!r}')
+        if self.missing == "zero" and self.parameters is None and not self.gradient_as_bucket_view:
+            raise InvalidArgument('missing="zero" needs parameters=..., which says what can be missing')
 
     def settings(self) -> str:
         """Returns what ranks must agree on beside op and buckets, in words: part of each bucket's agreement."""

@@ -18,6 +18,7 @@ class PendingGradient(NamedTuple):
     """A gradient that waits for its bucket; taken again in the next step where the very same array comes.
 
     Attributes:
+        position: its place in the step.
         parameter: held until the flush, so that its identity stays its own.
         key: what tells it apart from the others of this process.
         gradient: what was handed over.
@@ -31,6 +32,7 @@ class PendingGradient(NamedTuple):
         recurs: whether the last step had the same array at this place.
     """
 
+    position: int
     parameter: Any
     key: Hashable
     gradient: Any

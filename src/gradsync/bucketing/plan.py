@@ -144,13 +144,14 @@ class BucketPlanner:
         self._rest: list[Bucket] | None = None  # what the flush of the last step completed; None: it had none
         self._repeating = False
 
-    def add(self, spec: GradientSpec) -> list[Bucket]:
+    def add(self, spec: GradientSpec, position: int | None = None) -> list[Bucket]:
         """Places one gradient, and returns the buckets that are complete because of it, in launch order.
 
         An oversize gradient is complete at once and does not disturb the bucket that is being filled.
 
         Args:
             spec: known again by identity: a caller that passes the same object as in the step before saves work.
+            position: its place in the step: that of its arrival, which the planner counts itself.
         """
         if self._repeating:
             if self._arrived < len(self._steps):

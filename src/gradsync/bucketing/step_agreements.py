@@ -35,9 +35,9 @@ class StepAgreements:
         event = (bucket, self.local_passes, self.local_gradients)  # of a repeated step it is the very same bucket
         return self._next(event, self._describe_bucket, self._summarise_bucket)
 
-    def flush(self, gradients: int) -> Agreement:
-        """Returns the agreement that the step ends here."""
-        event = (gradients, self.local_passes, self.local_gradients)
+    def flush(self, gradients: int, missing: str = "") -> Agreement:
+        """Returns the agreement that the step ends here, after so many gradients; `missing` names those that are."""
+        event = ((gradients, missing), self.local_passes, self.local_gradients)
         return self._next(event, self._describe_flush, self._summarise_flush)
 
     def _next(self, event: tuple[Any, int, int], describe: Any, summarise: Any) -> Agreement:
@@ -69,11 +69,13 @@ class StepAgreements:
         names = names_text([spec.name.strip("'") for spec in specs])
         return f"all_reduce({self._op}) {specs[0].dtype} {size} {names}"
 
-    def _describe_flush(self, event: tuple[int, int, int]) -> str:
-        return f"flush ({self._op}) after {_count(event[0], 'gradient')}{_after(event)}"
+    def _describe_flush(self, event: tuple[tuple[int, str], int, int]) -> str:
+        gradients, missing = event[0]
+        without = f", without one for {missing}" if missing else ""
+        return f"flush ({self._op}) after {_count(gradients, 'gradient')}{without}{_after(event)}"
 
-    def _summarise_flush(self, event: tuple[int, int, int]) -> str:
-        return f"flush({self._op}) after {_count(event[0], 'gradient')}"
+    def _summarise_flush(self, event: tuple[tuple[int, str], int, int]) -> str:
+        return f"flush({self._op}) after {_count(event[0][0], 'gradient')}"
 
 
 def _after(event: tuple[Any, int, int]) -> str:

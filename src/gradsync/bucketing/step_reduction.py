@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gradsync.bucketing.bucket_work import BucketWork
+from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
-from gradsync.reduction import Array, ReduceOp
+from gradsync.reduction import ReduceOp
 
 
 class RollCall(Protocol):
@@ -34,13 +35,11 @@ class StepReduction:
         options: of the callback.
 
     Attributes:
-        planner: says which gradients complete a bucket.
         roll_call: counts the ranks before the first collective of a step; None where all take part in all of them.
     """
 
     def __init__(self, options: Options) -> None:
         self.op = options.op
-        self.planner = BucketPlanner(options.threshold_bytes, options.first_bucket_bytes)
         self.agreements = StepAgreements(options.op, options.settings())
         self.statistics = Statistics()
         self.roll_call: RollCall | None = None
@@ -56,17 +55,7 @@ class StepReduction:
             producers: marks (see Communicator.mark_work) of the work that made the sources.
         """
         started = time.perf_counter()
-        op, mean_over = self._mean_over(communicator)
-        completion = communicator.all_reduce_list(
-            work.sources,
-            work.targets,
-            op,
-            self.agreements.bucket(work.bucket),
-            write_backs=work.write_backs,
-            producers=producers,
-            mean_over=mean_over,
-            prepared=work.prepared if op is self.op else None,
-        )
+        completion = self._launch(work, communicator, producers)
         statistics = self.statistics
         statistics.communication_seconds += time.perf_counter() - started
         statistics.all_reduces += 1
@@ -75,11 +64,36 @@ class StepReduction:
             self._launched.append(completion)
         return completion
 
+    def _launch(self, work: BucketWork, communicator: Communicator, producers: Sequence[Any]) -> Completion | None:
+        op, mean_over = self._mean_over(communicator)
+        agreement = self.agreements.bucket(work.bucket)
+        if work.memory is not None:
+            return communicator.all_reduce_resident(
+                work.memory.memory,
+                *work.memory.stretch(work.bucket),
+                work.sources[0].dtype,
+                op,
+                agreement,
+                producers=producers,
+                mean_over=mean_over,
+            )
+        return communicator.all_reduce_list(
+            work.sources,
+            work.targets,
+            op,
+            agreement,
+            write_backs=work.write_backs,
+            producers=producers,
+            mean_over=mean_over,
+            prepared=work.prepared if op is self.op else None,
+        )
+
     def stand_in(
         self,
+        planner: BucketPlanner | FixedPlanner,
         specs: Sequence[GradientSpec],
         communicator: Communicator,
-        zeros: Callable[[Bucket], Array],
+        zeros: Callable[[Bucket], BucketWork],
         *,
         present: int,
         passes: int,
@@ -88,25 +102,25 @@ class StepReduction:
         """Takes part, with zeros, in a whole step of the ranks that have gradients for it.
 
         Args:
-            specs: the gradients of the step, in the order in which they are handed over.
+            planner: of the callback, between steps.
+            specs: the gradients of the step, in the order of their places.
             communicator: whose ranks take part.
-            zeros: zeros(bucket) returns a flat array of them, which the next call may return again.
+            zeros: zeros(bucket) returns the work on an array of them, which the next call may return again.
             present: how many ranks have gradients.
             passes, gradients: the local passes that those have made before it: their agreements include them.
         """
         self.begin_step(present)
         self.agreements.local_passes, self.agreements.local_gradients = passes, gradients
-        for spec in specs:
-            for bucket in self.planner.add(spec):
-                self._reduce_zeros(bucket, communicator, zeros(bucket))
-        for bucket in self.planner.flush():
-            self._reduce_zeros(bucket, communicator, zeros(bucket))
+        for position, spec in enumerate(specs):
+            for bucket in planner.add(spec, position):
+                self._reduce_zeros(zeros(bucket), communicator)
+        for bucket in planner.flush():
+            self._reduce_zeros(zeros(bucket), communicator)
         self.end(len(specs), communicator)
         self.begin_step()
 
-    def _reduce_zeros(self, bucket: Bucket, communicator: Communicator, flat: Array) -> None:
-        parts = [flat[slot.begin : slot.end] for slot in bucket.slots]
-        completion = self.reduce(BucketWork(bucket, parts, parts, [], []), communicator, [communicator.mark_work()])
+    def _reduce_zeros(self, work: BucketWork, communicator: Communicator) -> None:
+        completion = self.reduce(work, communicator, [communicator.mark_work()])
         if completion is not None:
             completion.order()  # the next bucket's zeros go to the same memory
 
@@ -117,9 +131,14 @@ class StepReduction:
         for completion in self._launched:
             completion.order()
 
-    def reset(self) -> None:
-        """Forgets a step that has failed."""
-        self.planner.reset()
+    def agree_on_missing(self, gradients: int, missing: str, communicator: Communicator) -> None:
+        """Agrees that the step ends after so many gradients because others are missing.
+
+        Raises:
+            PlanMismatch: other ranks have them.
+        """
+        self._call_roll()
+        communicator.agree(self.agreements.flush(gradients, missing))
 
     def begin_step(self, present: int | None = None) -> None:
         """Forgets the step before, but for its plan, which this one may repeat.

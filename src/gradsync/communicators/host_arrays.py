@@ -43,6 +43,9 @@ class ArrayKind(Protocol):
     def empty_flat(self, native: Any) -> Any:
         """Returns room for the flat elements of an array, on the communicator's device."""
 
+    def assign(self, native: Any, target: Any) -> None:
+        """Copies an array's elements into another one on the communicator's device."""
+
     def divide(self, flat: Any, count: int) -> None:
         """Divides floating or complex elements in place."""
 
@@ -90,6 +93,10 @@ class HostArrays:
     def empty_flat(self, native: Array) -> Array:
         """See ArrayKind."""
         return np.empty(native.size, native.dtype)
+
+    def assign(self, native: Array, target: Array) -> None:
+        """See ArrayKind."""
+        np.copyto(target, native)
 
     def divide(self, flat: Array, count: int) -> None:
         """See ArrayKind."""

@@ -114,6 +114,14 @@ class DeviceArrays:
                 return cupy.empty(native.size, native.dtype)
             return cupy.empty(native.nbytes, np.uint8)
 
+    def assign(self, native: Any, target: Any) -> None:
+        """See ArrayKind; on the current stream."""
+        if isinstance(native, np.ndarray):
+            await_results_in(native)  # see flat
+            target.set(np.ascontiguousarray(native))
+        else:
+            target[...] = native
+
     def divide(self, flat: Any, count: int) -> None:
         """See ArrayKind; on the current stream."""
         parts = flat.view(part_dtype(flat.dtype))

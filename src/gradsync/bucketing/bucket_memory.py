@@ -1,0 +1,108 @@
+"""Gradients that live inside the buckets: memory that is reduced where it lies, cut into a view for each parameter.
+
+The memory belongs to the communicator: on the CPU ranks share it, on a GPU it is device memory. A view keeps it alive,
+so that what a program still holds can be read when the communicator is closed; only reducing it is over then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradsync.bucketing.fixed_plan import FixedPlanner
+from gradsync.bucketing.parameter_specs import dtype_of
+from gradsync.bucketing.plan import Bucket
+from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.backend import ResidentMemory
+from gradsync.communicators.base import Communicator
+from gradsync.errors import InvalidArgument
+from gradsync.reduction import Array
+
+_ALIGNMENT_BYTES = 64  # a cache line: buckets share none
+
+
+class Stretch(NamedTuple):
+    """Where a bucket lies in the memory: bytes [begin, end)."""
+
+    begin_bytes: int
+    end_bytes: int
+
+
+class BucketMemory:
+    """The memory of all buckets of a plan. Collective: every rank makes it, for the same plan.
+
+    Args:
+        planner: of the buckets.
+        communicator: whose memory it is.
+
+    Attributes:
+        memory: what the communicator reduces.
+        views: each gradient, by place, in its shape.
+
+    Raises:
+        PlanMismatch: the ranks' plans differ.
+        BackendUnavailable: there is not enough memory.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+    """
+
+    def __init__(self, planner: FixedPlanner, communicator: Communicator) -> None:
+        self._stretches: dict[int, Stretch] = {}
+        end = 0
+        for bucket in planner.buckets:
+            begin = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end = begin + bucket.size_bytes
+            self._stretches[bucket.number] = Stretch(begin, end)
+        self._arrays = communicator.arrays
+        self._label = communicator.label
+        self.memory: ResidentMemory = communicator.make_resident_memory(max(end, 1), _agreement(planner.buckets))
+        self.views: list[Array] = [self.memory.bytes] * sum(len(bucket.slots) for bucket in planner.buckets)
+        self._names: list[str] = [""] * len(self.views)
+        for bucket in planner.buckets:
+            flat = self.flat(bucket)
+            for slot in bucket.slots:
+                self.views[slot.position] = flat[slot.begin : slot.end].reshape(slot.spec.shape)
+                self._names[slot.position] = slot.spec.name
+        self._bounds = self._arrays.byte_bounds(self.memory.bytes)
+
+    def stretch(self, bucket: Bucket) -> Stretch:
+        """Returns where a bucket lies."""
+        return self._stretches[bucket.number]
+
+    def flat(self, bucket: Bucket) -> Array:
+        """Returns the gradients of a bucket as one 1-D array of its dtype."""
+        begin, end = self._stretches[bucket.number]
+        flat: Array = self.memory.bytes[begin:end].view(dtype_of(bucket.dtype))
+        return flat
+
+    def holds(self, position: int, native: Array) -> bool:
+        """Whether an array is the one that lives in the bucket at a place.
+
+        Raises:
+            InvalidArgument: it lies in the memory of the buckets, but not there: reducing would mix it with another.
+        """
+        own = self.views[position]
+        if native is own:
+            return True
+        if not native.size:
+            return False
+        begin, end = self._arrays.byte_bounds(native)
+        if end <= self._bounds[0] or begin >= self._bounds[1]:
+            return False
+        if self._arrays.byte_bounds(own) == (begin, end) and native.strides == own.strides:
+            return True
+        raise InvalidArgument(
+            f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not in its own "
+            "place: hand over the array that gradient_buffers() gave for this parameter, or a copy"
+        )
+
+
+def _agreement(buckets: Sequence[Bucket]) -> Agreement:
+    """Returns what ranks agree on before they make the memory."""
+    specs = [bucket.specs for bucket in buckets]
+
+    def describe() -> str:
+        lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for of_bucket in specs for spec in of_bucket]
+        count = len(lines)
+        return "\n".join([f"gradient_buffers of {count} gradients in {len(specs)} buckets", *lines])
+
+    return Agreement(digest_of("gradient_buffers", specs), describe, item="gradient {}")

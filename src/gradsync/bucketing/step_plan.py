@@ -1,0 +1,124 @@
+"""What is known of the gradients of a step: their places, their buckets, and where they live.
+
+At first nothing is: places are the order of arrival, and buckets fill as gradients come. Where a caller tells the
+parameters, or gradients live in the buckets, each parameter has its place for good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradsync.bucketing.arrivals import Arrivals
+from gradsync.bucketing.bucket_memory import BucketMemory
+from gradsync.bucketing.fixed_arrivals import FixedArrivals
+from gradsync.bucketing.fixed_plan import FixedPlanner
+from gradsync.bucketing.options import Options
+from gradsync.bucketing.parameter_specs import KnownParameter, known_parameters
+from gradsync.bucketing.pending import Destination, PendingGradient, accept, destination, display_name, key_of
+from gradsync.bucketing.plan import BucketPlanner
+from gradsync.communicators.base import Communicator
+from gradsync.reduction import Array, dtype_name
+
+
+class StepPlan:
+    """The plan of a callback's steps, on one communicator after another.
+
+    Args:
+        options: of the callback.
+
+    Attributes:
+        arrivals: the gradients of the step that is under way, by place.
+        planner: says which gradients complete a bucket.
+        memory: where gradients live in the buckets; None where they do not.
+        threshold_bytes: size that a bucket of several gradients never exceeds; between steps it may be changed.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.arrivals: Arrivals = Arrivals()
+        self.threshold_bytes = options.threshold_bytes
+        self.planner: BucketPlanner | FixedPlanner = BucketPlanner(self.threshold_bytes, options.first_bucket_bytes)
+        self.memory: BucketMemory | None = None
+        self._options = options
+        self._accepted_dtypes: set[Any] = set()
+        self._is_told = False  # whether `parameters` of the options have been taken
+
+    def begin_with(self, communicator: Communicator) -> None:
+        """Forgets what was known for another communicator, and takes the parameters that the caller has told."""
+        self.arrivals.forget()
+        self.arrivals.label = communicator.label
+        self.memory = None
+        self._accepted_dtypes.clear()
+        if self._options.parameters is not None and not self._is_told:
+            self.fix(known_parameters(self._options.parameters, "AllreduceCallback", self._options.op, communicator))
+            self._is_told = True
+
+    def fix(self, parameters: list[KnownParameter]) -> None:
+        """Gives each parameter its place for good."""
+        self.arrivals = FixedArrivals(parameters, self.arrivals.label)
+        self.planner = FixedPlanner(
+            [parameter.spec for parameter in parameters], self.threshold_bytes, self._options.first_bucket_bytes
+        )
+        self.memory = None
+
+    def learn(self) -> None:
+        """Gives the parameters of the step that ends their places for good, where gradients shall live in buckets."""
+        if self._options.gradient_as_bucket_view and self.arrivals.count and self.known_places is None:
+            self.fix([KnownParameter(entry.parameter, entry.key, entry.spec) for entry in self.arrivals.of_step()])
+
+    def replan(self, threshold_bytes: int) -> None:
+        """Plans the steps to come with another threshold."""
+        self.threshold_bytes = threshold_bytes
+        first_bytes = self._options.first_bucket_bytes
+        if first_bytes is not None:
+            first_bytes = min(first_bytes, threshold_bytes)
+        if isinstance(self.planner, FixedPlanner):
+            self.planner = FixedPlanner(self.arrivals.specs, threshold_bytes, first_bytes)
+        else:
+            self.planner = BucketPlanner(threshold_bytes, first_bytes)
+
+    @property
+    def known_places(self) -> FixedArrivals | None:
+        """The gradients of the step, where each parameter has its place for good."""
+        return self.arrivals if isinstance(self.arrivals, FixedArrivals) else None
+
+    def ensure_memory(self, communicator: Communicator) -> None:
+        """Makes the memory of the buckets, where gradients shall live there and the plan is known. Collective."""
+        wanted = self._options.gradient_as_bucket_view and self.memory is None
+        if wanted and isinstance(self.planner, FixedPlanner):
+            self.memory = BucketMemory(self.planner, communicator)
+
+    def admit(self, param: Any, grad: Any, communicator: Communicator) -> PendingGradient:
+        """Takes a gradient whose array is not known from the last step; what fails here leaves no trace.
+
+        Raises:
+            InvalidArgument, UnsupportedDtype: see AllreduceCallback.
+        """
+        arrivals, arrays = self.arrivals, communicator.arrays
+        position = arrivals.place_of(param)
+        native = self.check(param, grad, position, communicator)
+        spec = arrivals.spec(position, display_name(param, position), native, dtype_name(native.dtype))
+        goes = self._destination(grad, native, position, communicator)
+        # Else the result is a new array each time, or the values are copied first.
+        recurs = goes.result is grad is native and goes.target is goes.source and goes.write_back is None
+        recurs = recurs and arrivals.has_seen(position, native)
+        state = arrays.state(native) if recurs else None
+        entry = PendingGradient(position, param, key_of(param), grad, native, state, spec, *goes, recurs)
+        arrivals.add(entry, arrays)
+        return entry
+
+    def check(self, param: Any, grad: Any, position: int, communicator: Communicator) -> Array:
+        """Returns a gradient as a native array that can be reduced."""
+        native = accept(param, grad, position, communicator, self._options.op, self._accepted_dtypes)
+        key_of(param)
+        return native
+
+    def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
+        """Decides where the reduced values go; where gradients live in buckets, copies one from elsewhere into its."""
+        if self.memory is None:
+            return destination(grad, native, communicator)
+        view = self.memory.views[position]
+        flat = view.reshape(-1)
+        if self.memory.holds(position, native):
+            return Destination(flat, flat, None, grad)
+        communicator.arrays.assign(native, view)
+        return Destination(flat, flat, None, view)
