@@ -16,19 +16,20 @@ import contract_movements
 import contract_objects
 import contract_reductions
 import contract_refusals
+import contract_resident
 import gradsync as gs
 from contract import KITS, expect
 
 #: The parts of the contract; each is run by itself.
 PARTS = {
-    "reductions": contract_reductions,
-    "movements": contract_movements,
-    "messages": contract_messages,
-    "groups": contract_groups,
-    "objects": contract_objects,
-    "asynchronous": contract_asynchronous,
-    "refusals": contract_refusals,
-    "disagreement": contract_disagreement,
+    "reductions": (contract_reductions, contract_resident),
+    "movements": (contract_movements,),
+    "messages": (contract_messages,),
+    "groups": (contract_groups,),
+    "objects": (contract_objects,),
+    "asynchronous": (contract_asynchronous,),
+    "refusals": (contract_refusals,),
+    "disagreement": (contract_disagreement,),
 }
 
 
@@ -45,7 +46,8 @@ class Findings(NamedTuple):
 
 
 def checks_of(part: str) -> list[Any]:
-    return [value for name, value in vars(PARTS[part]).items() if name.startswith("check_")]
+    modules = PARTS[part]
+    return [value for module in modules for name, value in vars(module).items() if name.startswith("check_")]
 
 
 def run_part(comm: Any, part: str, kit_name: str = "numpy") -> Findings:

@@ -9,7 +9,8 @@ from gradsync.backend_choice import check_mpi, share_gpu_offers
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.group_meeting import whom
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.shared_memory.communicator import check_memory, check_platform
+from gradsync.communicators.shared_memory.communicator import check_platform
+from gradsync.communicators.shared_memory.layout import check_memory
 from gradsync.environment import RankEnvironment
 from gradsync.errors import BackendUnavailable, CommunicatorClosed, InvalidArgument, RendezvousTimeout, describe
 from gradsync.rendezvous.client import RendezvousClient

@@ -13,8 +13,8 @@ from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.parameter_specs import dtype_of
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.base import Communicator
+from gradsync.communicators.resident import ResidentMemory
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
 

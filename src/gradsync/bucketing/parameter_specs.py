@@ -91,4 +91,3 @@ def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, commun
         ) from error
     check_operation(op, dtype)
     return GradientSpec(name, shape, dtype_name(dtype), dtype.itemsize)
-

@@ -12,8 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
+from gradsync.communicators.resident import ResidentMemory, aligned_zeros
 from gradsync.completion import Completion
 from gradsync.reduction import Array, ReduceOp
 
@@ -67,6 +70,12 @@ class Backend(ABC):
     ) -> None:
         """Reduces each source into its target. Preconditions: see all_reduce_list; at least one source."""
 
+    def _all_reduce_group(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
+    ) -> None:
+        """The same without packing, where the backend has such a way."""
+        self._all_reduce_list(sources, targets, op, agreement)
+
     def _prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
         """Works out what stays the same where a list is reduced again and again; None where that gains nothing."""
         return None
@@ -78,6 +87,30 @@ class Backend(ABC):
     @abstractmethod
     def _reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         """Reduces; each rank gets its part. The target may be exactly this rank's part of the source."""
+
+    def _make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
+        """Makes this rank's part; all ranks have agreed on the size, and will tell each other whether they have theirs.
+
+        Raises:
+            BackendUnavailable: it cannot be had.
+        """
+        return ResidentMemory(aligned_zeros(self.arrays, size_bytes, "this rank"))
+
+    def _all_reduce_resident(
+        self,
+        memory: ResidentMemory,
+        begin_bytes: int,
+        end_bytes: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        agreement: Agreement,
+        mean_over: int | None,
+    ) -> None:
+        """Reduces a range in place. Preconditions: see all_reduce_resident."""
+        values = memory.view(begin_bytes, end_bytes, dtype)
+        self._all_reduce_list([values], [values], op, agreement)
+        if mean_over is not None:
+            self.arrays.divide(values, mean_over)
 
     # -- Movements, in bytes -----------------------------------------------------------------------------------
 

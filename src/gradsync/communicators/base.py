@@ -1,7 +1,7 @@
 """The contract of a communicator: public methods check, private hooks move bytes.
 
-The collectives and groups stand in the room collectives/; here are the barrier, what the layers above need, and life
-and death. A backend subclasses `Communicator` and writes the hooks of backend.py.
+The collectives and groups stand in the room collectives/, what the layers above need in for_bucketing.py; here are the
+barrier, and life and death. A backend subclasses `Communicator` and writes the hooks of backend.py.
 
 All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
 same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
@@ -11,24 +11,22 @@ data moves, and can go on; on NCCL, ranks that leave what they have repeated may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.backend import PreparedList
-from gradsync.communicators.collective_call import BYTE, CollectiveCall
+from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.collective_call import CollectiveCall
 from gradsync.communicators.collectives.all_to_all import AllToAll
 from gradsync.communicators.collectives.groups import Groups
 from gradsync.communicators.collectives.messages import Messages
 from gradsync.communicators.collectives.movements import Movements
 from gradsync.communicators.collectives.reductions import Reductions
+from gradsync.communicators.for_bucketing import ForBucketing
 from gradsync.communicators.lifetime import Lifetime
-from gradsync.completion import Completion
 from gradsync.errors import PlanMismatch, describe
 from gradsync.flight_recorder import FlightRecorder
-from gradsync.reduction import Array, ReduceOp
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from gradsync.communicators.collectives.objects import Objects
 
 
-class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
+class Communicator(Reductions, Movements, AllToAll, Messages, Groups, ForBucketing):
     """A fixed group of ranks that run collectives together.
 
     One thread at a time may use a communicator; a second one gets an error that says so. A collective that fails in
@@ -103,124 +101,6 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
         from gradsync.communicators.collectives.objects import Objects
 
         return Objects(self)
-
-    # -- For the layers above: bucketing -----------------------------------------------------------------------
-
-    def all_reduce_list(
-        self,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        op: ReduceOp,
-        agreement: Agreement,
-        *,
-        write_backs: Sequence[tuple[Array, Array]] = (),
-        producers: Sequence[Any] = (),
-        mean_over: int | None = None,
-        prepared: PreparedList | None = None,
-    ) -> Completion | None:
-        """Reduces a list of arrays as one collective: what a gradient bucket needs.
-
-        Every rank must call it with lists of equal sizes and dtypes. The arguments are trusted: the bucketing layer
-        has checked them.
-
-        Args:
-            sources: 1-D contiguous arrays of one dtype, on the communicator's device.
-            targets: where the results go: for each source an array of its size and dtype, or the source itself.
-            op: an operator that the dtype table allows.
-            agreement: what this rank believes all ranks are about to do.
-            write_backs: pairs of a target and the native array that gets its values afterwards.
-            producers: marks (see mark_work) of the work that made the sources.
-            mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
-            prepared: what prepare_list gave for these very arrays.
-
-        Returns:
-            None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
-        """
-        with self.lifetime.turn("all_reduce", agreement), self._launching(None, producers) as launch:
-            if prepared is not None:
-                prepared.run(agreement)
-            else:
-                self._all_reduce_list(sources, targets, op, agreement)
-            if mean_over is not None:
-                for target in targets:
-                    self.arrays.divide(target, mean_over)
-            for target, native in write_backs:
-                self._bring_back(target, native, launch)
-        return launch
-
-    def prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
-        """Works out what stays the same where all_reduce_list gets these very arrays again and again.
-
-        Not collective: ranks that have prepared theirs meet others that have not.
-
-        Args:
-            sources, targets, op: as for all_reduce_list.
-
-        Returns:
-            None where the backend gains nothing by it.
-        """
-        return None if self.closed else self._prepare_list(sources, targets, op)
-
-    def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
-        """Copies the root's arrays into the other ranks', in place, as one collective: parameters at start-up.
-
-        Every rank must call it with arrays of the same shapes and dtypes. The arguments are trusted.
-
-        Args:
-            natives: what native_array returned, of any layout; writable except on the root.
-            root: the rank whose values all ranks get.
-            agreement: what this rank believes all ranks are about to do.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
-        """
-
-        def move(launch: Any) -> None:
-            flats = [self.arrays.flat(native) for native in natives]
-            self._keep(*natives, *flats)
-            self._broadcast_list([flat.view(BYTE) for flat in flats], root, agreement)
-            if self.rank != root:
-                for flat, native in zip(flats, natives, strict=True):
-                    self._bring_back(flat, native, launch)
-
-        if natives:
-            self._run(CollectiveCall("broadcast", agreement, move), None)
-        else:
-            self.agree(agreement)
-
-    def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, by rank; for gradsync's own use: joining, consistency.
-
-        Every rank must call it, with as many numbers.
-
-        Args:
-            what: names the operation in errors.
-            numbers: at most some thousands, of 64 bits.
-            agreement: what this rank believes all ranks are about to do.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
-        """
-        shared: list[list[int]] = self._run(
-            CollectiveCall(what, agreement, lambda _launch: self._share_numbers(numbers, agreement)), None
-        )
-        return shared
-
-    def mark_work(self) -> Any:
-        """For bucketing: returns what a stream can wait for to come after the caller's work; None on the CPU."""
-        return None
-
-    def agree(self, agreement: Agreement) -> None:
-        """For bucketing: makes sure that every rank goes on with the same agreement. May wait for all ranks.
-
-        Raises:
-            PlanMismatch: the ranks' digests differ.
-        """
-        with self.lifetime.turn("agree", agreement):
-            self._agree(agreement)
 
     # -- Life and death ----------------------------------------------------------------------------------------
 

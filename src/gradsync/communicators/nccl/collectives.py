@@ -87,6 +87,18 @@ class NcclCollectives(Communicator):
             self._reduction.all_reduce(packed, packed, op)
             self._packer.split(flat, targets)
 
+    def _all_reduce_group(
+        self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
+    ) -> None:
+        if self._handle.library.wire(sources[0].dtype).widened is not None:  # cast back after the launch, not before
+            self._all_reduce_list(sources, targets, op, agreement)
+            return
+        self._agree(agreement)
+        self._keep(*sources, *targets)
+        with self._handle.group():
+            for source, target in zip(sources, targets, strict=True):
+                self._reduction.all_reduce(source, target, op)
+
     def _reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self._agree(agreement)
         self._reduction.reduce(source, target, op, root)

@@ -1,6 +1,6 @@
 """The communicator between processes of one host without a GPU: NumPy over a shared memfd.
 
-What moves the bytes is in the other files of this room; here are the segment's layout and the way to a communicator.
+What moves the bytes is in the other files of this room; here is the way to a communicator.
 """
 
 from __future__ import annotations
@@ -21,17 +21,25 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_path import OwnPath
+from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.channels import SharedChannels
+from gradsync.communicators.shared_memory.layout import (
+    CHUNK_BYTES,
+    ROUND_BYTES,
+    SMALL_BYTES,
+    create_shared_memory,
+    parts_in_use,
+)
 from gradsync.communicators.shared_memory.movement import SharedMovement
 from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
 from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
 from gradsync.communicators.shared_memory.reduction import AllAtOnce, Scratch, WriteBack
+from gradsync.communicators.shared_memory.resident import Handover, Range, ResidentReduction, SharedResidentMemory
 from gradsync.communicators.shared_memory.rings import SharedRings
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
     allocate,
-    create_segment,
     map_segment,
     populate,
     take_segment,
@@ -44,14 +52,6 @@ from gradsync.cores import begin_on_core
 from gradsync.errors import BackendUnavailable, GradsyncError
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
-
-# What is in flight of a large all-reduce between two barriers, for each rank. Measured: larger chunks leave the cache,
-# smaller ones pay for more barriers and NumPy calls.
-CHUNK_BYTES = 1024 * 1024
-# Likewise of what is moved, or reduced on one rank: some write the next round while others read the last one.
-ROUND_BYTES = 512 * 1024
-# Up to here one barrier and n reads of everything beat two barriers and a share of the work.
-SMALL_BYTES = 128 * 1024
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -99,15 +99,16 @@ class SharedMemoryCommunicator(Communicator):
         self._slots = Slots(self._memory[header + self._rings.bytes :], world_size, CHUNK_BYTES)
         channels = header + self._rings.bytes + self._slots.bytes
         self._channels = SharedChannels(self._memory[channels:], rank, world_size, self._barrier)
-        for part in _parts_in_use(world_size):
+        for part in parts_in_use(world_size):
             populate(self._mapping, *part)
         scratch = Scratch(CHUNK_BYTES)
         share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
         sizes = SMALL_BYTES, CHUNK_BYTES, ROUND_BYTES, share_bytes
-        workplace = Workplace(rank, world_size, self._barrier, self._rings, *sizes)
+        self._workplace = workplace = Workplace(rank, world_size, self._barrier, self._rings, *sizes)
         self._small_reduction = AllAtOnce(workplace, scratch)
         self._large_reduction = WriteBack(workplace, scratch, self._slots)
         self._partial_reduction = PartialReduction(workplace, scratch)
+        self._resident_reduction = ResidentReduction(workplace)
         self._movement = SharedMovement(workplace)
         # Of one rank, there is nothing to prepare.
         self._prepared = PreparedCalls(workplace, self.lifetime) if world_size > 1 else None
@@ -126,6 +127,30 @@ class SharedMemoryCommunicator(Communicator):
         # Overflow and NaN are the caller's business; as exceptions they would hit some ranks and not others.
         with np.errstate(all="ignore"):
             reduction.all_reduce(sources, targets, op, agreement)
+
+    def _make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
+        if self.world_size == 1:
+            return super()._make_resident(size_bytes, agreement)
+        share = partial(self._share_numbers, agreement=agreement)
+        handover = Handover(self._workplace, share, self._look_for_ended, self._timeout_seconds)
+        return handover.make_memory(size_bytes)
+
+    def _all_reduce_resident(
+        self,
+        memory: ResidentMemory,
+        begin_bytes: int,
+        end_bytes: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        agreement: Agreement,
+        mean_over: int | None,
+    ) -> None:
+        if not isinstance(memory, SharedResidentMemory):  # of one rank
+            super()._all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over)
+            return
+        with np.errstate(all="ignore"):  # see _all_reduce_list
+            key = Range(begin_bytes, end_bytes, dtype, op, mean_over)
+            self._resident_reduction.all_reduce(memory, key, agreement)
 
     def _shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
         return None if self._prepared is None else self._prepared.run(what, array, out, detail)
@@ -188,6 +213,7 @@ class SharedMemoryCommunicator(Communicator):
     def _release(self) -> None:
         # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
         del self._small_reduction, self._large_reduction, self._movement, self._partial_reduction
+        del self._resident_reduction, self._workplace
         if self._prepared is not None:
             self._prepared.release()
         self._rings.release()
@@ -199,24 +225,6 @@ class SharedMemoryCommunicator(Communicator):
             self._memory.release()
             self._mapping.close()
         del self._memory, self._mapping
-
-
-def segment_bytes(world_size: int) -> int:
-    """Returns how much memory the ranks share."""
-    own_bytes = SharedRings.bytes_for(world_size, ROUND_BYTES) + Slots.bytes_for(world_size, CHUNK_BYTES)
-    return header_bytes(world_size) + own_bytes + SharedChannels.bytes_for(world_size)
-
-
-def _parts_in_use(world_size: int) -> list[tuple[int, int]]:
-    """Returns what is used from the beginning, as (begin, end): all but the long rings."""
-    header = header_bytes(world_size)
-    slots = header + SharedRings.bytes_for(world_size, ROUND_BYTES)
-    rings = [(header + begin, header + end) for begin, end in SharedRings.parts_in_use(world_size, ROUND_BYTES)]
-    return [(0, header), *rings, (slots, segment_bytes(world_size))]
-
-
-def _create(world_size: int) -> int:
-    return create_segment(segment_bytes(world_size), _parts_in_use(world_size))
 
 
 def _allocate(mapping: mmap.mmap, offset: int, begin: int, end: int) -> bool:
@@ -248,7 +256,7 @@ def connect_shared_memory(
     deadline = time.monotonic() + timeout_seconds
     key = f"shm/{group}"
     if client.rank == 0:
-        descriptor = _create(client.world_size)
+        descriptor = create_shared_memory(client.world_size)
         try:
             _offer(client, key, descriptor, deadline)
         except BaseException:
@@ -263,15 +271,6 @@ def connect_shared_memory(
         with contextlib.suppress(GradsyncError):  # a rank may do its work and end before this one is asked to go on
             client.delete(key)  # all have taken it
     return communicator
-
-
-def check_memory(world_size: int) -> None:
-    """Makes sure that there is memory for a communicator of so many ranks: takes it, and gives it back.
-
-    Raises:
-        BackendUnavailable: there is not, or no way to share it.
-    """
-    os.close(_create(world_size))
 
 
 def _offer(client: CommunicatorClient, key: str, descriptor: int, deadline: float) -> None:

@@ -35,8 +35,8 @@ def create_segment(size_bytes: int, parts: Sequence[tuple[int, int]] | None = No
 
     Args:
         size_bytes: of the memory.
-        parts: what is allocated now, as (begin, end); the rest must be, by `allocate`, before it is touched. None is
-            all of it.
+        parts: what is allocated now, as (begin, end); the rest must be, by `allocate` or `reserve`, before it is
+            touched. None is all of it.
 
     Raises:
         BackendUnavailable: the kernel has no memfd, or not enough memory.
@@ -53,14 +53,33 @@ def create_segment(size_bytes: int, parts: Sequence[tuple[int, int]] | None = No
     try:
         os.ftruncate(descriptor, size_bytes)
         for begin, end in [(0, size_bytes)] if parts is None else parts:
-            os.posix_fallocate(descriptor, begin, end - begin)
+            reserve(descriptor, begin, end)
         # A peer that truncated the memory would kill the others by SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(descriptor)
-        kind = "there is not enough memory" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
-        raise BackendUnavailable(f"cannot allocate {size_bytes} bytes of shared memory: {kind}") from error
+        raise _cannot_allocate(size_bytes, error) from error
+    except BackendUnavailable:
+        os.close(descriptor)
+        raise
     return descriptor
+
+
+def reserve(descriptor: int, begin: int, end: int) -> None:
+    """Allocates these bytes of a segment, but enters them in no page table.
+
+    Raises:
+        BackendUnavailable: there is not enough memory.
+    """
+    try:
+        os.posix_fallocate(descriptor, begin, end - begin)
+    except OSError as error:
+        raise _cannot_allocate(end - begin, error) from error
+
+
+def _cannot_allocate(size_bytes: int, error: OSError) -> BackendUnavailable:
+    kind = "there is not enough memory" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
+    return BackendUnavailable(f"cannot allocate {size_bytes} bytes of shared memory: {kind}")
 
 
 def _available_memory_bytes() -> float:

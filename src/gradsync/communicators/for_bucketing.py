@@ -1,0 +1,262 @@
+"""What the layer above needs of a communicator beside the collectives: bucketing.
+
+Its arguments are trusted: the bucketing layer has checked them, and tells what the ranks must agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement, Description, mismatch
+from gradsync.communicators.backend import PreparedList
+from gradsync.communicators.collective_call import BYTE, CollectiveBase, CollectiveCall
+from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.communicators.resident import ResidentMemory
+from gradsync.completion import Completion
+from gradsync.errors import BackendUnavailable
+from gradsync.reduction import Array, ReduceOp
+
+
+class Wire(Protocol):
+    """What travels in place of the values of a list; see bucketing/compression.py."""
+
+    def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
+        """Returns the flat array that is reduced in place of the sources; valid until the next call."""
+
+    def decode(self, flat: Array, targets: Sequence[Array], arrays: ArrayKind) -> None:
+        """Brings the reduced values to the targets."""
+
+
+class Watch(Protocol):
+    """Looks at values where they are reduced: on the CPU within the call, on a GPU by work on the same stream."""
+
+    def before(self, sources: Sequence[Array]) -> None:
+        """Looks at this rank's values, which the reduction has not touched yet."""
+
+    def after(self, targets: Sequence[Array]) -> None:
+        """Looks at the reduced values."""
+
+
+class ForBucketing(CollectiveBase):
+    """Part of a communicator's methods, for gradsync's own use."""
+
+    def all_reduce_list(
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        agreement: Agreement,
+        *,
+        write_backs: Sequence[tuple[Array, Array]] = (),
+        producers: Sequence[Any] = (),
+        mean_over: int | None = None,
+        prepared: PreparedList | None = None,
+        grouped: bool = False,
+        wire: Wire | None = None,
+        watch: Watch | None = None,
+    ) -> Completion | None:
+        """Reduces a list of arrays as one collective: what a gradient bucket needs.
+
+        Every rank must call it with lists of equal sizes and dtypes. The arguments are trusted: the bucketing layer
+        has checked them.
+
+        Args:
+            sources: 1-D contiguous arrays of one dtype, on the communicator's device.
+            targets: where the results go: for each source an array of its size and dtype, or the source itself.
+            op: an operator that the dtype table allows.
+            agreement: what this rank believes all ranks are about to do.
+            write_backs: pairs of a target and the native array that gets its values afterwards.
+            producers: marks (see mark_work) of the work that made the sources.
+            mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
+            prepared: what prepare_list gave for these very arrays.
+            grouped: reduce each array where it lies, in one group of calls, where the backend has such.
+            wire: what travels in place of the values.
+            watch: looks at the values before and after.
+
+        Returns:
+            None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        with self.lifetime.turn("all_reduce", agreement), self._launching(None, producers) as launch:
+            if watch is not None:
+                watch.before(sources)
+            if wire is not None:
+                flat = wire.encode(sources, self.arrays)
+                self._keep(*sources, flat)
+                self._all_reduce_list([flat], [flat], op, agreement)
+                wire.decode(flat, targets, self.arrays)
+            elif prepared is not None:
+                prepared.run(agreement)
+            elif grouped:
+                self._all_reduce_group(sources, targets, op, agreement)
+            else:
+                self._all_reduce_list(sources, targets, op, agreement)
+            if mean_over is not None:
+                for target in targets:
+                    self.arrays.divide(target, mean_over)
+            if watch is not None:
+                watch.after(targets)
+            for target, native in write_backs:
+                self._bring_back(target, native, launch)
+        return launch
+
+    def prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
+        """Works out what stays the same where all_reduce_list gets these very arrays again and again.
+
+        Not collective: ranks that have prepared theirs meet others that have not.
+
+        Args:
+            sources, targets, op: as for all_reduce_list.
+
+        Returns:
+            None where the backend gains nothing by it.
+        """
+        return None if self.lifetime.ended_because is not None else self._prepare_list(sources, targets, op)
+
+    def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
+        """Copies the root's arrays into the other ranks', in place, as one collective: parameters at start-up.
+
+        Every rank must call it with arrays of the same shapes and dtypes. The arguments are trusted.
+
+        Args:
+            natives: what native_array returned, of any layout; writable except on the root.
+            root: the rank whose values all ranks get.
+            agreement: what this rank believes all ranks are about to do.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+
+        def move(launch: Any) -> None:
+            flats = [self.arrays.flat(native) for native in natives]
+            self._keep(*natives, *flats)
+            self._broadcast_list([flat.view(BYTE) for flat in flats], root, agreement)
+            if self.rank != root:
+                for flat, native in zip(flats, natives, strict=True):
+                    self._bring_back(flat, native, launch)
+
+        if natives:
+            self._run(CollectiveCall("broadcast", agreement, move), None)
+        else:
+            self.agree(agreement)
+
+    def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """Returns the numbers of every rank, by rank; for gradsync's own use: joining, consistency.
+
+        Every rank must call it, with as many numbers.
+
+        Args:
+            what: names the operation in errors.
+            numbers: at most some thousands, of 64 bits.
+            agreement: what this rank believes all ranks are about to do.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+        shared: list[list[int]] = self._run(
+            CollectiveCall(what, agreement, lambda _launch: self._share_numbers(numbers, agreement)), None
+        )
+        return shared
+
+    def mark_work(self) -> Any:
+        """For bucketing: returns what a stream can wait for to come after the caller's work; None on the CPU."""
+        return None
+
+    def agree(self, agreement: Agreement) -> None:
+        """For bucketing: makes sure that every rank goes on with the same agreement. May wait for all ranks.
+
+        Raises:
+            PlanMismatch: the ranks' digests differ.
+        """
+        with self.lifetime.turn("agree", agreement):
+            self._agree(agreement)
+
+    # -- Memory in which gradients live ------------------------------------------------------------------------
+
+    def make_resident_memory(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
+        """Makes memory of which every rank has a part, and ranges of which are reduced where they lie.
+
+        Every rank must call it, with the same size.
+
+        Args:
+            size_bytes: of each rank's part.
+            agreement: what this rank believes all ranks are about to do.
+
+        Raises:
+            PlanMismatch: the sizes differ; nothing has been allocated.
+            BackendUnavailable: some rank, which the text names, cannot have so much memory. No rank gets any, and the
+                communicator can be used as before.
+            RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+        what = "make_resident_memory"
+        memory: ResidentMemory | None = None
+        failure: BackendUnavailable | None = None
+
+        def make(_launch: Any) -> list[list[int]]:
+            nonlocal memory, failure
+            sizes = self._share_numbers([size_bytes], agreement)
+            if sizes.count([size_bytes]) < self.world_size:
+                headlines = [f"resident memory of {size} bytes" for [size] in sizes]
+                texts = dict(zip(self.ranks, [Description(line, 0, ()) for line in headlines], strict=True))
+                raise mismatch(self.label, agreement, texts)
+            try:
+                memory = self._make_resident(size_bytes, agreement)
+            except BackendUnavailable as error:
+                failure = error
+            return self._share_numbers([failure is None], agreement)
+
+        have_made = self._run(CollectiveCall(what, agreement, make), None)
+        without = [rank for rank, [has_made] in zip(self.ranks, have_made, strict=True) if not has_made]
+        if failure is not None:
+            raise BackendUnavailable(f"{self.label}: {what}: {failure}") from failure
+        if without or memory is None:
+            raise BackendUnavailable(
+                f"{self.label}: {what} needs {size_bytes} bytes on every rank: they could not be had on ranks {without}"
+            )
+        return memory
+
+    def all_reduce_resident(
+        self,
+        memory: ResidentMemory,
+        begin_bytes: int,
+        end_bytes: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        agreement: Agreement,
+        *,
+        producers: Sequence[Any] = (),
+        mean_over: int | None = None,
+        watch: Watch | None = None,
+    ) -> Completion | None:
+        """Reduces a range of resident memory in place, on every rank.
+
+        Every rank must call it for the same memory, range, dtype and operator; the bits of the result are those that
+        all_reduce_list gives, but for products of complex numbers. The arguments are trusted. What a failed call
+        leaves in the range is undefined, but for PlanMismatch, which leaves it as it was.
+
+        Args:
+            memory: of this communicator.
+            begin_bytes: where the range begins in `memory.bytes`: a multiple of 64.
+            end_bytes: where it ends: any number of elements later, none too.
+            dtype: of the elements.
+            op, agreement, producers, mean_over, watch: as for all_reduce_list.
+
+        Returns:
+            As all_reduce_list does.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        with self.lifetime.turn("all_reduce", agreement), self._launching(None, producers) as launch:
+            values = [] if watch is None else [memory.view(begin_bytes, end_bytes, dtype)]
+            if watch is not None:
+                watch.before(values)
+            self._all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over)
+            if watch is not None:
+                watch.after(values)
+        return launch
