@@ -21,9 +21,9 @@ class Ufunc:
     def __init__(self, function: np.ufunc) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, out: Any = None) -> ndarray:
+    def __call__(self, *args: Any, out: Any = None, **options: Any) -> ndarray:
         inputs, outputs = args[: self._function.nin], args[self._function.nin :]
-        return compute(self._function, *inputs, out=outputs[0] if outputs else out)
+        return compute(self._function, *inputs, out=outputs[0] if outputs else out, **options)
 
 
 def prod(a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> ndarray:
