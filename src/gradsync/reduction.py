@@ -124,7 +124,7 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which values are scaled from one floating dtype into another: the wider, float32 at least."""
+    """Returns the dtype of products whose factor has one floating dtype, and their result another: float32 at least."""
     return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
 
 
