@@ -71,6 +71,25 @@ def concatenate(
     return result
 
 
+def where(condition: ndarray, x: Any, y: Any) -> ndarray:
+    """Chooses element by element."""
+    return queued(np.where, condition, x, y)
+
+
+def matmul(a: ndarray, b: ndarray) -> ndarray:
+    """Multiplies matrices."""
+    return queued(np.matmul, a, b)
+
+
+def queued(function: Any, *values: Any) -> ndarray:
+    """Queues a function that makes an array, and returns the array that will hold it."""
+    operands = [operand(value) for value in values]
+    probe = function(*[np.ones_like(host) if isinstance(host, np.ndarray) else host for host in operands])
+    result = empty(probe.shape, probe.dtype)
+    launch(lambda goal, *hosts: np.copyto(goal, function(*hosts)), operand(result), *operands)
+    return result
+
+
 def broadcast_to(array: ndarray, shape: Any) -> ndarray:
     """Returns a view with strides of 0."""
     view = np.broadcast_to(array._host, shape)
