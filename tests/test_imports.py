@@ -35,6 +35,7 @@ LAYERS = [
         "meeting_file",
         "rendezvous",
         "bucketing.plan",
+        "bucketing.threshold_tuner",
         "bucketing.shapes_file",
         "bucketing.flat_buffer",
         "bucketing.pack_kernels",
