@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradsync import comm as comm
+    from gradsync import hooks as hooks
     from gradsync.backend_override import override_backend as override_backend
     from gradsync.bucketing.callback import AllreduceCallback as AllreduceCallback
     from gradsync.bucketing.callback import make_allreduce_cb as make_allreduce_cb
@@ -124,8 +125,10 @@ _HOME = {
     ),
 }
 
+_MODULES = ("comm", "hooks")
+
 # WORLD comes and goes with the process group, so `import *`, help() and hasattr() must do without it.
-__all__ = ["__version__", "comm", *_HOME]
+__all__ = ["__version__", *_MODULES, *_HOME]
 
 
 def _load(name: str) -> object:
@@ -133,8 +136,8 @@ def _load(name: str) -> object:
         from gradsync import process_group
 
         return process_group.world_attribute()
-    if name == "comm":  # a module
-        return importlib.import_module("gradsync.comm")
+    if name in _MODULES:
+        return importlib.import_module(f"gradsync.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'gradsync' has no attribute {name!r}")

@@ -122,6 +122,12 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _FLOAT32 if dtype.name in _HALF_PRECISION else dtype
 
 
+@lru_cache(maxsize=64)
+def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype of products whose factor has one floating dtype, and their result another: float32 at least."""
+    return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
+
+
 def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulator: Array | None = None) -> None:
     """Reduces the contributions, in the order given, into `out`.
 

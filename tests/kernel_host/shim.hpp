@@ -9,12 +9,13 @@ struct Index {
     unsigned x;
 };
 
-static Index blockIdx, threadIdx, blockDim;
+static Index blockIdx, threadIdx, blockDim, gridDim;
 
 // Runs the threads in ascending or descending order: a result that depends on it is a race on the device.
 template <typename Kernel, typename... Arguments>
 void launch(Kernel kernel, unsigned blocks, unsigned threads, bool descending, Arguments... arguments) {
     blockDim.x = threads;
+    gridDim.x = blocks;
     for (unsigned long long step = 0, end = static_cast<unsigned long long>(blocks) * threads; step < end; ++step) {
         const unsigned long long place = descending ? end - 1 - step : step;
         blockIdx.x = static_cast<unsigned>(place / threads);

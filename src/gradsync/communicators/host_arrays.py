@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from gradsync.communicators import host_values
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array, divide_into
 
@@ -48,6 +49,37 @@ class ArrayKind(Protocol):
 
     def divide(self, flat: Any, count: int) -> None:
         """Divides floating or complex elements in place."""
+
+    def multiply(self, source: Any, factor: float, out: Any) -> None:
+        """Multiplies floating or complex elements into `out`, which may be `source`; on a GPU on the current stream.
+
+        The product is made in the wider of the two dtypes (half precision in float32) and rounded once; from float64
+        to half precision it may be rounded to float32 in between. Complex numbers are scaled part by part. Overflow
+        gives infinity without a warning. A GPU takes subnormal float32 numbers for 0 (CuPy compiles for that).
+
+        Args:
+            source: native array of any shape and layout.
+            factor: 1.0 makes it a plain copy, which any dtype may have.
+            out: array of the same shape, in the same memory space, of any layout: `source`, or one that shares no
+                memory with it. Its dtype may be another one of the same kind: both real, or both complex.
+        """
+
+    def all_finite(self, flat: Any) -> Any:
+        """Whether a flat array has neither NaN nor infinity; integers and bools never have.
+
+        Returns:
+            A bool; on a GPU a 0-d bool array of the device, by work on the current stream: the host does not wait.
+        """
+
+    def sum_of_squares(self, flat: Any) -> Any:
+        """Sums the squares of the absolute values of a flat array; the same array gives the same bits each time.
+
+        Sums are carried in float64, those of 1024 squares of float32 or half precision on the host in float32: the
+        relative error stays below 1e-6. Only what is beyond the range of float64 overflows, or is lost.
+
+        Returns:
+            A float; on a GPU a 0-d float64 array of the device, by work on the current stream: the host does not wait.
+        """
 
     def writeable(self, native: Any) -> bool:
         """Whether the array may be written to."""
@@ -102,6 +134,18 @@ class HostArrays:
         """See ArrayKind."""
         with np.errstate(all="ignore"):  # what is infinite on one rank is so on all
             divide_into(flat, count, flat)
+
+    def multiply(self, source: Array, factor: float, out: Array) -> None:
+        """See ArrayKind."""
+        host_values.multiply(source, factor, out)
+
+    def all_finite(self, flat: Array) -> bool:
+        """See ArrayKind."""
+        return host_values.all_finite(flat)
+
+    def sum_of_squares(self, flat: Array) -> float:
+        """See ArrayKind."""
+        return host_values.sum_of_squares(flat)
 
     def writeable(self, native: Array) -> bool:
         """See ArrayKind."""

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import numpy as _np
 
-from . import cuda
+from . import cuda, linalg
 from ._creation import (
     arange,
     array,
@@ -38,10 +38,12 @@ from ._math import (
     broadcast_to,
     concatenate,
     copyto,
+    matmul,
     may_share_memory,
     prod,
     shares_memory,
     sum,
+    where,
 )
 from ._ndarray import ndarray
 from ._raw import RawModule
@@ -69,6 +71,8 @@ __all__ = [
     "full_like",
     "get_array_module",
     "get_default_memory_pool",
+    "linalg",
+    "matmul",
     "may_share_memory",
     "ndarray",
     "ones",
@@ -76,6 +80,7 @@ __all__ = [
     "prod",
     "shares_memory",
     "sum",
+    "where",
     "zeros",
     "zeros_like",
 ]
@@ -91,7 +96,7 @@ add, subtract, multiply, divide = (Ufunc(f) for f in (_np.add, _np.subtract, _np
 true_divide, sqrt, absolute, isfinite, isnan = (
     Ufunc(f) for f in (_np.true_divide, _np.sqrt, _np.absolute, _np.isfinite, _np.isnan)
 )
-minimum, maximum, equal = (Ufunc(f) for f in (_np.minimum, _np.maximum, _np.equal))
+minimum, maximum, equal, rint = (Ufunc(f) for f in (_np.minimum, _np.maximum, _np.equal, _np.rint))
 
 
 def get_array_module(*args: object) -> ModuleType:

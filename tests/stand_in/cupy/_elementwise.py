@@ -61,19 +61,19 @@ def assign(target: Any, value: Any, casting: str) -> None:
     launch(np.copyto, goal, source, casting="unsafe")
 
 
-def compute(function: Any, *values: Any, out: Any = None) -> Any:
-    """Queues a ufunc and returns the array that will hold its result."""
+def compute(function: Any, *values: Any, out: Any = None, **options: Any) -> Any:
+    """Queues a ufunc and returns the array that will hold its result. Options: the dtype and the casting."""
     operands = [operand(value) for value in values]
     probes = [np.empty(0, host.dtype) if isinstance(host, np.ndarray) else host for host in operands]
     goal = None if out is None else operand(out)
     shape = np.broadcast_shapes(*map(np.shape, operands))
     # NumPy's own rules say here and now which dtype comes out, and whether it fits.
     with np.errstate(all="ignore"):
-        probe = function(*probes, out=None if goal is None else np.empty(0, goal.dtype))
+        probe = function(*probes, out=None if goal is None else np.empty(0, goal.dtype), **options)
     if goal is not None and goal.shape != np.broadcast_shapes(shape, goal.shape):
         raise ValueError(f"non-broadcastable output operand with shape {goal.shape} for shape {shape}")
     result = new_array(shape, probe.dtype) if out is None else out
-    launch(function, *operands, out=result._host)
+    launch(function, *operands, out=result._host, **options)
     return result
 
 

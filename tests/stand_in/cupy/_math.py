@@ -21,9 +21,9 @@ class Ufunc:
     def __init__(self, function: np.ufunc) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, out: Any = None) -> ndarray:
+    def __call__(self, *args: Any, out: Any = None, **options: Any) -> ndarray:
         inputs, outputs = args[: self._function.nin], args[self._function.nin :]
-        return compute(self._function, *inputs, out=outputs[0] if outputs else out)
+        return compute(self._function, *inputs, out=outputs[0] if outputs else out, **options)
 
 
 def prod(a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> ndarray:
@@ -68,6 +68,25 @@ def concatenate(
     if any(not np.can_cast(host.dtype, result.dtype, casting) for host in hosts):
         raise TypeError(f"Cannot cast to {result.dtype!r} according to '{casting}'")
     launch(np.concatenate, hosts, axis, out=operand(result), casting="unsafe")
+    return result
+
+
+def where(condition: ndarray, x: Any, y: Any) -> ndarray:
+    """Chooses element by element."""
+    return queued(np.where, condition, x, y)
+
+
+def matmul(a: ndarray, b: ndarray) -> ndarray:
+    """Multiplies matrices."""
+    return queued(np.matmul, a, b)
+
+
+def queued(function: Any, *values: Any) -> ndarray:
+    """Queues a function that makes an array, and returns the array that will hold it."""
+    operands = [operand(value) for value in values]
+    probe = function(*[np.ones_like(host) if isinstance(host, np.ndarray) else host for host in operands])
+    result = empty(probe.shape, probe.dtype)
+    launch(lambda goal, *hosts: np.copyto(goal, function(*hosts)), operand(result), *operands)
     return result
 
 

@@ -68,6 +68,8 @@ class ndarray(_elementwise.Operators):  # noqa: N801
     nbytes = property(lambda self: self._host.nbytes)
     device = property(lambda self: Device(self.data.device_id))
     T = property(lambda self: self.transpose())
+    real = property(lambda self: self._view_of(self._host.real))
+    imag = property(lambda self: self._view_of(self._host.imag))
 
     @property
     def flags(self) -> Flags:

@@ -1,9 +1,11 @@
-"""CUDA source, as far as the stand-in can run it: two kernels, known by their names."""
+"""CUDA source, as far as the stand-in can run it: the library's kernels, known by their names."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,19 +19,49 @@ _CHUNK = np.dtype([("address", np.uint64), ("offset", np.uint64), ("size", np.ui
 _MAX_THREADS = 1024
 
 
-def _pack_chunks(blocks: int, chunks: int, flat: int) -> None:
+def _pack_chunks(blocks: int, threads: int, chunks: int, flat: int) -> None:
     """Block i copies chunk i into the flat buffer."""
     for address, offset, size in _table(chunks, blocks):
         _move(flat + offset, address, size)
 
 
-def _split_chunks(blocks: int, chunks: int, flat: int) -> None:
+def _split_chunks(blocks: int, threads: int, chunks: int, flat: int) -> None:
     """Block i copies chunk i out of the flat buffer."""
     for address, offset, size in _table(chunks, blocks):
         _move(address, flat + offset, size)
 
 
-_KERNELS = {"pack_chunks": _pack_chunks, "split_chunks": _split_chunks}
+def _check(dtype: Any, blocks: int, threads: int, values: int, count: int, finite: int) -> None:
+    """Clears a flag unless all values are finite."""
+    if not np.isfinite(_values(values, count, dtype).astype(np.float64)).all():
+        device_bytes(finite, 1)[:] = 0
+
+
+def _square(dtype: Any, blocks: int, threads: int, values: int, count: int, sums: int) -> None:
+    """Each thread adds up the squares of every so-manieth value."""
+    wide = np.zeros(-(-count // (blocks * threads)) * blocks * threads)
+    wide[:count] = _values(values, count, dtype)
+    device_bytes(sums, blocks * threads * 8).view(np.float64)[:] = (wide * wide).reshape(-1, blocks * threads).sum(0)
+
+
+def _values(address: int, count: int, dtype: Any) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    return device_bytes(address, count * dtype.itemsize).view(dtype)
+
+
+_VALUE_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
+with contextlib.suppress(ImportError):
+    import ml_dtypes
+
+    _VALUE_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+
+# Each is called with the numbers of blocks and of threads in a block, and the arguments of its launch.
+_KERNELS: dict[str, Callable[..., None]] = {
+    "pack_chunks": _pack_chunks,
+    "split_chunks": _split_chunks,
+    **{f"check_{name}": partial(_check, dtype) for name, dtype in _VALUE_DTYPES.items()},
+    **{f"square_{name}": partial(_square, dtype) for name, dtype in _VALUE_DTYPES.items()},
+}
 
 
 def _table(address: int, count: int) -> list[tuple[int, int, int]]:
@@ -69,7 +101,7 @@ class RawModule:
 
 
 class _Kernel:
-    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+    def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
     def __call__(
@@ -79,5 +111,5 @@ class _Kernel:
             raise CUDARuntimeError(INVALID_VALUE)
         if int(np.prod(block)) > _MAX_THREADS:
             raise CUDARuntimeError(INVALID_CONFIGURATION)
-        chunks, flat = (argument.data.ptr if isinstance(argument, ndarray) else int(argument) for argument in args)
-        launch(self._function, grid[0], chunks, flat)
+        arguments = [argument.data.ptr if isinstance(argument, ndarray) else int(argument) for argument in args]
+        launch(self._function, grid[0], block[0], *arguments)

@@ -18,6 +18,7 @@ from gradsync.communicators.host_arrays import (
     kind_of,
     span,
 )
+from gradsync.communicators.nccl import device_values
 from gradsync.communicators.nccl.launch import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name, part_dtype
@@ -126,6 +127,23 @@ class DeviceArrays:
         """See ArrayKind; on the current stream."""
         parts = flat.view(part_dtype(flat.dtype))
         cupy.divide(parts, parts.dtype.type(count), out=parts)
+
+    def multiply(self, source: Any, factor: float, out: Any) -> None:
+        """See ArrayKind; of two host arrays on the host."""
+        if isinstance(source, np.ndarray):
+            self._host.multiply(source, factor, out)
+        else:
+            device_values.multiply(source, factor, out)
+
+    def all_finite(self, flat: Any) -> Any:
+        """See ArrayKind."""
+        with cupy.cuda.Device(self._device_id):
+            return device_values.all_finite(flat)
+
+    def sum_of_squares(self, flat: Any) -> Any:
+        """See ArrayKind."""
+        with cupy.cuda.Device(self._device_id):
+            return device_values.sum_of_squares(flat)
 
     def writeable(self, native: Any) -> bool:
         """See ArrayKind; CuPy's arrays always are."""

@@ -1,0 +1,76 @@
+"""The interface of hooks: what a program of its own may do in place of a bucket's all-reduce.
+
+A hook gets each bucket of a step, in the same order on every rank, and returns what its flat buffer is to become. What
+it calls on the bucket's communicator, every rank's hook must call alike. The shipped ones are in gradsync/hooks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradsync.bucketing.flat_buffer import get_offsets, param_pack_split
+from gradsync.communicators.base import Communicator
+from gradsync.errors import InvalidArgument
+from gradsync.reduction import Array, ReduceOp
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GradientBucket:
+    """Some gradients of a step, packed, before their reduction.
+
+    Attributes:
+        index: number of the bucket in its step, from 0. The same gradients keep it while a step repeats the one before.
+        names: of the gradients, in the order in which they lie in `flat`.
+        shapes: theirs.
+        flat: 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to it; it is
+            valid until the bucket's result is there.
+        communicator: whose ranks reduce it.
+        op: sum or mean: what the result must be.
+        is_last: whether it is the last bucket of its step.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flat: Array
+    communicator: Communicator
+    op: ReduceOp
+    is_last: bool
+
+    def gradients(self) -> list[Array]:
+        """Returns the gradients as views of `flat`, by shape."""
+        return param_pack_split(self.flat, get_offsets(self.shapes), self.shapes)
+
+
+#: Returns the reduced values, an array of the size and dtype of `bucket.flat` (which it may be), or a future that gives
+#: one, such as `bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op)`.
+BucketHook = Callable[[GradientBucket], Any]
+
+
+def result_of(value: Any, bucket: GradientBucket) -> Array:
+    """Returns what a hook has returned for a bucket, as a flat array; waits for it where it is a future.
+
+    On a GPU the current stream waits for a future, the host does not.
+
+    Args:
+        value: an array, or an object whose result() gives one.
+        bucket: what the hook was given.
+
+    Raises:
+        InvalidArgument: no array, or one of another size or dtype.
+        PlanMismatch, RankFailed, ...: what the future raises.
+    """
+    communicator = bucket.communicator
+    if callable(getattr(value, "result", None)):
+        value = value.result()
+    what = f"a hook for bucket {bucket.index}"
+    native = communicator.native_array(value, what)
+    if native.size != bucket.flat.size or native.dtype != bucket.flat.dtype:
+        raise InvalidArgument(
+            f"{communicator.label}: {what} must return {bucket.flat.size} elements of {bucket.flat.dtype}, or a future "
+            f"of them, got {native.size} of {native.dtype}"
+        )
+    flat: Array = communicator.arrays.flat(native)
+    return flat

@@ -1,0 +1,162 @@
+"""What travels in place of the gradients: their values in half precision, scaled before and after the reduction.
+
+    gradients -> encode: times prescale, rounded to the wire's dtype, packed -> all-reduce -> decode: times postscale
+
+Where the values are added up depends on the communicator, and so does what rounding adds to that of encode. Shared
+memory, and MPI among up to 16 ranks, add half precision up in float32, in rank order, and round the sum once. NCCL adds
+in the wire's own dtype, as often as its algorithm has steps: sums over many ranks lose more there, and float16
+overflows beyond 65504, in the sum too. A prescale of 1 / world_size with op "sum" keeps it within range; bfloat16 has
+the range of float32, with 8 bits of precision in place of float16's 11.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.errors import BackendUnavailable, InvalidArgument, UnsupportedDtype
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, dtype_name
+
+COMPRESSIONS = (None, "float16", "bfloat16")
+
+# Complex numbers, integers, and what is in half precision already, travel as they are.
+_COMPRESSED = ("float32", "float64")
+
+
+def validate_compression(name: Any) -> str | None:
+    """Returns the name of the dtype that gradients travel in, or None: each in its own.
+
+    Raises:
+        InvalidArgument: anything but None, "float16" or "bfloat16".
+    """
+    if name is None or (isinstance(name, str) and name in COMPRESSIONS):
+        return name
+    raise InvalidArgument(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {name!r}")
+
+
+class WireFormat:
+    """What travels in place of the gradients of a bucket. One for each callback: it holds the memory they travel in.
+
+    Args:
+        dtype_name: "float16" or "bfloat16": the dtype that float32 and float64 gradients travel in; None: their own.
+        prescale: factor of the values before the reduction; finite and not 0.
+        postscale: factor of the results, likewise.
+
+    Raises:
+        InvalidArgument: another compression, or a scale that is 0, not finite or no number.
+        BackendUnavailable: bfloat16 without ml_dtypes.
+
+    Source: prescale and postscale as horovod.allreduce's prescale_factor and postscale_factor.
+    """
+
+    def __init__(self, dtype_name: str | None = None, prescale: float = 1.0, postscale: float = 1.0) -> None:
+        self.dtype_name = validate_compression(dtype_name)
+        self.prescale = _checked_scale("prescale", prescale)
+        self.postscale = _checked_scale("postscale", postscale)
+        self._dtype = None if self.dtype_name is None else _half_precision(self.dtype_name)
+        self._memory: dict[np.dtype[Any], Array] = {}
+
+    def __repr__(self) -> str:
+        return f"WireFormat({self.dtype_name!r}, prescale={self.prescale}, postscale={self.postscale})"
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Returns the dtype in which gradients of a dtype travel."""
+        return self._dtype if self._dtype is not None and dtype_name(dtype) in _COMPRESSED else dtype
+
+    def changes(self, dtype: np.dtype[Any]) -> bool:
+        """Whether gradients of a dtype are changed on their way; else there is no need to encode and to decode."""
+        return self.prescale != 1.0 or self.postscale != 1.0 or self.wire_dtype(dtype) != dtype
+
+    def check(self, dtype: np.dtype[Any], who: str) -> None:
+        """Refuses a gradient that cannot be scaled.
+
+        Args:
+            dtype: the gradient's.
+            who: begins the error, e.g. "rank 0/2: the gradient of 'w'".
+
+        Raises:
+            UnsupportedDtype: a scale other than 1 for integers or bools.
+        """
+        name = dtype_name(dtype)
+        if (self.prescale, self.postscale) == (1.0, 1.0) or ReduceOp.MEAN in OPERATIONS_BY_DTYPE.get(name, ()):
+            return
+        raise UnsupportedDtype(
+            f"{who}: prescale {self.prescale} and postscale {self.postscale} need a floating or complex dtype, got "
+            f"{name}: convert it with astype first, or leave both at 1"
+        )
+
+    def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
+        """Packs gradients one after the other, scaled and rounded, into memory that grows to the largest list.
+
+        On a GPU this is work on the current stream. Encode, the reduction and decode must be in the order of one
+        stream: the next list of the same dtype is packed into the same memory.
+
+        Args:
+            sources: 1-D arrays of one dtype on the communicator's device, at least one; see check.
+            arrays: how the communicator handles arrays.
+
+        Returns:
+            1-D contiguous array of all elements in the wire's dtype, valid until the next encode.
+
+        Raises:
+            UnsupportedDtype: see check.
+        """
+        dtype = sources[0].dtype
+        self.check(dtype, "a bucket")
+        wire = self.wire_dtype(dtype)
+        total = sum([source.size for source in sources])
+        memory = self._memory.get(wire)
+        if memory is None or memory.size < total:
+            self._memory.pop(wire, None)  # freed before the larger one is taken
+            del memory
+            memory = self._memory[wire] = arrays.empty((total,), wire, sources[0])
+        begin = 0
+        for source in sources:
+            end = begin + source.size
+            arrays.multiply(source, self.prescale, memory[begin:end])
+            begin = end
+        flat: Array = memory[:total]
+        return flat
+
+    def decode(self, flat: Array, targets: Sequence[Array], arrays: ArrayKind) -> None:
+        """Splits a reduced flat array into the gradients' own arrays and dtype, times postscale.
+
+        Args:
+            flat: what encode gave, reduced.
+            targets: 1-D arrays of the sources' sizes, which may be the sources.
+            arrays: how the communicator handles arrays.
+        """
+        begin = 0
+        for target in targets:
+            end = begin + target.size
+            arrays.multiply(flat[begin:end], self.postscale, target)
+            begin = end
+
+
+def _checked_scale(name: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    try:
+        scale = float(value) if is_number else math.nan
+    except OverflowError:  # an integer beyond float64
+        scale = math.inf
+    if not math.isfinite(scale) or scale == 0.0:
+        raise InvalidArgument(f"{name} must be a finite number other than 0, got {value!r}")
+    return scale
+
+
+def _half_precision(name: str) -> np.dtype[Any]:
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise BackendUnavailable(
+            f'compression="bfloat16" needs ml_dtypes, which gives NumPy and CuPy that dtype: pip install ml_dtypes '
+            f"({error})"
+        ) from error
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
