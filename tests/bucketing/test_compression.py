@@ -93,7 +93,7 @@ def test_integers_are_not_scaled() -> None:
     for dtype in ("int32", "uint8", "bool"):
         for wire in (WireFormat(prescale=2), WireFormat(postscale=0.5)):
             with pytest.raises(gs.UnsupportedDtype, match=f"gradient of 'w': prescale .*got {dtype}.*astype"):
-                wire.check(np.dtype(dtype), "rank 0/2: the gradient of 'w'")
+                wire.check(np.dtype(dtype))
             with pytest.raises(gs.UnsupportedDtype):
                 wire.encode([np.ones(3, dtype)], HOST)
 

@@ -60,6 +60,12 @@ class WireFormat:
         self._dtype = None if self.dtype_name is None else _half_precision(self.dtype_name)
         self._memory: dict[np.dtype[Any], Array] = {}
 
+    def settings(self) -> str:
+        """Returns what ranks must agree on about it, in words; "" where nothing is changed."""
+        words = [f"in {self.dtype_name}"] if self.dtype_name else []
+        scales = (("prescale", self.prescale), ("postscale", self.postscale))
+        return ", ".join(words + [f"{name} {scale}" for name, scale in scales if scale != 1.0])
+
     def __repr__(self) -> str:
         return f"WireFormat({self.dtype_name!r}, prescale={self.prescale}, postscale={self.postscale})"
 
@@ -71,12 +77,11 @@ class WireFormat:
         """Whether gradients of a dtype are changed on their way; else there is no need to encode and to decode."""
         return self.prescale != 1.0 or self.postscale != 1.0 or self.wire_dtype(dtype) != dtype
 
-    def check(self, dtype: np.dtype[Any], who: str) -> None:
+    def check(self, dtype: np.dtype[Any]) -> None:
         """Refuses a gradient that cannot be scaled.
 
         Args:
             dtype: the gradient's.
-            who: begins the error, e.g. "rank 0/2: the gradient of 'w'".
 
         Raises:
             UnsupportedDtype: a scale other than 1 for integers or bools.
@@ -85,7 +90,7 @@ class WireFormat:
         if (self.prescale, self.postscale) == (1.0, 1.0) or ReduceOp.MEAN in OPERATIONS_BY_DTYPE.get(name, ()):
             return
         raise UnsupportedDtype(
-            f"{who}: prescale {self.prescale} and postscale {self.postscale} need a floating or complex dtype, got "
+            f"prescale {self.prescale} and postscale {self.postscale} need a floating or complex dtype, got "
             f"{name}: convert it with astype first, or leave both at 1"
         )
 
@@ -106,7 +111,7 @@ class WireFormat:
             UnsupportedDtype: see check.
         """
         dtype = sources[0].dtype
-        self.check(dtype, "a bucket")
+        self.check(dtype)
         wire = self.wire_dtype(dtype)
         total = sum([source.size for source in sources])
         memory = self._memory.get(wire)

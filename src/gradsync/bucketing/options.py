@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from gradsync.bucketing.compression import WireFormat
 from gradsync.errors import InvalidArgument
-from gradsync.reduction import ReduceOp
+from gradsync.reduction import ReduceOp, check_operation
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 
@@ -17,25 +20,54 @@ class Options:
 
     Attributes:
         op: sum or mean.
+        wire: compression, prescale and postscale.
     """
 
     op: ReduceOp
-    threshold_bytes: int = DEFAULT_THRESHOLD_BYTES
-    first_bucket_bytes: int | None = None
-    strategy: str = "flat"
-    parameters: Any = None
-    missing: str = "error"
-    gradient_as_bucket_view: bool = False
+    threshold_bytes: int | str
+    first_bucket_bytes: int | None
+    strategy: str
+    parameters: Any
+    missing: str
+    gradient_as_bucket_view: bool
+    wire: WireFormat
 
     def __post_init__(self) -> None:
-        if self.strategy not in ("flat", "group"):
-            raise InvalidArgument(f'strategy must be "flat" or "group", got {self.strategy!r}')
-
-        if self.missing not in ("error", "zero"):
-            raise InvalidArgument(f'missing must be "error" or "zero", got {self.missing!r}')
+        _check_word("strategy", self.strategy, ("flat", "group"))
+        _check_word("missing", self.missing, ("error", "zero"))
+        if isinstance(self.threshold_bytes, str):
+            if self.threshold_bytes != "auto":
+                raise InvalidArgument(
+                    f'threshold_bytes must be an integer of at least 1, or "auto", got {self.threshold_bytes!r}'
+                )
+            if self.gradient_as_bucket_view:
+                raise InvalidArgument(
+                    'threshold_bytes="auto" tries other buckets, and gradient_as_bucket_view=True gives gradients fixed '
+                    "places in them: choose one of the two"
+                )
         if self.missing == "zero" and self.parameters is None and not self.gradient_as_bucket_view:
             raise InvalidArgument('missing="zero" needs parameters=..., which says what can be missing')
 
+    @property
+    def first_threshold_bytes(self) -> int:
+        """The threshold of the first step."""
+        return DEFAULT_THRESHOLD_BYTES if isinstance(self.threshold_bytes, str) else self.threshold_bytes
+
     def settings(self) -> str:
         """Returns what ranks must agree on beside op and buckets, in words: part of each bucket's agreement."""
-        return 'strategy "group"' if self.strategy == "group" else ""
+        words = [self.wire.settings(), 'strategy "group"' if self.strategy == "group" else ""]
+        return ", ".join(filter(None, words))
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Refuses gradients of a dtype that cannot be reduced so.
+
+        Raises:
+            UnsupportedDtype: the mean, or a scale, of integers.
+        """
+        check_operation(self.op, dtype)
+        self.wire.check(dtype)
+
+
+def _check_word(name: str, word: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(word, str) or word not in known:
+        raise InvalidArgument(f"{name} must be {' or '.join(map(repr, known))}, got {word!r}")

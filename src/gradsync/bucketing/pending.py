@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import Array, ReduceOp, check_operation
+from gradsync.reduction import Array, ReduceOp
 
 _PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
 
@@ -56,7 +57,7 @@ class Destination(NamedTuple):
 
 
 def accept(
-    param: Any, grad: Any, position: int, communicator: Communicator, op: ReduceOp, accepted_dtypes: set[Any]
+    param: Any, grad: Any, position: int, communicator: Communicator, options: Options, accepted_dtypes: set[Any]
 ) -> Array:
     """Returns a gradient as a native array that can be reduced; errors name the gradient.
 
@@ -65,18 +66,18 @@ def accept(
         grad: what a caller handed over.
         position: its arrival number.
         communicator: where it is to be reduced.
-        op: by which operator.
+        options: how it is to be reduced.
         accepted_dtypes: those that have passed already; grows.
     """
     try:
         native: Array = communicator.native_array(grad, "the gradient")
         if native.dtype not in accepted_dtypes:
-            check_operation(op, native.dtype)
+            options.check_dtype(native.dtype)
             accepted_dtypes.add(native.dtype)
     except (InvalidArgument, UnsupportedDtype) as error:
         name = display_name(param, position)
         advice = ""
-        if isinstance(error, UnsupportedDtype) and op is ReduceOp.MEAN:
+        if isinstance(error, UnsupportedDtype) and options.op is ReduceOp.MEAN:
             advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
         raise type(error)(f"{communicator.label}: the gradient of {name}: {error}{advice}") from None
     return native

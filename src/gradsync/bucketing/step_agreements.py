@@ -20,11 +20,17 @@ class StepAgreements:
     """
 
     def __init__(self, op: ReduceOp, settings: str = "") -> None:
-        self._op = f"{op.value}, {settings}" if settings else op.value
-        self._known: list[tuple[Any, Agreement]] = []
+        self._reduce_op = op
+        self.change_settings(settings)
         self._index = 0
         self.local_passes = 0
         self.local_gradients = 0
+
+    def change_settings(self, settings: str) -> None:
+        """Has the events to come include other settings; between steps."""
+        op = self._reduce_op.value
+        self._op = f"{op}, {settings}" if settings else op
+        self._known: list[tuple[Any, Agreement]] = []
 
     def begin_step(self) -> None:
         self._index = 0

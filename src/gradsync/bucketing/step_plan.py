@@ -35,7 +35,7 @@ class StepPlan:
 
     def __init__(self, options: Options) -> None:
         self.arrivals: Arrivals = Arrivals()
-        self.threshold_bytes = options.threshold_bytes
+        self.threshold_bytes = options.first_threshold_bytes
         self.planner: BucketPlanner | FixedPlanner = BucketPlanner(self.threshold_bytes, options.first_bucket_bytes)
         self.memory: BucketMemory | None = None
         self._options = options
@@ -108,7 +108,7 @@ class StepPlan:
 
     def check(self, param: Any, grad: Any, position: int, communicator: Communicator) -> Array:
         """Returns a gradient as a native array that can be reduced."""
-        native = accept(param, grad, position, communicator, self._options.op, self._accepted_dtypes)
+        native = accept(param, grad, position, communicator, self._options, self._accepted_dtypes)
         key_of(param)
         return native
 

@@ -167,6 +167,9 @@ class ForBucketing(CollectiveBase):
         """For bucketing: returns what a stream can wait for to come after the caller's work; None on the CPU."""
         return None
 
+    def follow_work(self, marks: Sequence[Any]) -> None:
+        """For bucketing: what is queued on the current stream from now on comes after the marked work."""
+
     def agree(self, agreement: Agreement) -> None:
         """For bucketing: makes sure that every rank goes on with the same agreement. May wait for all ranks.
 

@@ -91,6 +91,12 @@ class NcclCommunicator(NcclCollectives):
     def mark_work(self) -> Any:
         return self._marks.mark()
 
+    def follow_work(self, marks: Sequence[Any]) -> None:
+        with self._device:
+            stream = cupy.cuda.get_current_stream()
+            for event in {id(event): event for event in marks}.values():
+                stream.wait_event(event)
+
     def close(self) -> None:
         """See Communicator.close; waits for what is queued, and raises a failure that no call has told yet."""
         was_told, told = self.lifetime.was_told, self.family.told()

@@ -1,0 +1,107 @@
+"""Buckets that a hook of the program's own reduces: packed and handed to it at once, delivered at the flush."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of
+from gradsync.bucketing.bucket_work import BucketWork
+from gradsync.bucketing.compression import WireFormat
+from gradsync.bucketing.flat_buffer import array_module
+from gradsync.collective_end import CollectiveEnd
+from gradsync.communicators.base import Communicator
+from gradsync.reduction import Array, ReduceOp
+
+
+class _UnderWay(NamedTuple):
+    """A bucket that a hook has taken."""
+
+    work: BucketWork
+    bucket: GradientBucket
+    value: Any
+    mean_over: int | None
+    end: CollectiveEnd
+
+
+class HookedBuckets:
+    """The buckets of a step that a hook reduces. On a GPU all that is done here goes to the current stream.
+
+    Args:
+        hook: see bucket_hook.py.
+        wire: whose scales are applied.
+    """
+
+    def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
+        self._hook = hook
+        self._wire = wire
+        self._under_way: list[_UnderWay] = []
+        self._flats: dict[int, Array] = {}  # by bucket: several are under way at once
+
+    def begin(
+        self,
+        work: BucketWork,
+        communicator: Communicator,
+        op: ReduceOp,
+        mean_over: int | None,
+        producers: Sequence[Any],
+        end: CollectiveEnd,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Packs a bucket, scaled, and hands it to the hook.
+
+        Args:
+            work: the bucket; ranks have agreed on it.
+            communicator: whose ranks reduce it.
+            op, mean_over, producers: as for Communicator.all_reduce_list.
+            end: of its gradients.
+            is_last: whether it is known to be the last of the step.
+        """
+        communicator.follow_work(producers)
+        flat = self._packed(work, communicator)
+        specs = work.bucket.specs
+        names, shapes = tuple([spec.name for spec in specs]), tuple([spec.shape for spec in specs])
+        bucket = GradientBucket(work.bucket.number, names, shapes, flat, communicator, op, is_last)
+        self._under_way.append(_UnderWay(work, bucket, self._hook(bucket), mean_over, end))
+
+    def finish(self) -> None:
+        """Waits for the hook's results, in order, and brings them to the gradients."""
+        under_way, self._under_way = self._under_way, []
+        for work, bucket, value, mean_over, end in under_way:
+            communicator = bucket.communicator
+            reduced = result_of(value, bucket)
+            if mean_over is not None:
+                communicator.arrays.divide(reduced, mean_over)
+            self._deliver(reduced, work, communicator)
+            end.finish(None, None)
+
+    def reset(self) -> None:
+        """Forgets what is under way: the step has failed."""
+        self._under_way.clear()
+
+    def _packed(self, work: BucketWork, communicator: Communicator) -> Array:
+        arrays, sources = communicator.arrays, work.sources
+        size = work.bucket.size_elements
+        if work.memory is not None:
+            flat = sources[0]
+        else:
+            known = self._flats.get(work.bucket.number)
+            if known is None or known.size != size or known.dtype != sources[0].dtype:
+                known = arrays.empty((size,), sources[0].dtype, sources[0])
+                self._flats[work.bucket.number] = known
+            flat = known
+            array_module(flat).concatenate(sources, out=flat)
+        if self._wire.prescale != 1.0:
+            arrays.multiply(flat, self._wire.prescale, flat)
+        return flat
+
+    def _deliver(self, reduced: Array, work: BucketWork, communicator: Communicator) -> None:
+        arrays, postscale, begin = communicator.arrays, self._wire.postscale, 0
+        for target in work.targets:
+            end = begin + target.size
+            if target is not reduced or postscale != 1.0:
+                arrays.multiply(reduced[begin:end], postscale, target)
+            begin = end
+        for target, native in work.write_backs:
+            arrays.write_back(target, native)
