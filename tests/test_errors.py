@@ -28,6 +28,8 @@ def test_attributes_survive_pickling() -> None:
     assert pickle.loads(pickle.dumps(gs.RankFailed("rank 3 died", results={0: "kept"}))).results == {0: "kept"}
     mismatch = pickle.loads(pickle.dumps(gs.PlanMismatch("x", index=2, descriptions={0: "a"})))
     assert (mismatch.index, mismatch.descriptions) == (2, {0: "a"})
+    infinite = pickle.loads(pickle.dumps(gs.NonFiniteGradient("x", rank=1, parameter="w", parameters={1: "w"})))
+    assert (infinite.rank, infinite.parameter, infinite.parameters) == (1, "w", {1: "w"})
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,26 @@ class MpiError(GradsyncError, RuntimeError):
 
 
 class NonFiniteGradient(GradsyncError, ArithmeticError):
-    """A gradient holds NaN or infinity, and the policy is to raise."""
+    """A gradient holds NaN or infinity, and the policy is to raise. The same on every rank.
+
+    Attributes:
+        rank: the first rank whose own gradients do; None where all are finite, and their sum overflowed.
+        parameter: the first one of that rank that does, in the order of their reduction; "" where `rank` is None.
+        parameters: the first such parameter of every rank that has one, by rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        parameter: str = "",
+        parameters: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
+        self.parameters = parameters or {}
 
 
 class FutureNotReady(GradsyncError, RuntimeError):

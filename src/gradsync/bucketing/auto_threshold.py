@@ -6,9 +6,11 @@ Whatever the threshold, the results are the same on all ranks, and on the CPU th
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from gradsync.bucketing.plan import GradientSpec
+from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.threshold_tuner import ThresholdTuner
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
@@ -26,18 +28,27 @@ class AutoThreshold:
         self._tuner = ThresholdTuner()
         self._specs: list[GradientSpec] = []
         self._is_over = False
+        self._is_beside_host = False
+        self._began = 0.0
+        self._seconds = 0.0
 
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the step that is under way is one that counts."""
-        return not self._is_over
+    def begin_step(self, reduction: StepReduction, communicator: Communicator) -> None:
+        """Notes that the first gradient of a step has come."""
+        if not self._is_over:
+            self._is_beside_host = communicator.runs_beside_host
+            self._began = self._now(reduction)
 
-    def after_step(self, specs: Sequence[GradientSpec], seconds: float, communicator: Communicator) -> int:
-        """Takes the time of a step, and returns the threshold of the next one. Collective once the tuner has all.
+    def end_step(self, reduction: StepReduction) -> None:
+        """Notes that the step's collectives have been called; on a GPU, waits for their end."""
+        if not self._is_over:
+            reduction.await_launched()
+            self._seconds = self._now(reduction) - self._began
+
+    def next_threshold(self, specs: Sequence[GradientSpec], communicator: Communicator) -> int:
+        """Returns the threshold of the step to come. Collective once all that counts has been measured.
 
         Args:
-            specs: the gradients of the step.
-            seconds: what its synchronisation has taken.
+            specs: the gradients of the step that has ended.
             communicator: of the ranks that must agree.
         """
         if self._is_over:
@@ -46,10 +57,16 @@ class AutoThreshold:
             self._tuner, self._specs = ThresholdTuner(), list(specs)
             self._tuner.begin(specs)
         else:
-            self._tuner.add(seconds)
+            self._tuner.add(self._seconds)
         if self._tuner.is_measured:
             self._decide(communicator)
         return self._tuner.threshold_bytes
+
+    def _now(self, reduction: StepReduction) -> float:
+        """Returns the clock of the step: where collectives run beside the host, of all that it does from the first
+        gradient on, which they may hide behind; else of the collectives alone, which all other work only adds to.
+        """
+        return time.perf_counter() if self._is_beside_host else reduction.statistics.communication_seconds
 
     def _decide(self, communicator: Communicator) -> None:
         tuner = self._tuner

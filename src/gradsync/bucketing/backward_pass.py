@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from gradsync.bucketing.auto_threshold import AutoThreshold
+from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.bucket_work import BucketWork, resident_work, work_of
 from gradsync.bucketing.fixed_arrivals import FixedArrivals, names_text
 from gradsync.bucketing.future import GradientFuture
@@ -45,9 +47,10 @@ class BackwardPass:
         self.filled: dict[Any, Any] = {}
         self._options = options
         self._zeros = Zeros()
+        self._auto = AutoThreshold() if options.threshold_bytes == "auto" else None
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
         self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
-        self._ends: dict[int, CollectiveEnd] = {}  # by bucket; of those that have yet to be reduced
+        self._ends: dict[int, CollectiveEnd] = {}  # by bucket
         self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
         self._works: dict[int, BucketWork] = {}  # by bucket; of the last step where they may recur
         self._renewed: set[int] = set()  # the buckets in which some array is not known from the last step
@@ -79,6 +82,15 @@ class BackwardPass:
     def has_bucket_views(self) -> bool:
         """Whether gradients are to live in the buckets."""
         return self._options.gradient_as_bucket_view
+
+    def use_hook(self, hook: BucketHook | None) -> None:
+        """Has a hook reduce the buckets of the steps to come; see AllreduceCallback.register_hook."""
+        if hook is not None and self._options.wire.dtype_name is not None:
+            raise InvalidArgument(
+                f"a hook decides what travels: make the callback without compression={self._options.wire.dtype_name!r}"
+            )
+        kind = hook if hasattr(hook, "__qualname__") else type(hook)
+        self.reduction.use_hook(hook, "" if hook is None else f"hook {getattr(kind, '__qualname__', kind)}")
 
     def live_in_buckets(self, parameters: Any, communicator: Communicator) -> Any:
         """Makes memory in which gradients live in the buckets; see AllreduceCallback.gradient_buffers."""
@@ -117,6 +129,8 @@ class BackwardPass:
             end = self._ends[number] = CollectiveEnd()
         if is_new:
             self._renewed.add(number)
+        if self._auto is not None and plan.arrivals.count == 1:
+            self._auto.begin_step(self.reduction, communicator)
         if communicator.runs_beside_host:
             self._producers.setdefault(number, []).append(communicator.mark_work())
         future = GradientFuture(entry.spec.name, end, entry.result)
@@ -149,16 +163,28 @@ class BackwardPass:
         except BaseException as error:
             self.fail(error)
             raise
-        self.reduction.statistics.steps += self.is_under_way
-        if self.reduction.roll_call is None:  # a rank that stands in for its gradients would not learn
-            self.plan.learn()
+        count = self.plan.arrivals.count
+        if self._auto is not None and count:
+            self._auto.end_step(self.reduction)
+        self.reduction.statistics.steps += count > 0
         self._end_step()
+        if count and self.reduction.roll_call is None:  # a rank that stands in for its gradients would not learn
+            self._learn(communicator)
         self.plan.arrivals.end_step()
+
+    def _learn(self, communicator: Communicator) -> None:
+        """Takes from the step that has ended what it says about those to come."""
+        self.plan.learn()
+        if self._auto is not None:
+            threshold = self._auto.next_threshold(self.plan.arrivals.specs, communicator)
+            if threshold != self.plan.threshold_bytes:
+                self.plan.replan(threshold)
 
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done get."""
         ends = list(self._ends.values())
         self.plan.planner.reset()
+        self.reduction.fail()
         self._end_step()
         self._works.clear()
         self.plan.arrivals.forget()
@@ -191,15 +217,16 @@ class BackwardPass:
         self.filled = filled
 
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
-        number = bucket.number
+        end = self._ends[bucket.number]
         try:
             work = self._work_for(bucket, communicator)
-            completion = self.reduction.reduce(work, communicator, self._producers.get(number, ()))
+            completion = self.reduction.reduce(work, communicator, self._producers.get(bucket.number, ()), end)
         except BaseException as error:
             self.fail(error)
             raise
         self._reduced.append(bucket)
-        self._ends.pop(number).finish(None, None, completion)
+        if not self.reduction.is_hooked:
+            end.finish(None, None, completion)
 
     def _work_for(self, bucket: Bucket, communicator: Communicator) -> BucketWork:
         number = bucket.number

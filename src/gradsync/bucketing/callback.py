@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.bucketing.backward_pass import BackwardPass
+from gradsync.bucketing.bucket_hook import BucketHook
+from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.options import DEFAULT_THRESHOLD_BYTES, Options
 from gradsync.bucketing.pending import display_name
@@ -40,7 +42,8 @@ class AllreduceCallback(WithBlocks):
         reduce_method: "sum" or "mean", in any case. "mean" needs floating or complex gradients.
         group: the communicator; None is the world's, looked up at each call.
         backend: None or "auto", or the backend that the communicator must have.
-        threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone.
+        threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone. "auto"
+            tries some in the first 20 steps, and then all ranks take the one that was fastest.
         first_bucket_bytes: the same for the first bucket of a step, so that communication starts early.
         parameters: names -> array or (shape, dtype), or a list of arrays where gradients are handed over by those.
             Fixes what each step must bring, and the buckets: they are launched in this order, in whatever order the
@@ -50,11 +53,20 @@ class AllreduceCallback(WithBlocks):
         gradient_as_bucket_view: gradients live inside the buckets. Futures give views of them, from the second step on
             (or the first, where the parameters are told), which hold their values until the next step. See
             gradient_buffers().
+        compression: "float16" or "bfloat16": what float32 and float64 gradients travel in. On the CPU they are added up
+            in float32, in rank order (over MPI up to 16 ranks), and rounded once; NCCL adds in half precision.
+        prescale, postscale: factors of the gradients before, and of the results after the reduction.
+        nonfinite: what is done about NaN and infinity, on all ranks in the same step: "off": nothing; "raise": flush()
+            raises NonFiniteGradient, which names parameter and rank; "skip": `skip_step` says so, for loss scaling.
+            A sum that overflows counts too.
+        clip_norm: the Euclidean norm of all reduced gradients of a step that they are scaled down to where it is
+            larger; float("inf") only computes it. `norm` has what it was.
         strategy: "flat" packs a bucket; "group" has NCCL reduce its gradients where they lie, in one group of calls.
             Elsewhere than on NCCL the two are the same.
 
     Raises:
-        InvalidArgument: an unknown word, a size below 1, or a group that is no Communicator.
+        InvalidArgument: an unknown word, a size below 1, knobs that exclude each other, or a group that is none.
+        BackendUnavailable: compression="bfloat16" without ml_dtypes.
 
     Source: bucketing as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), with the arrival order of MegEngine.
     """
@@ -65,11 +77,16 @@ class AllreduceCallback(WithBlocks):
         group: Communicator | None = None,
         backend: str | None = None,
         *,
-        threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
+        threshold_bytes: int | str = DEFAULT_THRESHOLD_BYTES,
         first_bucket_bytes: int | None = None,
         parameters: Any = None,
         missing: str = "error",
         gradient_as_bucket_view: bool = False,
+        compression: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        nonfinite: str = "off",
+        clip_norm: float | None = None,
         strategy: str = "flat",
     ) -> None:
         self.op = parse_reduce_method(reduce_method)
@@ -86,6 +103,9 @@ class AllreduceCallback(WithBlocks):
             parameters,
             missing,
             gradient_as_bucket_view,
+            WireFormat(compression, prescale, postscale),
+            nonfinite,
+            clip_norm,
         )
         super().__init__(group, BackwardPass(options))
         self.statistics = self._step.statistics
@@ -93,7 +113,7 @@ class AllreduceCallback(WithBlocks):
 
     @property
     def threshold_bytes(self) -> int:
-        """Size that a bucket of several gradients never exceeds."""
+        """Size that a bucket of several gradients never exceeds; with "auto" that of the next step."""
         return self._backward.plan.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
@@ -149,6 +169,31 @@ class AllreduceCallback(WithBlocks):
         if not self._backward.has_bucket_views:
             raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
         return self._backward.live_in_buckets(parameters, self._communicator())
+
+    def register_hook(self, hook: BucketHook | None) -> None:
+        """Has a hook reduce the buckets in place of an all-reduce, until another one is registered, or None.
+
+        Every rank must register the same, between steps. The hook gets each bucket once it is complete (see
+        gradsync.bucketing.bucket_hook.GradientBucket): a flat buffer in, an array or a future out. Its futures are
+        waited for in flush(), so that what it launches may run meanwhile. gradsync.hooks has some.
+
+        Raises:
+            InvalidArgument: in the middle of a step, no function, or together with compression.
+        """
+        self._check_between_steps("register_hook()")
+        if hook is not None and not callable(hook):
+            raise InvalidArgument(f"register_hook() needs a function of a bucket, got {type(hook).__name__}")
+        self._backward.use_hook(hook)
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of the last step's reduced gradients, before they were clipped; None without clip_norm."""
+        return self._step.norm
+
+    @property
+    def skip_step(self) -> bool:
+        """Whether some rank's gradients of the last step were not finite; always False but for nonfinite="skip"."""
+        return self._step.skip_step
 
     @property
     def filled(self) -> dict[Any, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of
+from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.flat_buffer import array_module
@@ -22,6 +23,7 @@ class _UnderWay(NamedTuple):
     value: Any
     mean_over: int | None
     end: CollectiveEnd
+    watch: BucketWatch | None
 
 
 class HookedBuckets:
@@ -46,6 +48,7 @@ class HookedBuckets:
         mean_over: int | None,
         producers: Sequence[Any],
         end: CollectiveEnd,
+        watch: BucketWatch | None,
         *,
         is_last: bool,
     ) -> None:
@@ -56,24 +59,29 @@ class HookedBuckets:
             communicator: whose ranks reduce it.
             op, mean_over, producers: as for Communicator.all_reduce_list.
             end: of its gradients.
+            watch: looks at the values before and after.
             is_last: whether it is known to be the last of the step.
         """
         communicator.follow_work(producers)
+        if watch is not None:
+            watch.before(work.sources)
         flat = self._packed(work, communicator)
         specs = work.bucket.specs
         names, shapes = tuple([spec.name for spec in specs]), tuple([spec.shape for spec in specs])
         bucket = GradientBucket(work.bucket.number, names, shapes, flat, communicator, op, is_last)
-        self._under_way.append(_UnderWay(work, bucket, self._hook(bucket), mean_over, end))
+        self._under_way.append(_UnderWay(work, bucket, self._hook(bucket), mean_over, end, watch))
 
     def finish(self) -> None:
         """Waits for the hook's results, in order, and brings them to the gradients."""
         under_way, self._under_way = self._under_way, []
-        for work, bucket, value, mean_over, end in under_way:
+        for work, bucket, value, mean_over, end, watch in under_way:
             communicator = bucket.communicator
             reduced = result_of(value, bucket)
             if mean_over is not None:
                 communicator.arrays.divide(reduced, mean_over)
             self._deliver(reduced, work, communicator)
+            if watch is not None:
+                watch.after(work.targets)
             end.finish(None, None)
 
     def reset(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from gradsync.bucketing.compression import WireFormat
+from gradsync.bucketing.finite_check import POLICIES
+from gradsync.bucketing.gradient_norm import clip_factor
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import ReduceOp, check_operation
 
@@ -31,10 +33,15 @@ class Options:
     missing: str
     gradient_as_bucket_view: bool
     wire: WireFormat
+    nonfinite: str
+    clip_norm: float | None
 
     def __post_init__(self) -> None:
         _check_word("strategy", self.strategy, ("flat", "group"))
         _check_word("missing", self.missing, ("error", "zero"))
+        _check_word("nonfinite", self.nonfinite, POLICIES)
+        if self.clip_norm is not None:
+            clip_factor(1.0, self.clip_norm)  # which refuses what is no norm
         if isinstance(self.threshold_bytes, str):
             if self.threshold_bytes != "auto":
                 raise InvalidArgument(
@@ -42,8 +49,8 @@ class Options:
                 )
             if self.gradient_as_bucket_view:
                 raise InvalidArgument(
-                    'threshold_bytes="auto" tries other buckets, and gradient_as_bucket_view=True gives gradients fixed '
-                    "places in them: choose one of the two"
+                    'threshold_bytes="auto" tries other buckets, and gradient_as_bucket_view=True gives gradients '
+                    "fixed places in them: choose one of the two"
                 )
         if self.missing == "zero" and self.parameters is None and not self.gradient_as_bucket_view:
             raise InvalidArgument('missing="zero" needs parameters=..., which says what can be missing')
@@ -55,7 +62,12 @@ class Options:
 
     def settings(self) -> str:
         """Returns what ranks must agree on beside op and buckets, in words: part of each bucket's agreement."""
-        words = [self.wire.settings(), 'strategy "group"' if self.strategy == "group" else ""]
+        words = [
+            self.wire.settings(),
+            'strategy "group"' if self.strategy == "group" else "",
+            f'nonfinite "{self.nonfinite}"' if self.nonfinite != "off" else "",
+            f"clip_norm {self.clip_norm}" if self.clip_norm is not None else "",
+        ]
         return ", ".join(filter(None, words))
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:

@@ -16,6 +16,7 @@ class Statistics:
         bytes_all_reduced: their size.
         communication_seconds: time the host spent in packing, waiting, reducing and splitting; on a GPU, in launching
             them.
+        skipped_steps: those whose gradients were not finite, where the policy is "skip".
     """
 
     steps: int = 0
@@ -23,3 +24,4 @@ class Statistics:
     all_reduces: int = 0
     bytes_all_reduced: int = 0
     communication_seconds: float = 0.0
+    skipped_steps: int = 0

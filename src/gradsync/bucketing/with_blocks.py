@@ -11,7 +11,9 @@ from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.join import Join
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world
-from gradsync.errors import GradientCancelled, InvalidArgument, PlanMismatch, describe
+from gradsync.errors import GradientCancelled, InvalidArgument, NonFiniteGradient, PlanMismatch, describe
+
+_TOLD_TO_ALL = (PlanMismatch, NonFiniteGradient)  # every rank gets them, and can go on
 
 
 class WithBlocks(ABC):
@@ -125,6 +127,6 @@ class WithBlocks(ABC):
         """Cancels the step, and wakes the ranks that wait for this one; after PlanMismatch, which all get, none."""
         self._backward.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
         communicator = self._group or get_world()
-        told = communicator is None or communicator.world_size == 1 or isinstance(error, PlanMismatch)
+        told = communicator is None or communicator.world_size == 1 or isinstance(error, _TOLD_TO_ALL)
         if self._synchronising and communicator is not None and not told:
             communicator.abort(f"in {what}: {describe(error)}")

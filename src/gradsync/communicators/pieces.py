@@ -37,6 +37,23 @@ def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece,
     return tuple(pieces)
 
 
+_CACHE_LINE_BYTES = 64
+
+
+@lru_cache(maxsize=256)
+def share_of(sizes: tuple[int, ...], itemsize: int, rank: int, world_size: int) -> tuple[Piece, ...]:
+    """Returns one rank's share of the flat sequence, for work that ranks divide: together they have all of it.
+
+    Args:
+        sizes: elements of each array.
+        itemsize: bytes of an element; shares begin on cache lines.
+        rank, world_size: whose share.
+    """
+    total, line = sum(sizes), max(1, _CACHE_LINE_BYTES // itemsize)
+    begin, end = (min(total, -(-total * r // world_size // line) * line) for r in (rank, rank + 1))
+    return pieces_between(sizes, begin, total if rank == world_size - 1 else end)
+
+
 @lru_cache(maxsize=256)
 def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *accumulate(sizes))[:-1]
