@@ -139,6 +139,9 @@ def recover(comm: Any, kind: str) -> None:
     assert not zeros.any()
     assert np.isfinite(reduced(comm, fresh, mine)).all()
     assert reduced(comm, fresh, mine).any()
+    for tiny in (1e-45, 3e-43, 1e-38):  # subnormal, or scales that would be: sent in time, or as zeros
+        got = reduced(comm, make(kind), mine * np.float32(tiny))
+        assert np.abs(got).max() <= 5 * tiny
 
 
 def leave_as_they_are(comm: Any, kind: str) -> None:
