@@ -33,10 +33,11 @@ from gradsync.errors import BackendUnavailable
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, divide_into
 
 # What is reduced before it is written to the others: it is still in the cache then.
-_CHUNK_BYTES = 192 * 1024
+_CHUNK_BYTES = 384 * 1024
 # From here on memory lies on huge pages, as far as they can be had within a time.
 _HUGE_FROM_BYTES = 4 * HUGE_PAGE_BYTES
-_HUGE_WITHIN_SECONDS = 0.5
+_SECONDS_PER_HUGE_PAGE = 10e-3  # on average; on an idle machine it is one or two
+_HALF_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of half precision, in two arrays of float32
 _MAX_PREPARED = 1024
 _TICKET_WORDS = 12
 
@@ -111,8 +112,8 @@ class ResidentReduction:
             for rank in (self._rank, self._rank + 1)
         ]
         steps: list[Step] = []
-        for begin, end in cuts(high - low, _CHUNK_BYTES // itemsize * itemsize):
-            first = key.begin_bytes + low
+        first, step = key.begin_bytes + low, _chunk_elements(key.dtype) * itemsize
+        for begin, end in cuts(high - low, step):
             parts = [part[first + begin : first + end].view(key.dtype) for part in memory.parts]
             steps += self._chunk(parts, key)
         return steps
@@ -145,9 +146,13 @@ class ResidentReduction:
 
     def _room(self, length: int) -> tuple[Array, Array]:
         if not self._widened:
-            self._widened = [np.empty(_CHUNK_BYTES // 2, np.float32) for _ in range(2)]
+            self._widened = [np.empty(_HALF_CHUNK_ELEMENTS, np.float32) for _ in range(2)]
         total, addend = self._widened
         return total[:length], addend[:length]
+
+
+def _chunk_elements(dtype: np.dtype[Any]) -> int:
+    return _CHUNK_BYTES // dtype.itemsize if accumulation_dtype(dtype) == dtype else _HALF_CHUNK_ELEMENTS
 
 
 class Handover(NamedTuple):
@@ -185,7 +190,7 @@ class Handover(NamedTuple):
             raise
         mapping = map_segment(descriptor, on_huge_pages=is_large)
         if is_large:
-            take_huge_pages(mapping, begin, end, _HUGE_WITHIN_SECONDS)
+            take_huge_pages(mapping, begin, end, part_bytes // page_bytes * _SECONDS_PER_HUGE_PAGE)
         populate(mapping, begin, end)
         whole = np.frombuffer(mapping, np.uint8).reshape(world_size, part_bytes)
         return SharedResidentMemory([part[:size_bytes] for part in whole], rank)
