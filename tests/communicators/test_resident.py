@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import contribution, exactly_reduced, expect
+from contract import assert_equal_to_reference, contribution, exactly_reduced, expect
 from contract_resident import agreed, make, reduce_values
+from gradsync.communicators.shared_memory import huge_pages
 from gradsync.communicators.shared_memory import resident as shared_resident
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import ReduceOp
@@ -51,6 +52,10 @@ def test_the_bits_are_those_of_a_reduction_in_rank_order(world_size: int) -> Non
 
 
 def allocate_in_a_repeated_reduction(comm: Any) -> dict[str, int]:
+    """Returns the most bytes that were newly allocated at any moment of a repeated reduction.
+
+    Of several the least: what another thread of the process allocates meanwhile counts too.
+    """
     peaks = {}
     memory = make(comm, 8 * SIZE)
     for name in ("float32", "float16", "bfloat16", "complex64", "int64"):
@@ -59,12 +64,13 @@ def allocate_in_a_repeated_reduction(comm: Any) -> dict[str, int]:
                 continue
             dtype = contribution(0, (1,), name).dtype
             memory.bytes[...] = 0
-            for step in range(8):
-                if step == 4:
-                    tracemalloc.start()
+            key = f"{name} {op}"
+            reduce(comm, memory, op=op, dtype=dtype)
+            for _ in range(4):
+                tracemalloc.start()
                 reduce(comm, memory, op=op, dtype=dtype)
-            peaks[f"{name} {op}"] = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
+                peaks[key] = min(peaks.get(key, 2**62), tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
     return peaks
 
 
@@ -147,7 +153,6 @@ def fail_between_reductions(comm: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "raised"])
 def test_a_rank_that_fails_is_noticed(how: str) -> None:
-    names = set(os.listdir("/dev/shm"))
     started = time.monotonic()
     outcomes = run_ranks_for_outcomes(3, fail_between_reductions, how)
     assert time.monotonic() - started < 20
@@ -155,7 +160,7 @@ def test_a_rank_that_fails_is_noticed(how: str) -> None:
         assert isinstance(survivor.error, gs.RankFailed)
         assert survivor.error.rank == 1
         assert how == "killed" or "bad batch" in str(survivor.error)
-    assert set(os.listdir("/dev/shm")) <= names
+    assert not [name for name in os.listdir("/dev/shm") if "gradsync" in name]
 
 
 def fail_to_allocate(comm: Any, where: str) -> str:
@@ -165,7 +170,7 @@ def fail_to_allocate(comm: Any, where: str) -> str:
     kept = getattr(shared_resident, where)
     if comm.rank == failing:
 
-        def refuse(*arguments: Any) -> int:
+        def refuse(*arguments: Any, **_: Any) -> int:
             if where == "map_segment":
                 os.close(arguments[0])
             raise BackendUnavailable("there is not enough memory")
@@ -222,6 +227,24 @@ def ask_for_too_much(comm: Any) -> None:
 @pytest.mark.parametrize(("backend", "world_size"), [("local", 1), ("shm", 1), ("shm", 2)])
 def test_more_than_there_is_is_refused(backend: str, world_size: int) -> None:
     run_ranks(world_size, ask_for_too_much, backend=backend)
+
+
+def reduce_large(comm: Any, are_refused: bool) -> None:
+    """Memory for huge pages, with and without them."""
+    if are_refused:
+        huge_pages._MADV_COLLAPSE = 1000
+        huge_pages._ATTEMPTS = 0
+    size = 5_000_001
+    memory = make(comm, 4 * size)
+    assert not memory.bytes.any()
+    values = contribution(comm.rank, (size,), "float32")
+    got = reduce_values(comm, memory, values, "mean")
+    assert_equal_to_reference(got, "mean", "float32", (size,), comm.world_size)
+
+
+@pytest.mark.parametrize("are_refused", [False, True])
+def test_memory_is_large_with_and_without_huge_pages(are_refused: bool) -> None:
+    run_ranks(3, reduce_large, are_refused)
 
 
 def raise_on_overflow(comm: Any) -> None:

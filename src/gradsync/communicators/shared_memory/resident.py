@@ -7,6 +7,7 @@ meeting of small lists (reduction.py) from the smallest ranges on.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.pieces import cuts
 from gradsync.communicators.resident import ResidentMemory
+from gradsync.communicators.shared_memory.huge_pages import HUGE_PAGE_BYTES, take_huge_pages
 from gradsync.communicators.shared_memory.rings import CACHE_LINE_BYTES
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
@@ -31,8 +33,11 @@ from gradsync.errors import BackendUnavailable
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, divide_into
 
 # What is reduced before it is written to the others: it is still in the cache then.
-_CHUNK_BYTES = 192 * 1024
-_PAGE_BYTES = 4096
+_CHUNK_BYTES = 384 * 1024
+# From here on memory lies on huge pages, as far as they can be had within a time.
+_HUGE_FROM_BYTES = 4 * HUGE_PAGE_BYTES
+_SECONDS_PER_HUGE_PAGE = 10e-3  # on average; on an idle machine it is one or two
+_HALF_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of half precision, in two arrays of float32
 _MAX_PREPARED = 1024
 _TICKET_WORDS = 12
 
@@ -107,8 +112,8 @@ class ResidentReduction:
             for rank in (self._rank, self._rank + 1)
         ]
         steps: list[Step] = []
-        for begin, end in cuts(high - low, _CHUNK_BYTES // itemsize * itemsize):
-            first = key.begin_bytes + low
+        first, step = key.begin_bytes + low, _chunk_elements(key.dtype) * itemsize
+        for begin, end in cuts(high - low, step):
             parts = [part[first + begin : first + end].view(key.dtype) for part in memory.parts]
             steps += self._chunk(parts, key)
         return steps
@@ -141,9 +146,13 @@ class ResidentReduction:
 
     def _room(self, length: int) -> tuple[Array, Array]:
         if not self._widened:
-            self._widened = [np.empty(_CHUNK_BYTES // 2, np.float32) for _ in range(2)]
+            self._widened = [np.empty(_HALF_CHUNK_ELEMENTS, np.float32) for _ in range(2)]
         total, addend = self._widened
         return total[:length], addend[:length]
+
+
+def _chunk_elements(dtype: np.dtype[Any]) -> int:
+    return _CHUNK_BYTES // dtype.itemsize if accumulation_dtype(dtype) == dtype else _HALF_CHUNK_ELEMENTS
 
 
 class Handover(NamedTuple):
@@ -168,16 +177,21 @@ class Handover(NamedTuple):
             BackendUnavailable: this rank cannot have it, or no rank can.
         """
         rank, world_size = self.workplace.rank, self.workplace.world_size
-        part_bytes = max(-(-size_bytes // _PAGE_BYTES), 1) * _PAGE_BYTES
+        is_large = size_bytes >= _HUGE_FROM_BYTES
+        page_bytes = HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
+        part_bytes = max(-(-size_bytes // page_bytes), 1) * page_bytes
+        begin, end = rank * part_bytes, (rank + 1) * part_bytes
         descriptor = self._offer(part_bytes * world_size) if rank == 0 else self._take()
         try:
             # Each rank its own, at once, and where the memory is near its processor.
-            reserve(descriptor, rank * part_bytes, (rank + 1) * part_bytes)
+            reserve(descriptor, begin, end)
         except BaseException:
             os.close(descriptor)
             raise
-        mapping = map_segment(descriptor)
-        populate(mapping, rank * part_bytes, (rank + 1) * part_bytes)
+        mapping = map_segment(descriptor, on_huge_pages=is_large)
+        if is_large:
+            take_huge_pages(mapping, begin, end, part_bytes // page_bytes * _SECONDS_PER_HUGE_PAGE)
+        populate(mapping, begin, end)
         whole = np.frombuffer(mapping, np.uint8).reshape(world_size, part_bytes)
         return SharedResidentMemory([part[:size_bytes] for part in whole], rank)
 

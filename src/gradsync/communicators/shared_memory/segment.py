@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
+from gradsync.communicators.shared_memory.huge_pages import map_for_huge_pages
 from gradsync.errors import BackendUnavailable, RendezvousTimeout
 
 _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
@@ -94,13 +95,19 @@ def _available_memory_bytes() -> float:
     return math.inf
 
 
-def map_segment(descriptor: int) -> mmap.mmap:
+def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
     """Maps the whole segment for reading and writing, and closes the descriptor.
+
+    Args:
+        descriptor: of the segment.
+        on_huge_pages: whether it should lie where huge pages can be.
 
     Raises:
         BackendUnavailable: this process has no room for it.
     """
     try:
+        if on_huge_pages:
+            return map_for_huge_pages(descriptor)
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED)
     except OSError as error:
         raise BackendUnavailable(f"cannot map the shared memory: {error}") from error
