@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
@@ -41,6 +41,13 @@ class Message(NamedTuple):
     agreement: Agreement
 
 
+class PreparedList(Protocol):
+    """The all-reduce of one list of arrays, with what stays from call to call worked out; see prepare_list."""
+
+    def run(self, agreement: Agreement) -> None:
+        """Does what _all_reduce_list would do with the arrays."""
+
+
 class Backend(ABC):
     """The hooks of one backend, for gradsync's own use.
 
@@ -59,6 +66,13 @@ class Backend(ABC):
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         """Reduces each source into its target. Preconditions: see all_reduce_list; at least one source."""
+
+    def _prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
+        """Works out what _all_reduce_list would do, for calls to come; None where that gains nothing.
+
+        Other ranks may go the unprepared way in the same call. _release lets go of what it holds of the communicator.
+        """
+        return None
 
     @abstractmethod
     def _reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.backend import PreparedList
 from gradsync.communicators.collective_call import BYTE, CollectiveCall
 from gradsync.communicators.collectives.all_to_all import AllToAll
 from gradsync.communicators.collectives.groups import Groups
@@ -115,6 +116,7 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
         write_backs: Sequence[tuple[Array, Array]] = (),
         producers: Sequence[Any] = (),
         mean_over: int | None = None,
+        prepared: PreparedList | None = None,
     ) -> Completion | None:
         """Reduces a list of arrays as one collective: what a gradient bucket needs.
 
@@ -129,6 +131,7 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
             write_backs: pairs of a target and the native array that gets its values afterwards.
             producers: marks (see mark_work) of the work that made the sources.
             mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
+            prepared: what prepare_list returned for these very sources, targets and operator.
 
         Returns:
             None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
@@ -137,13 +140,32 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups):
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         with self.lifetime.turn("all_reduce", agreement), self._launching(None, producers) as launch:
-            self._all_reduce_list(sources, targets, op, agreement)
+            if prepared is None:
+                self._all_reduce_list(sources, targets, op, agreement)
+            else:
+                prepared.run(agreement)
             if mean_over is not None:
                 for target in targets:
                     self.arrays.divide(target, mean_over)
             for target, native in write_backs:
                 self._bring_back(target, native, launch)
         return launch
+
+    def prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
+        """Prepares all_reduce_list of the same arrays, for when they come again step after step.
+
+        Not collective: ranks that have prepared and ranks that have not meet in one call. The arrays must stay where
+        they are in memory; what is in them may change. Whoever has the result may drop it at any time; it keeps the
+        arrays until then, or until the communicator ends.
+
+        Args:
+            sources, targets, op: as for all_reduce_list.
+
+        Returns:
+            What to hand to all_reduce_list with the same arguments; None where the backend gains nothing by it, or the
+            communicator has ended.
+        """
+        return None if self.closed or not sources else self._prepare_list(sources, targets, op)
 
     def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
         """Copies the root's arrays into the other ranks', in place, as one collective: parameters at start-up.
