@@ -7,7 +7,7 @@ Pieces below some kilobytes go together: a call for each would cost more than th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import setitem
 from typing import Any
@@ -21,7 +21,6 @@ from gradsync.reduction import (
     UFUNCS,
     Array,
     ReduceOp,
-    accumulation_dtype,
     divide_into,
     division,
     part_dtype,
@@ -72,8 +71,8 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
 
 
 def reducing(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulator: Array | None) -> list[Call]:
-    """Reduces as reduce_into of reduction.py does; the arguments are the same."""
-    if accumulation_dtype(out.dtype) != out.dtype:
+    """Reduces as reduce_into of reduction.py does; `accumulator` is None where the dtype adds up in itself."""
+    if accumulator is not None:
         return [(reduce_into, (op, contributions, out, accumulator))]
     ufunc = UFUNCS[op]
     calls: list[Call] = [(ufunc, (contributions[0], contributions[1], out))]
@@ -96,26 +95,27 @@ class Delivery:
         self._targets = targets
         self._divides = divisor > 1
         self._scratch = scratch
-        dtype = targets[0].dtype
-        self._part = part_dtype(dtype)
+        self._part: np.dtype[Any] | None = None
         if self._divides:
-            self._divide, self._divisor = division(self._part, divisor)
+            dtype = targets[0].dtype
+            part = part_dtype(dtype)
+            self._part = part if part != dtype else None
+            self._divide, self._divisor = division(part, divisor)
 
-    def calls(self, place: Array, pieces: Sequence[Piece]) -> Iterator[Call]:
-        """Yields what brings the results at a place to pieces of the targets: to one, or to several small ones."""
+    def calls(self, place: Array, pieces: Sequence[Piece]) -> list[Call]:
+        """Returns what brings the results at a place to pieces of the targets: to one, or to several small ones."""
+        if len(pieces) == 1:
+            target = part_of(self._targets, pieces[0])
+            return [self._dividing(place, target) if self._divides else copying(place, target)]
         targets = [part_of(self._targets, piece) for piece in pieces]
-        if len(targets) == 1:
-            yield self._dividing(place, targets[0]) if self._divides else copying(place, targets[0])
-            return
-        if self._divides:
-            divided = self._scratch.result(place.dtype, place.size)
-            yield self._dividing(place, divided)
-            place = divided
-        yield scattering(place, targets)
+        if not self._divides:
+            return [scattering(place, targets)]
+        divided = self._scratch.result(place.dtype, place.size)
+        return [self._dividing(place, divided), scattering(divided, targets)]
 
     def _dividing(self, values: Array, out: Array) -> Call:
         """Divides as divide_into of reduction.py does."""
-        if values.dtype != self._part:
+        if self._part is not None:
             values, out = values.view(self._part), out.view(self._part)
         return self._divide, (values, self._divisor, out)
 

@@ -103,29 +103,33 @@ class WriteBack:
 
     def _work_out(self) -> Iterator[_StepCalls]:
         for step in plan_steps(len(self._chunks)):
-            yield list(self._calls_of(step)), step.wait
+            yield self._calls_of(step), step.wait
 
-    def _calls_of(self, step: Step) -> Iterator[Call]:
+    def _calls_of(self, step: Step) -> list[Call]:
+        made: list[Call] = []
         for number in step.delivered:
             slot = self._slots[number % CHUNKS_IN_FLIGHT][self._rank]
             for begin, end, pieces in self._chunks[number].delivered:
-                yield from self._delivery.calls(slot[begin:end], pieces)
+                made += self._delivery.calls(slot[begin:end], pieces)
         for number in step.published:
             slot = self._slots[number % CHUNKS_IN_FLIGHT][self._rank]
             for begin, end, pieces in self._chunks[number].published:
-                yield self._collecting(pieces, slot[begin:end])
+                made.append(self._collecting(pieces, slot[begin:end]))
         for number in step.reduced:
             slots = self._slots[number % CHUNKS_IN_FLIGHT]
             for stretch in self._chunks[number].own:
-                yield from self._reducing(stretch, slots)
+                made += self._reducing(stretch, slots)
+        return made
 
     def _collecting(self, pieces: Sequence[Piece], place: Array) -> Call:
-        sources = [part_of(self._sources, piece) for piece in pieces]
-        return calls.copying(sources[0], place) if len(sources) == 1 else calls.gathering(sources, place)
+        if len(pieces) == 1:
+            return calls.copying(part_of(self._sources, pieces[0]), place)
+        return calls.gathering([part_of(self._sources, piece) for piece in pieces], place)
 
-    def _reducing(self, stretch: Stretch, slots: Sequence[Array]) -> Iterator[Call]:
+    def _reducing(self, stretch: Stretch, slots: Sequence[Array]) -> list[Call]:
         """Reduces what this rank owns into the slot of every peer, and delivers it here."""
         begin, end, pieces = stretch
+        made: list[Call] = []
         contributions = [slot[begin:end] for slot in slots]
         # Rank 0 or rank 1: in rank order, its contribution is read before the first result is written.
         result, *others = [contributions[peer] for peer in self._peers]
@@ -133,10 +137,10 @@ class WriteBack:
             own = part_of(self._sources, pieces[0])
         else:
             own = self._scratch.own(self._dtype, end - begin)
-            yield self._collecting(pieces, own)
+            made.append(self._collecting(pieces, own))
         contributions[self._rank] = own
         accumulator = None if self._accumulator is None else self._accumulator[: end - begin]
-        yield from calls.reducing(self._op, contributions, result, accumulator)
-        for place in others:
-            yield calls.copying(result, place)
-        yield from self._delivery.calls(result, pieces)
+        made += calls.reducing(self._op, contributions, result, accumulator)
+        made += [calls.copying(result, place) for place in others]
+        made += self._delivery.calls(result, pieces)
+        return made
