@@ -45,10 +45,10 @@ class Message(NamedTuple):
 
 
 class PreparedList(Protocol):
-    """A list of arrays that is reduced again and again, with all worked out that stays the same."""
+    """The all-reduce of one list of arrays, with what stays from call to call worked out; see prepare_list."""
 
     def run(self, agreement: Agreement) -> None:
-        """Reduces each source into its target, as _all_reduce_list does."""
+        """Does what _all_reduce_list would do with the arrays."""
 
 
 class Backend(ABC):
@@ -77,7 +77,10 @@ class Backend(ABC):
         self._all_reduce_list(sources, targets, op, agreement)
 
     def _prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
-        """Works out what stays the same where a list is reduced again and again; None where that gains nothing."""
+        """Works out what _all_reduce_list would do, for calls to come; None where that gains nothing.
+
+        Other ranks may go the unprepared way in the same call. _release lets go of what it holds of the communicator.
+        """
         return None
 
     @abstractmethod

@@ -112,6 +112,32 @@ class SharedBarrier:
             if words[peer * WORDS_PER_RANK + digest_word] != agreement.digest:
                 self._raise_mismatch(agreement)
 
+    def arrive(self) -> None:
+        """Tells the others that this rank has come to the next round, and waits for nobody.
+
+        Between meetings for one collective, on which the ranks have agreed: nothing is compared. `await_round` of the
+        round before, at the latest, must come before the next.
+        """
+        self.round += 1
+        self._words[self._line + _ARRIVALS] = self.round  # publishes all data written before
+
+    def await_round(self, number: int) -> None:
+        """Waits until every rank has arrived at a round, at which this rank has.
+
+        Raises:
+            RankFailed, CollectiveTimeout: as for meet.
+        """
+        words = self._words
+        began = 0.0
+        for arrivals in self._arrivals:
+            if words[arrivals] < number:
+                # One deadline for all, and a clock only where there is something to wait for.
+                began = began or time.monotonic()
+                self._wait_for(arrivals, number, began)
+        if words[self._aborted]:  # a late rank must not take the arrival of one that has given up for success
+            self.waiting.look_for_aborts(number)
+        self.waiting.completed = number
+
     def meet_in_disagreement(self, agreement: Agreement) -> NoReturn:
         """Arrives at a round that others have entered, to do something else than they: raises that on every rank.
 
@@ -129,35 +155,26 @@ class SharedBarrier:
         return self._words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
 
     def _arrive(self, digest: int) -> None:
-        words = self._words
-        self.round = arrived = self.round + 1
-        words[self._line + _DIGESTS + (arrived & 1)] = digest
-        words[self._line + _ARRIVALS] = arrived  # publishes the digest and all data written before
-        began = 0.0
-        for arrivals in self._arrivals:
-            if words[arrivals] < arrived:
-                # One deadline for all, and a clock only where there is something to wait for.
-                began = began or time.monotonic()
-                self._wait_for(arrivals, began)
-        if words[self._aborted]:  # a late rank must not take the arrival of one that has given up for success
-            self.waiting.look_for_aborts(arrived)
-        self.waiting.completed = arrived
+        self._words[self._line + _DIGESTS + ((self.round + 1) & 1)] = digest
+        self.arrive()
+        self.await_round(self.round)
 
-    def _wait_for(self, arrivals: int, began: float) -> None:
-        words, wanted = self._words, self.round
+    def _wait_for(self, arrivals: int, wanted: int, began: float) -> None:
+        words = self._words
         look_for_failures = self.waiting.look_for_failures
+
+        def missing() -> list[int]:
+            return [peer for peer in self._peers if words[peer * WORDS_PER_RANK + _ARRIVALS] < wanted]
+
         if self.waiting.is_verdict_known():  # heard of by another thread; where nobody waits for long, nobody looks
-            look_for_failures(self._missing, 0.0, wanted)
+            look_for_failures(missing, 0.0, wanted)
         for _ in range(SPINS):
             if words[arrivals] >= wanted:
                 return
         rests = Rests(began)
         while words[arrivals] < wanted:
             if rests.rest():
-                look_for_failures(self._missing, rests.waited_seconds, wanted)
-
-    def _missing(self) -> list[int]:
-        return [p for p in self._peers if self._words[p * WORDS_PER_RANK + _ARRIVALS] < self.round]
+                look_for_failures(missing, rests.waited_seconds, wanted)
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges descriptions, so that every rank can raise the same error.

@@ -34,9 +34,10 @@ from gradsync.communicators.shared_memory.layout import (
 from gradsync.communicators.shared_memory.movement import SharedMovement
 from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
 from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
-from gradsync.communicators.shared_memory.reduction import AllAtOnce, Scratch, WriteBack
+from gradsync.communicators.shared_memory.reduction import ListReduction, PreparedListReduction
 from gradsync.communicators.shared_memory.resident import Handover, Range, ResidentReduction, SharedResidentMemory
 from gradsync.communicators.shared_memory.rings import SharedRings
+from gradsync.communicators.shared_memory.scratch import Scratch
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
     allocate,
@@ -105,8 +106,7 @@ class SharedMemoryCommunicator(Communicator):
         share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
         sizes = SMALL_BYTES, CHUNK_BYTES, ROUND_BYTES, share_bytes
         self._workplace = workplace = Workplace(rank, world_size, self._barrier, self._rings, *sizes)
-        self._small_reduction = AllAtOnce(workplace, scratch)
-        self._large_reduction = WriteBack(workplace, scratch, self._slots)
+        self._list_reduction = ListReduction(workplace, scratch, self._slots)
         self._partial_reduction = PartialReduction(workplace, scratch)
         self._resident_reduction = ResidentReduction(workplace)
         self._movement = SharedMovement(workplace)
@@ -122,11 +122,12 @@ class SharedMemoryCommunicator(Communicator):
                 if target is not source:
                     np.copyto(target, source)
             return
-        total_bytes = sum([source.nbytes for source in sources])
-        reduction = self._small_reduction if total_bytes <= SMALL_BYTES else self._large_reduction
-        # Overflow and NaN are the caller's business; as exceptions they would hit some ranks and not others.
-        with np.errstate(all="ignore"):
-            reduction.all_reduce(sources, targets, op, agreement)
+        self._list_reduction.all_reduce(sources, targets, op, agreement)
+
+    def _prepare_list(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp
+    ) -> PreparedListReduction | None:
+        return self._list_reduction.prepare(sources, targets, op) if self.world_size > 1 else None
 
     def _make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         if self.world_size == 1:
@@ -212,7 +213,8 @@ class SharedMemoryCommunicator(Communicator):
 
     def _release(self) -> None:
         # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
-        del self._small_reduction, self._large_reduction, self._movement, self._partial_reduction
+        self._list_reduction.release()
+        del self._list_reduction, self._movement, self._partial_reduction
         del self._resident_reduction, self._workplace
         if self._prepared is not None:
             self._prepared.release()

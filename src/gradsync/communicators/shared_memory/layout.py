@@ -13,8 +13,8 @@ from gradsync.communicators.shared_memory.rings import SharedRings
 from gradsync.communicators.shared_memory.segment import create_segment
 from gradsync.communicators.shared_memory.slots import Slots
 
-# What is in flight of a large all-reduce between two barriers, for each rank. Measured: larger chunks leave the cache,
-# smaller ones pay for more barriers and NumPy calls.
+# What a rank publishes of a large list between two rounds of the barrier. Measured: larger chunks leave the cache,
+# smaller ones pay for more rounds and NumPy calls.
 CHUNK_BYTES = 1024 * 1024
 # Likewise of what is moved, or reduced on one rank: some write the next round while others read the last one.
 ROUND_BYTES = 512 * 1024

@@ -1,6 +1,6 @@
 """The all-reduce of one small array over shared memory, with everything prepared that stays from call to call.
 
-The same protocol as AllAtOnce of reduction.py, so that ranks on either path meet; about a quarter of its time.
+The same protocol as all_at_once.py, so that ranks on either path meet; about a quarter of its time.
 """
 
 from __future__ import annotations

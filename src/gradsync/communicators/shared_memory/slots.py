@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.communicators.shared_memory.stream_plan import CHUNKS_IN_FLIGHT
 from gradsync.reduction import Array
 
-SlotArrays = tuple[tuple[Array, ...], ...]  # [parity][rank] -> 1-D array in shared memory
+SlotArrays = tuple[tuple[Array, ...], ...]  # [number][rank] -> 1-D array in shared memory
 
 
 class Slots:
-    """Two buffers of a fixed size for each rank in shared memory, used in turn, as arrays of any dtype.
+    """Some buffers of a fixed size for each rank in shared memory, used in turn, as arrays of any dtype.
 
     Args:
         memory: begins with room for them.
@@ -27,16 +28,16 @@ class Slots:
     def __init__(self, memory: memoryview, world_size: int, slot_bytes: int) -> None:
         self.bytes = self.bytes_for(world_size, slot_bytes)
         self._memory = memory[: self.bytes]
-        self._shape = (2, world_size, slot_bytes)
+        self._shape = (CHUNKS_IN_FLIGHT, world_size, slot_bytes)
         self._arrays: dict[np.dtype[Any], SlotArrays] = {}
 
     @staticmethod
     def bytes_for(world_size: int, slot_bytes: int) -> int:
         """Returns how much memory the slots take."""
-        return 2 * world_size * slot_bytes
+        return CHUNKS_IN_FLIGHT * world_size * slot_bytes
 
     def of(self, dtype: np.dtype[Any]) -> SlotArrays:
-        """Returns [parity][rank] -> the whole buffer as a 1-D array."""
+        """Returns [number][rank] -> the whole buffer as a 1-D array."""
         arrays = self._arrays.get(dtype)
         if arrays is None:
             whole = np.frombuffer(self._memory, np.uint8).reshape(self._shape)

@@ -17,7 +17,7 @@ class Workplace(NamedTuple):
         barrier: where the ranks meet.
         rings: the shared memory.
         small_bytes: up to this size arrays are all-reduced all at once.
-        chunk_bytes: of a larger list that is all-reduced, what is in flight between two barriers.
+        chunk_bytes: of a larger list that is all-reduced, what is published between two rounds of the barrier.
         round_bytes: how much of an array that is moved, or reduced on one rank, goes through a ring at a time.
         share_bytes: likewise, of each of the parts of an array that are for different ranks.
     """
