@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from peers.rank import Requests, WrongResult
 from peers.rows import MEASURED, NOT_INSTALLED, Row, rows_of
 from peers.systems import Start
 from peers.targets import Target, Verdict, all_targets, judge
-from peers.workloads import BUSY, IDLE, Workload
+from peers.workload import BUSY, IDLE, Workload
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's ranks share memory on Linux")
 
@@ -88,6 +89,17 @@ def alive(pair: Pair) -> list[int]:
             os.kill(pid, 0)
             pids.append(pid)
     return pids
+
+
+def test_ranks_of_other_systems_need_no_gradsync():
+    """Their environments have none, nor rich, which only the controller draws tables with."""
+    absent = "import sys; sys.modules.update(gradsync=None, rich=None); "
+    modules = ", ".join(f"peers.{name}" for name in ("rank", "operation", "workload", "collectives", "contenders"))
+    done = subprocess.run(
+        [sys.executable, "-c", f"{absent}import {modules}"],
+        cwd=systems.BENCHMARKS, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # -- What ranks compute --------------------------------------------------------------------------------------

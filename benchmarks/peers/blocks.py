@@ -15,7 +15,7 @@ from measurement import slowest_rank
 from memory_mode import create_probe_memory, mode_of
 from peers.contenders import GRADSYNC
 from peers.pair import Pair, PairFailed
-from peers.workloads import BUSY, Workload
+from peers.workload import BUSY, Workload
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from peers.workloads import Workload
+from peers.workload import Workload
 
 # A rank that has slept is ahead of others in the scheduler's eyes: beside a busy process it would have the core for
 # itself at first. It may also have woken on the other rank's core. Ranks that train have computed for long.

@@ -11,7 +11,7 @@ from memory_mode import MemoryProbe
 from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, ROOT
 from peers.contenders import GRADSYNC, LOCAL_COPY
 from peers.operation import Operation
-from peers.workloads import Workload
+from peers.workload import Workload
 
 
 class Gradsync:

@@ -19,7 +19,7 @@ import numpy as np
 from peers.contenders import GRADSYNC, TORCH
 from peers.messages import Failure, Hello
 from peers.operation import NotOffered, Operation, System
-from peers.workloads import Workload
+from peers.workload import Workload
 
 
 class WrongResult(RuntimeError):

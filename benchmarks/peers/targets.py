@@ -21,7 +21,8 @@ from peers.contenders import (
     OPENMPI_PER_TENSOR,
 )
 from peers.rows import Row
-from peers.workloads import BUSY, COLLECTIVE_SIZES_BYTES, IDLE, SIZES_BYTES, busy_cores, parameter_lists, size_name
+from peers.workload import BUSY, IDLE
+from peers.workloads import COLLECTIVE_SIZES_BYTES, SIZES_BYTES, busy_cores, parameter_lists, size_name
 
 AHEAD = 1.0
 # From here on the bytes count, and not only the calls.
