@@ -29,7 +29,7 @@ from peers.pair import Pair, PairFailed
 from peers.rank import Requests, WrongResult
 from peers.rows import MEASURED, NOT_INSTALLED, Row, rows_of
 from peers.systems import Start
-from peers.targets import Target, Verdict, all_targets, judge
+from peers.targets import Target, Verdict, all_reduce_targets, judge
 from peers.workload import BUSY, IDLE, Workload
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's ranks share memory on Linux")
@@ -156,7 +156,7 @@ def test_modes_are_told_apart():
 
 def test_targets_are_of_things_that_are_measured():
     workloads = {w.name: w for make in full_speed.COMPARISON.parts.values() for w in make()}
-    for target in all_targets():
+    for target in all_reduce_targets():
         workload = workloads[target.workload]
         assert set(target.against) <= {*workload.contenders, *DIFFERENCES}
         assert {target.state, target.against_state} <= set(workload.states)

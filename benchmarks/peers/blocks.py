@@ -76,7 +76,9 @@ def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, ord
     """
     contenders: list[str] = []
     for system, pair in pairs.items():
-        contenders += _prepare(pair, workload, {name for name, of in workload.contenders.items() if of == system})
+        expected = {name for name, of in workload.contenders.items() if of == system}
+        if expected:
+            contenders += _prepare(pair, workload, expected)
     blocks = []
     for _ in range(block_count):
         for state in workload.states:

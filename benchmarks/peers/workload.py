@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from peers.collectives import ALL_REDUCE, BROADCAST, EXTENTS, RANKS, result_of
-from peers.contenders import OF_A_LIST, OF_AN_ARRAY, OF_PARAMETERS
+from peers.contenders import GRADSYNC, OF_A_LIST, OF_AN_ARRAY, OF_PARAMETERS
 
 Shape = tuple[int, ...]
 
@@ -35,6 +35,8 @@ class Workload:
         calls: how many times a round repeats it.
         states: of the cores, IDLE or BUSY.
         collective: a key of EXTENTS.
+        settings: of gradsync's callback, by name (THRESHOLDS, KNOBS, ...): where there are any, they are timed beside
+            the default ones, and no other system takes part.
     """
 
     name: str
@@ -45,13 +47,21 @@ class Workload:
     calls: int = 1
     states: tuple[str, ...] = (IDLE,)
     collective: str = ALL_REDUCE
+    settings: tuple[str, ...] = ()
 
     @property
     def contenders(self) -> Mapping[str, str]:
         """Name -> system."""
+        if self.settings:
+            return dict.fromkeys((GRADSYNC, *self.settings), GRADSYNC)
         if not self.is_list:
             return OF_AN_ARRAY
         return OF_PARAMETERS if self.collective == BROADCAST else OF_A_LIST
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays that a rank gives."""
+        return sum(map(prod, self.shapes)) * np.dtype(np.float32).itemsize
 
     @property
     def adds_up(self) -> bool:
@@ -74,14 +84,20 @@ class Workload:
         for index, array in enumerate(arrays):
             np.copyto(array, _input(index, array.shape, rank))
 
-    def wrong(self, results: Iterable[np.ndarray], rank: int) -> int | None:
-        """Returns the index of the first array that is not what this rank has to get; None when all are."""
+    def wrong(self, results: Iterable[np.ndarray], rank: int, rounding: float = 0.0) -> int | None:
+        """Returns the index of the first array that is not what this rank has to get; None when all are.
+
+        Args:
+            results: in the order of the arrays.
+            rank: whose.
+            rounding: how far an element may be off, as a part of it.
+        """
         for index, (result, shape) in enumerate(zip(results, self.shapes, strict=True)):
             inputs = [_input(index, shape, other) for other in range(RANKS)]
             expected = result_of(self.collective, inputs, rank)
             if self.collective == ALL_REDUCE and self.is_list:
                 expected = expected / np.float32(RANKS)
-            if not np.array_equal(result, expected):
+            if not _is_close(result, expected, rounding):
                 return index
         return None
 
@@ -92,5 +108,12 @@ class Workload:
 
 def _input(index: int, shape: Shape, rank: int) -> np.ndarray:
     """Returns small integers, which sums and means keep exact; other ones for each array and rank."""
-    period = np.arange(index, index + _PATTERN_ELEMENTS, dtype=np.float32) % 251
-    return np.resize(period * np.float32(rank + 1), prod(shape)).reshape(shape)
+    elements = prod(shape)
+    period = np.arange(index, index + min(_PATTERN_ELEMENTS, elements), dtype=np.float32) % 251
+    return np.resize(period * np.float32(rank + 1), elements).reshape(shape)
+
+
+def _is_close(result: np.ndarray, expected: np.ndarray, rounding: float) -> bool:
+    if not rounding:
+        return np.array_equal(result, expected)
+    return result.shape == expected.shape and np.allclose(result, expected, rtol=rounding, atol=0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from models import MODELS
 from peers.collectives import ALL_REDUCE, BROADCAST, EXTENTS
+from peers.contenders import AUTO_THRESHOLD, KNOBS, THRESHOLDS
 from peers.workload import BUSY, IDLE, Workload
 
 SIZES_BYTES = tuple(2**10 * kibibytes for kibibytes in (4, 64, 256, 1024, 4096, 10240, 40960, 102400))
@@ -19,10 +20,44 @@ MAX_CALLS_A_ROUND = 20
 BYTES_A_ROUND = 256 * 2**10
 BYTES_A_BLOCK = 256 * 2**20
 LIST_ROUNDS = 5
+# Of gradsync alone: what is told apart differs by a few percent.
+SETTING_ROUNDS = 10
+SMALL_GRADIENTS = 10_000
+SMALL_ROUNDS = 20
 BUSY_ROUNDS = 40
+BUSY_LIST_BYTES = 200 * 2**20
 
 
 def gradient_lists() -> list[Workload]:
+    """Returns the gradients of the models; those of the smaller one are timed beside busy processes too."""
+    return [
+        replace(of_model, states=(IDLE, BUSY)) if of_model.size_bytes <= BUSY_LIST_BYTES else of_model
+        for of_model in _of_models()
+    ]
+
+
+def small_gradients() -> list[Workload]:
+    """Returns a list in which the calls count, and hardly the bytes."""
+    name = f"{SMALL_GRADIENTS:,} gradients of 100"
+    return [Workload(name, ((100,),) * SMALL_GRADIENTS, True, SMALL_ROUNDS, states=(IDLE, BUSY))]
+
+
+def thresholds() -> list[Workload]:
+    """Returns the models' gradients with one threshold and another, and with the one that is looked for."""
+    settings = (*THRESHOLDS, AUTO_THRESHOLD)
+    return [
+        replace(of_model, name=f"{of_model.name}, thresholds", settings=settings, rounds=SETTING_ROUNDS)
+        for of_model in _of_models()
+    ]
+
+
+def knobs() -> list[Workload]:
+    """Returns one model's gradients with one knob and another."""
+    of_model = _of_models()[0]
+    return [replace(of_model, name=f"{of_model.name}, knobs", settings=KNOBS, rounds=SETTING_ROUNDS)]
+
+
+def _of_models() -> list[Workload]:
     """Returns the gradients of the models, last first, as a backward pass hands them over."""
     return [Workload(name, tuple(reversed(shapes())), True, LIST_ROUNDS) for name, shapes in MODELS.items()]
 
