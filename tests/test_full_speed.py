@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,8 +29,8 @@ from peers.pair import Pair, PairFailed
 from peers.rank import Requests, WrongResult
 from peers.rows import MEASURED, NOT_INSTALLED, Row, rows_of
 from peers.systems import Start
-from peers.targets import Target, Verdict, all_targets, judge
-from peers.workloads import BUSY, IDLE, Workload
+from peers.targets import Target, Verdict, all_reduce_targets, judge
+from peers.workload import BUSY, IDLE, Workload
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's ranks share memory on Linux")
 
@@ -90,6 +91,17 @@ def alive(pair: Pair) -> list[int]:
     return pids
 
 
+def test_ranks_of_other_systems_need_no_gradsync():
+    """Their environments have none, nor rich, which only the controller draws tables with."""
+    absent = "import sys; sys.modules.update(gradsync=None, rich=None); "
+    modules = ", ".join(f"peers.{name}" for name in ("rank", "operation", "workload", "collectives", "contenders"))
+    done = subprocess.run(
+        [sys.executable, "-c", f"{absent}import {modules}"],
+        cwd=systems.BENCHMARKS, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # -- What ranks compute --------------------------------------------------------------------------------------
 
 
@@ -144,7 +156,7 @@ def test_modes_are_told_apart():
 
 def test_targets_are_of_things_that_are_measured():
     workloads = {w.name: w for make in full_speed.COMPARISON.parts.values() for w in make()}
-    for target in all_targets():
+    for target in all_reduce_targets():
         workload = workloads[target.workload]
         assert set(target.against) <= {*workload.contenders, *DIFFERENCES}
         assert {target.state, target.against_state} <= set(workload.states)

@@ -15,7 +15,7 @@ from measurement import slowest_rank
 from memory_mode import create_probe_memory, mode_of
 from peers.contenders import GRADSYNC
 from peers.pair import Pair, PairFailed
-from peers.workloads import BUSY, Workload
+from peers.workload import BUSY, Workload
 
 _PR_SET_PDEATHSIG = 1
 
@@ -76,7 +76,9 @@ def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, ord
     """
     contenders: list[str] = []
     for system, pair in pairs.items():
-        contenders += _prepare(pair, workload, {name for name, of in workload.contenders.items() if of == system})
+        expected = {name for name, of in workload.contenders.items() if of == system}
+        if expected:
+            contenders += _prepare(pair, workload, expected)
     blocks = []
     for _ in range(block_count):
         for state in workload.states:

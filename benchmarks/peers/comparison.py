@@ -25,7 +25,7 @@ from peers.pair import PairFailed
 from peers.rows import NOT_ASKED_FOR, NOT_INSTALLED, Row, rows_of
 from peers.tables import table_of, table_of_verdicts
 from peers.targets import Target, Verdict, judge
-from peers.workloads import Workload
+from peers.workload import Workload
 
 BLOCKS = 9
 QUICK_BLOCKS = 2

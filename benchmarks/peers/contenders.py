@@ -9,6 +9,8 @@ MPICH = "mpich"
 SYSTEMS = (GRADSYNC, TORCH, OPENMPI, MPICH)
 
 LOCAL_COPY = "local copy"
+IN_BUCKETS = "gradsync, gradients in buckets"
+BY_HAND = "concatenate, all_reduce, split"
 DDP = "DDP on gloo"
 DDP_VIEWS = "DDP on gloo, bucket views"
 DDP_START_UP = "DDP's start-up broadcast on gloo"
@@ -32,11 +34,27 @@ def local_backward(ddp: str) -> str:
     return f"{ddp}: backward in no_sync"
 
 
+#: Thresholds of gradsync's callback, by the names of the contenders, in bytes.
+THRESHOLDS = {f"threshold {size:g} MB": round(size * 2**20) for size in (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)}
+AUTO_THRESHOLD = "threshold auto"
+FLOAT16 = "compression float16"
+BFLOAT16 = "compression bfloat16"
+PRESCALE = "prescale"
+NONFINITE = "nonfinite raise"
+NORM = "norm computed"
+CLIPPED = "norm clipped, each step"
+HOOK = "hook, asynchronous all_reduce"
+PARAMETERS = "parameters told"
+FIRST_BUCKET = "first bucket of 1 MB"
+KNOBS = (FLOAT16, BFLOAT16, PRESCALE, NONFINITE, NORM, CLIPPED, HOOK, PARAMETERS, FIRST_BUCKET)
+
 # What a reduction by DDP takes is the difference of two contenders.
 DIFFERENCES = {ddp: (whole_backward(ddp), local_backward(ddp)) for ddp in (DDP, DDP_VIEWS)}
 
 OF_A_LIST = {
     GRADSYNC: GRADSYNC,
+    IN_BUCKETS: GRADSYNC,
+    BY_HAND: GRADSYNC,
     LOCAL_COPY: GRADSYNC,
     whole_backward(DDP): TORCH,
     local_backward(DDP): TORCH,

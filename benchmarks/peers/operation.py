@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from peers.workloads import Workload
+from peers.workload import Workload
 
 # A rank that has slept is ahead of others in the scheduler's eyes: beside a busy process it would have the core for
 # itself at first. It may also have woken on the other rank's core. Ranks that train have computed for long.
@@ -28,7 +28,7 @@ def compute_for(seconds: float) -> None:
 
 
 def nothing() -> None:
-    """What a round needs before its clock starts, for most."""
+    """What a round or a block needs before it, for most."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,17 @@ class Operation:
         run: does it once.
         results: returns where its results are, in the order of the arrays; None: it leaves none to look at.
         prepare_round: what a round needs before its clock starts.
+        prepare_block: what a block of rounds needs before its first one.
+        inputs: the arrays that it works on, where they are others than the workload's.
+        rounding: how far its results may be off, as a part of them.
     """
 
     run: Callable[[], object]
     results: Callable[[], list[np.ndarray]] | None
     prepare_round: Callable[[], object] = nothing
+    prepare_block: Callable[[], object] = nothing
+    inputs: list[np.ndarray] | None = None
+    rounding: float = 0.0
 
     def seconds(self, workload: Workload, barrier: Callable[[], object]) -> list[float]:
         """Times a block of rounds. Every rank must call it.
@@ -52,6 +58,7 @@ class Operation:
             The seconds of one call, round by round.
         """
         compute_for(COMPUTE_FIRST_SECONDS)
+        self.prepare_block()
         seconds = []
         for _ in range(workload.warm_up + workload.rounds):
             self.prepare_round()

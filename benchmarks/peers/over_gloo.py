@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, RANKS, REDUCE_SCATTER, ROOT
 from peers.contenders import DDP, DDP_START_UP, DDP_VIEWS, GLOO, GLOO_BUCKETS, local_backward, whole_backward
 from peers.operation import NotOffered, Operation
-from peers.workloads import Workload
+from peers.workload import Workload
 
 # DistributedDataParallel's defaults, of a step and at the start.
 BUCKET_BYTES = 25 * 2**20

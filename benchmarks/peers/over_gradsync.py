@@ -8,10 +8,11 @@ import numpy as np
 
 import gradsync as gs
 from memory_mode import MemoryProbe
+from peers.callback_settings import SETTINGS, living_in_buckets, through
 from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, ROOT
-from peers.contenders import GRADSYNC, LOCAL_COPY
+from peers.contenders import BY_HAND, GRADSYNC, IN_BUCKETS, LOCAL_COPY
 from peers.operation import Operation
-from peers.workloads import Workload
+from peers.workload import Workload
 
 
 class Gradsync:
@@ -31,7 +32,15 @@ class Gradsync:
             return {GRADSYNC: Operation(self._on_one(workload.collective, source, target), lambda: [target])}
         if workload.collective == BROADCAST:
             return {GRADSYNC: Operation(lambda: gs.bcast_list_(arrays, ROOT), lambda: arrays)}
-        return {GRADSYNC: _through_callback(arrays), LOCAL_COPY: _local_copy(arrays)}
+        plain = through(gs.AllreduceCallback("mean"), arrays)
+        if workload.settings:
+            return {GRADSYNC: plain, **{name: SETTINGS[name](arrays) for name in workload.settings}}
+        return {
+            GRADSYNC: plain,
+            IN_BUCKETS: living_in_buckets(arrays),
+            BY_HAND: Operation(self._by_hand(arrays), lambda: arrays),
+            LOCAL_COPY: _local_copy(arrays),
+        }
 
     def _on_one(self, collective: str, source: np.ndarray, target: np.ndarray) -> Callable[[], object]:
         communicator = self._communicator
@@ -43,20 +52,20 @@ class Gradsync:
             ALL_TO_ALL: lambda: communicator.all_to_all(source, out=target),
         }[collective]
 
+    def _by_hand(self, gradients: list[np.ndarray]) -> Callable[[], object]:
+        """Returns what one writes without buckets: what each of their optimisations has to be faster than."""
+        ends = np.cumsum([gradient.size for gradient in gradients])[:-1]
+
+        def synchronise() -> None:
+            flat = np.concatenate([gradient.reshape(-1) for gradient in gradients])
+            self._communicator.all_reduce(flat, "mean")
+            for gradient, part in zip(gradients, np.split(flat, ends), strict=True):
+                np.copyto(gradient, part.reshape(gradient.shape))
+
+        return synchronise
+
     def memory_probe(self, path: str) -> MemoryProbe:
         return MemoryProbe(path, self.rank, self.barrier)
-
-
-def _through_callback(gradients: list[np.ndarray]) -> Operation:
-    callback = gs.AllreduceCallback("mean")
-
-    def synchronise() -> None:
-        with callback.backward():
-            futures = [callback(index, gradient) for index, gradient in enumerate(gradients)]
-        for future in futures:
-            future.result()
-
-    return Operation(synchronise, lambda: gradients)
 
 
 def _local_copy(gradients: list[np.ndarray]) -> Operation:

@@ -20,7 +20,7 @@ from peers.contenders import (
     OPENMPI_PER_TENSOR,
 )
 from peers.operation import Operation
-from peers.workloads import Workload
+from peers.workload import Workload
 
 _ARRAY, _PER_TENSOR, _FLAT = 0, 1, 2
 _NAMES = {

@@ -19,7 +19,7 @@ import numpy as np
 from peers.contenders import GRADSYNC, TORCH
 from peers.messages import Failure, Hello
 from peers.operation import NotOffered, Operation, System
-from peers.workloads import Workload
+from peers.workload import Workload
 
 
 class WrongResult(RuntimeError):
@@ -45,6 +45,7 @@ class Requests:
         return offered
 
     def _is_offered(self, name: str, operation: Operation, arrays: list[np.ndarray]) -> bool:
+        operation.prepare_block()
         try:
             # The second step takes other paths: gradsync knows its plan by then, and DDP has rebuilt its buckets.
             for step in (1, 2):
@@ -55,10 +56,12 @@ class Requests:
 
     def _check(self, what: str, operation: Operation, arrays: list[np.ndarray]) -> None:
         rank = self._system.rank
-        self._workload.fill(arrays, rank)
+        self._workload.fill(arrays if operation.inputs is None else operation.inputs, rank)
         operation.prepare_round()
         operation.run()
-        index = None if operation.results is None else self._workload.wrong(operation.results(), rank)
+        if operation.results is None:
+            return
+        index = self._workload.wrong(operation.results(), rank, operation.rounding)
         if index is not None:
             raise WrongResult(f"rank {rank}: {what} of {self._workload.name}: array {index} is wrong")
 

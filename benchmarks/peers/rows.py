@@ -10,7 +10,7 @@ from measurement import Seconds
 from memory_mode import FAST, SLOW
 from peers.blocks import Block
 from peers.contenders import DIFFERENCES
-from peers.workloads import Workload
+from peers.workload import Workload
 
 MEASURED = "measured"
 NOT_INSTALLED = "not installed"

@@ -8,6 +8,9 @@ from memory_mode import FAST, SLOW
 from peers.contenders import GRADSYNC
 from peers.rows import Row
 from peers.targets import Verdict
+from peers.workload import IDLE
+
+MOST_NAMES = 3
 
 
 def table_of(rows: list[Row]) -> Table:
@@ -41,23 +44,28 @@ def _milliseconds(seconds: float | None) -> str:
 
 def table_of_verdicts(verdicts: list[Verdict]) -> Table:
     """Returns every target and whether it was met."""
-    table = Table(title="Targets: gradsync's median over the others', of several the fastest")
-    for heading in ("workload", "against"):
+    table = Table(title="Targets: one median over the others', of several the fastest")
+    for heading in ("workload", "contender", "against"):
         table.add_column(heading)
     for heading in ("ratio", "of means", "must", "reach"):
         table.add_column(heading, justify="right")
     for verdict in verdicts:
         target = verdict.target
-        state = f" ({target.against_state})" if target.against_state != target.state else ""
+        against_state = f" ({target.against_state})" if target.against_state != target.state else ""
         table.add_row(
             target.workload,
-            ", ".join(target.against) + state,
+            target.contender + (f" ({target.state})" if target.state != IDLE else ""),
+            (_names(target.against) + against_state) if target.against else target.unit,
             "not measured" if verdict.ratio is None else f"{verdict.ratio:.2f}",
             "" if verdict.ratio_of_means is None else f"{verdict.ratio_of_means:.2f}",
             _limit(target.must, verdict.must_kept),
             _limit(target.reach, verdict.reach_kept),
         )
     return table
+
+
+def _names(contenders: tuple[str, ...]) -> str:
+    return ", ".join(contenders) if len(contenders) <= MOST_NAMES else f"the best of {len(contenders)}"
 
 
 def _limit(limit: float | None, kept: bool | None) -> str:

@@ -1,4 +1,4 @@
-"""What gradsync promises against the others, as ratios: its median over the best of theirs."""
+"""What gradsync promises, as ratios: its median over the best of the others', or over so much time for each part."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memory_mode import FAST, SLOW
-from models import MODELS
 from peers.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 from peers.contenders import (
-    DDP,
     DDP_START_UP,
     GLOO,
     GRADSYNC,
-    LOCAL_COPY,
     MPICH_ARRAY,
     MPICH_PER_TENSOR,
     OPENMPI_ARRAY,
     OPENMPI_PER_TENSOR,
 )
 from peers.rows import Row
-from peers.workloads import BUSY, COLLECTIVE_SIZES_BYTES, IDLE, SIZES_BYTES, busy_cores, parameter_lists, size_name
+from peers.workload import BUSY, IDLE
+from peers.workloads import COLLECTIVE_SIZES_BYTES, SIZES_BYTES, busy_cores, parameter_lists, size_name
 
 AHEAD = 1.0
 # From here on the bytes count, and not only the calls.
@@ -35,11 +33,14 @@ class Target:
 
     Attributes:
         workload: what is timed.
-        against: the contenders; of several, the fastest.
+        against: the contenders; of several, the fastest; none where the limits are times.
         must: the ratio that is promised; None: nothing is.
         reach: the ratio that is aimed at; None: nothing is.
         state: of the cores while gradsync is timed.
         against_state: of the cores while the others are.
+        contender: whose promise it is.
+        unit: what the limits count, in words, where they are times.
+        unit_seconds: how long one of these is.
     """
 
     workload: str
@@ -48,6 +49,13 @@ class Target:
     reach: float | None = None
     state: str = IDLE
     against_state: str = IDLE
+    contender: str = GRADSYNC
+    unit: str = ""
+    unit_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.against) == bool(self.unit_seconds):
+            raise ValueError(f"{self}: a limit is held against contenders, or counts units of time")
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Verdict:
 
     Attributes:
         target: the target.
-        ratio: over all rounds; None where not all contenders were measured.
+        ratio: over all rounds, of medians, or of a median and a unit; None where not all contenders were measured.
         ratio_of_means: the same of means; nothing is promised of it.
         ratio_by_mode: the same by memory mode, as far as all contenders were measured in it.
     """
@@ -90,20 +98,11 @@ class Verdict:
         return None if limit is None or self.ratio is None else self.ratio <= limit
 
 
-def all_targets() -> list[Target]:
-    """Returns what the README may claim, in its order."""
-    lists = [
-        target
-        for model in MODELS
-        for target in (
-            Target(model, (LOCAL_COPY,), must=1.2, reach=0.9),
-            Target(model, (DDP,), must=1 / 5),
-            Target(model, (OPENMPI_PER_TENSOR,), reach=1 / 1.5),
-        )
-    ]
+def all_reduce_targets() -> list[Target]:
+    """Returns what the README may claim of all_reduce, in its order."""
     sizes = [target for size_bytes in SIZES_BYTES for target in _targets_of_size(size_bytes)]
     busy = [Target(w.name, (GRADSYNC,), must=10.0, reach=4.0, state=BUSY) for w in busy_cores()]
-    return [*lists, *sizes, *busy]
+    return [*sizes, *busy]
 
 
 def _targets_of_size(size_bytes: int) -> list[Target]:
@@ -139,15 +138,17 @@ def collective_targets() -> list[Target]:
 def judge(targets: Sequence[Target], rows: Sequence[Row]) -> list[Verdict]:
     """Holds the rows against the targets; those of workloads that were not run are left out."""
     by_key = {(row.workload, row.state, row.contender): row for row in rows}
-    return [_verdict(target, by_key) for target in targets if (target.workload, target.state, GRADSYNC) in by_key]
+    return [
+        _verdict(target, by_key) for target in targets if (target.workload, target.state, target.contender) in by_key
+    ]
 
 
 def _verdict(target: Target, rows: dict[tuple[str, str, str], Row]) -> Verdict:
-    ours = rows[target.workload, target.state, GRADSYNC]
+    ours = rows[target.workload, target.state, target.contender]
     others = [rows[target.workload, target.against_state, name] for name in target.against]
 
     def ratio_of(value: Callable[[Row], float | None]) -> float | None:
-        return _ratio(value(ours), [value(other) for other in others])
+        return _ratio(value(ours), [value(other) for other in others] if others else [target.unit_seconds])
 
     by_mode = {mode: ratio_of(lambda row, mode=mode: row.median(mode)) for mode in (FAST, SLOW)}
     return Verdict(

@@ -1,19 +1,16 @@
-"""What is timed: a collective on one array or on a model's whole list of arrays, with inputs whose result is known."""
+"""What is timed: the controller's lists of workloads, with the shapes of the models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
 import numpy as np
 
-from models import MODELS, Shape
-from peers.collectives import ALL_REDUCE, BROADCAST, EXTENTS, RANKS, result_of
-from peers.contenders import OF_A_LIST, OF_AN_ARRAY, OF_PARAMETERS
+from models import MODELS
+from peers.collectives import ALL_REDUCE, BROADCAST, EXTENTS
+from peers.contenders import AUTO_THRESHOLD, KNOBS, THRESHOLDS
+from peers.workload import BUSY, IDLE, Workload
 
-IDLE = "idle"
-BUSY = "busy"
 SIZES_BYTES = tuple(2**10 * kibibytes for kibibytes in (4, 64, 256, 1024, 4096, 10240, 40960, 102400))
 COLLECTIVE_SIZES_BYTES = tuple(2**10 * kibibytes for kibibytes in (4, 64, 256, 1024, 10240, 102400))
 BUSY_SIZE_BYTES = 10 * 2**20
@@ -23,87 +20,44 @@ MAX_CALLS_A_ROUND = 20
 BYTES_A_ROUND = 256 * 2**10
 BYTES_A_BLOCK = 256 * 2**20
 LIST_ROUNDS = 5
+# Of gradsync alone: what is told apart differs by a few percent.
+SETTING_ROUNDS = 10
+SMALL_GRADIENTS = 10_000
+SMALL_ROUNDS = 20
 BUSY_ROUNDS = 40
-# A prime: the pattern comes back at another place of every cache line, so that misplaced data shows.
-_PATTERN_ELEMENTS = 1009
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One thing that all contenders do, float32 throughout.
-
-    Attributes:
-        name: how tables call it.
-        shapes: of the arrays that a rank gives, in the order in which a program has them.
-        is_list: whether they are a model's, and synchronised as such: ALL_REDUCE then is the mean of its gradients,
-            BROADCAST the start of its parameters. Otherwise it is one array.
-        warm_up: how many rounds of a block are thrown away first.
-        rounds: how many timings a block gives.
-        calls: how many times a round repeats it.
-        states: of the cores, IDLE or BUSY.
-        collective: a key of EXTENTS.
-    """
-
-    name: str
-    shapes: tuple[Shape, ...]
-    is_list: bool
-    rounds: int
-    warm_up: int = 2
-    calls: int = 1
-    states: tuple[str, ...] = (IDLE,)
-    collective: str = ALL_REDUCE
-
-    @property
-    def contenders(self) -> Mapping[str, str]:
-        """Name -> system."""
-        if not self.is_list:
-            return OF_AN_ARRAY
-        return OF_PARAMETERS if self.collective == BROADCAST else OF_A_LIST
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether repeating it changes the inputs: a sum in place. A mean stays what it is, however often taken."""
-        return self.collective == ALL_REDUCE and not self.is_list
-
-    def make_arrays(self) -> list[np.ndarray]:
-        """Returns the arrays that a rank gives; they are not filled yet."""
-        return [np.empty(shape, np.float32) for shape in self.shapes]
-
-    def make_target(self, source: np.ndarray) -> np.ndarray:
-        """Returns where the result goes, every page touched; `source` itself where the collective works in place."""
-        extent = EXTENTS[self.collective]
-        if extent.target_sizes == 0:
-            return source
-        return np.full(source.size // extent.source_sizes * extent.target_sizes, -1, np.float32)
-
-    def fill(self, arrays: list[np.ndarray], rank: int) -> None:
-        """Fills the arrays with this rank's inputs."""
-        for index, array in enumerate(arrays):
-            np.copyto(array, _input(index, array.shape, rank))
-
-    def wrong(self, results: Iterable[np.ndarray], rank: int) -> int | None:
-        """Returns the index of the first array that is not what this rank has to get; None when all are."""
-        for index, (result, shape) in enumerate(zip(results, self.shapes, strict=True)):
-            inputs = [_input(index, shape, other) for other in range(RANKS)]
-            expected = result_of(self.collective, inputs, rank)
-            if self.collective == ALL_REDUCE and self.is_list:
-                expected = expected / np.float32(RANKS)
-            if not np.array_equal(result, expected):
-                return index
-        return None
-
-    def quick(self) -> Workload:
-        """Returns the same with few rounds."""
-        return replace(self, rounds=2, warm_up=1)
-
-
-def _input(index: int, shape: Shape, rank: int) -> np.ndarray:
-    """Returns small integers, which sums and means keep exact; other ones for each array and rank."""
-    period = np.arange(index, index + _PATTERN_ELEMENTS, dtype=np.float32) % 251
-    return np.resize(period * np.float32(rank + 1), prod(shape)).reshape(shape)
+BUSY_LIST_BYTES = 200 * 2**20
 
 
 def gradient_lists() -> list[Workload]:
+    """Returns the gradients of the models; those of the smaller one are timed beside busy processes too."""
+    return [
+        replace(of_model, states=(IDLE, BUSY)) if of_model.size_bytes <= BUSY_LIST_BYTES else of_model
+        for of_model in _of_models()
+    ]
+
+
+def small_gradients() -> list[Workload]:
+    """Returns a list in which the calls count, and hardly the bytes."""
+    name = f"{SMALL_GRADIENTS:,} gradients of 100"
+    return [Workload(name, ((100,),) * SMALL_GRADIENTS, True, SMALL_ROUNDS, states=(IDLE, BUSY))]
+
+
+def thresholds() -> list[Workload]:
+    """Returns the models' gradients with one threshold and another, and with the one that is looked for."""
+    settings = (*THRESHOLDS, AUTO_THRESHOLD)
+    return [
+        replace(of_model, name=f"{of_model.name}, thresholds", settings=settings, rounds=SETTING_ROUNDS)
+        for of_model in _of_models()
+    ]
+
+
+def knobs() -> list[Workload]:
+    """Returns one model's gradients with one knob and another."""
+    of_model = _of_models()[0]
+    return [replace(of_model, name=f"{of_model.name}, knobs", settings=KNOBS, rounds=SETTING_ROUNDS)]
+
+
+def _of_models() -> list[Workload]:
     """Returns the gradients of the models, last first, as a backward pass hands them over."""
     return [Workload(name, tuple(reversed(shapes())), True, LIST_ROUNDS) for name, shapes in MODELS.items()]
 

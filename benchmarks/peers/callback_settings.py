@@ -1,0 +1,136 @@
+"""gradsync's callback on one rank, with one setting or another: each is a contender, on gradients that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+import gradsync as gs
+from gradsync.bucketing.threshold_tuner import MAX_STEPS
+from peers.collectives import RANKS
+from peers.contenders import (
+    AUTO_THRESHOLD,
+    BFLOAT16,
+    CLIPPED,
+    FIRST_BUCKET,
+    FLOAT16,
+    HOOK,
+    NONFINITE,
+    NORM,
+    PARAMETERS,
+    PRESCALE,
+    THRESHOLDS,
+)
+from peers.operation import Operation
+
+# Rounds to nearest: half of it. The inputs themselves are exact in 8 bits.
+_BFLOAT16_EPSILON = 2**-7
+# About half of what the inputs come to: values stay in the range in which float16, which works on them too, is at ease.
+_CLIPPED_ROOT_MEAN_SQUARE = 100.0
+_FLOAT32_ROUNDING = 1e-5  # of a norm, and of what it scales
+_Setting = Callable[[list[np.ndarray]], Operation]
+
+
+def through(callback: gs.AllreduceCallback, gradients: list[np.ndarray]) -> Operation:
+    """Returns a step: every gradient handed over, the flush, every result asked for."""
+
+    def synchronise() -> None:
+        with callback.backward():
+            futures = [callback(index, gradient) for index, gradient in enumerate(gradients)]
+        for future in futures:
+            future.result()
+
+    return Operation(synchronise, lambda: gradients)
+
+
+def living_in_buckets(gradients: list[np.ndarray]) -> Operation:
+    """Returns a step whose gradients live inside the buckets; those that are given only say their shapes."""
+    callback = gs.AllreduceCallback("mean", gradient_as_bucket_view=True)
+    views = list(callback.gradient_buffers(_parameters(gradients)).values())
+    return replace(through(callback, views), inputs=views)
+
+
+def _parameters(gradients: list[np.ndarray]) -> dict[int, tuple[tuple[int, ...], str]]:
+    return {index: (gradient.shape, gradient.dtype.name) for index, gradient in enumerate(gradients)}
+
+
+# -- One setting each ----------------------------------------------------------------------------------------
+
+
+def _with(**settings: Any) -> _Setting:
+    return lambda gradients: through(gs.AllreduceCallback("mean", **settings), gradients)
+
+
+def _rounded(gradients: list[np.ndarray]) -> Operation:
+    return replace(_with(compression="bfloat16")(gradients), rounding=_BFLOAT16_EPSILON / 2)
+
+
+def _negated(gradients: list[np.ndarray]) -> Operation:
+    """A factor that leaves the values as large as they are, however often it is applied."""
+    return replace(_with(prescale=-1.0)(gradients), results=lambda: [-gradient for gradient in gradients])
+
+
+def _clipped(gradients: list[np.ndarray]) -> Operation:
+    """Clips in each step: the sum of what is equal on all ranks is too long by their number every time."""
+    most = _CLIPPED_ROOT_MEAN_SQUARE * sqrt(sum(gradient.size for gradient in gradients))
+    callback = gs.AllreduceCallback("sum", clip_norm=most)
+
+    def means() -> list[np.ndarray]:
+        if callback.norm is None:
+            raise RuntimeError("there is no norm, with clip_norm")
+        factor = np.float32(callback.norm / most / RANKS)
+        return [gradient * factor for gradient in gradients]
+
+    return replace(through(callback, gradients), results=means, rounding=_FLOAT32_ROUNDING)
+
+
+def _hooked(gradients: list[np.ndarray]) -> Operation:
+    callback = gs.AllreduceCallback("mean")
+    callback.register_hook(lambda bucket: bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op))
+    return through(callback, gradients)
+
+
+def _told(gradients: list[np.ndarray]) -> Operation:
+    return _with(parameters=_parameters(gradients))(gradients)
+
+
+class _Searching:
+    """Looks for its threshold anew before each block, so that more than one decision counts."""
+
+    def __init__(self, gradients: list[np.ndarray]) -> None:
+        self._gradients = gradients
+        self._search_over: Operation | None = None
+
+    def operation(self) -> Operation:
+        return Operation(self._step, lambda: self._gradients, prepare_block=self._search)
+
+    def _search(self) -> None:
+        searching = through(gs.AllreduceCallback("mean", threshold_bytes="auto"), self._gradients)
+        for _ in range(MAX_STEPS):
+            searching.run()
+        self._search_over = searching
+
+    def _step(self) -> None:
+        if self._search_over is None:
+            raise RuntimeError("the search for a threshold comes before the rounds")
+        self._search_over.run()
+
+
+#: What makes a step with a setting, by the setting's name.
+SETTINGS: dict[str, _Setting] = {
+    **{name: _with(threshold_bytes=size_bytes) for name, size_bytes in THRESHOLDS.items()},
+    AUTO_THRESHOLD: lambda gradients: _Searching(gradients).operation(),
+    FLOAT16: _with(compression="float16"),
+    BFLOAT16: _rounded,
+    PRESCALE: _negated,
+    NONFINITE: _with(nonfinite="raise"),
+    NORM: _with(clip_norm=float("inf")),
+    CLIPPED: _clipped,
+    HOOK: _hooked,
+    PARAMETERS: _told,
+    FIRST_BUCKET: _with(first_bucket_bytes=2**20),
+}

@@ -1,0 +1,119 @@
+"""One thing that is timed: a collective on one array or on a model's whole list of arrays, with inputs whose result is
+known. The ranks of every system import this, and not all of their environments have gradsync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from peers.collectives import ALL_REDUCE, BROADCAST, EXTENTS, RANKS, result_of
+from peers.contenders import GRADSYNC, OF_A_LIST, OF_AN_ARRAY, OF_PARAMETERS
+
+Shape = tuple[int, ...]
+
+IDLE = "idle"
+BUSY = "busy"
+# A prime: the pattern comes back at another place of every cache line, so that misplaced data shows.
+_PATTERN_ELEMENTS = 1009
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing that all contenders do, float32 throughout.
+
+    Attributes:
+        name: how tables call it.
+        shapes: of the arrays that a rank gives, in the order in which a program has them.
+        is_list: whether they are a model's, and synchronised as such: ALL_REDUCE then is the mean of its gradients,
+            BROADCAST the start of its parameters. Otherwise it is one array.
+        warm_up: how many rounds of a block are thrown away first.
+        rounds: how many timings a block gives.
+        calls: how many times a round repeats it.
+        states: of the cores, IDLE or BUSY.
+        collective: a key of EXTENTS.
+        settings: of gradsync's callback, by name (THRESHOLDS, KNOBS, ...): where there are any, they are timed beside
+            the default ones, and no other system takes part.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    is_list: bool
+    rounds: int
+    warm_up: int = 2
+    calls: int = 1
+    states: tuple[str, ...] = (IDLE,)
+    collective: str = ALL_REDUCE
+    settings: tuple[str, ...] = ()
+
+    @property
+    def contenders(self) -> Mapping[str, str]:
+        """Name -> system."""
+        if self.settings:
+            return dict.fromkeys((GRADSYNC, *self.settings), GRADSYNC)
+        if not self.is_list:
+            return OF_AN_ARRAY
+        return OF_PARAMETERS if self.collective == BROADCAST else OF_A_LIST
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays that a rank gives."""
+        return sum(map(prod, self.shapes)) * np.dtype(np.float32).itemsize
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether repeating it changes the inputs: a sum in place. A mean stays what it is, however often taken."""
+        return self.collective == ALL_REDUCE and not self.is_list
+
+    def make_arrays(self) -> list[np.ndarray]:
+        """Returns the arrays that a rank gives; they are not filled yet."""
+        return [np.empty(shape, np.float32) for shape in self.shapes]
+
+    def make_target(self, source: np.ndarray) -> np.ndarray:
+        """Returns where the result goes, every page touched; `source` itself where the collective works in place."""
+        extent = EXTENTS[self.collective]
+        if extent.target_sizes == 0:
+            return source
+        return np.full(source.size // extent.source_sizes * extent.target_sizes, -1, np.float32)
+
+    def fill(self, arrays: list[np.ndarray], rank: int) -> None:
+        """Fills the arrays with this rank's inputs."""
+        for index, array in enumerate(arrays):
+            np.copyto(array, _input(index, array.shape, rank))
+
+    def wrong(self, results: Iterable[np.ndarray], rank: int, rounding: float = 0.0) -> int | None:
+        """Returns the index of the first array that is not what this rank has to get; None when all are.
+
+        Args:
+            results: in the order of the arrays.
+            rank: whose.
+            rounding: how far an element may be off, as a part of it.
+        """
+        for index, (result, shape) in enumerate(zip(results, self.shapes, strict=True)):
+            inputs = [_input(index, shape, other) for other in range(RANKS)]
+            expected = result_of(self.collective, inputs, rank)
+            if self.collective == ALL_REDUCE and self.is_list:
+                expected = expected / np.float32(RANKS)
+            if not _is_close(result, expected, rounding):
+                return index
+        return None
+
+    def quick(self) -> Workload:
+        """Returns the same with few rounds."""
+        return replace(self, rounds=2, warm_up=1)
+
+
+def _input(index: int, shape: Shape, rank: int) -> np.ndarray:
+    """Returns small integers, which sums and means keep exact; other ones for each array and rank."""
+    elements = prod(shape)
+    period = np.arange(index, index + min(_PATTERN_ELEMENTS, elements), dtype=np.float32) % 251
+    return np.resize(period * np.float32(rank + 1), elements).reshape(shape)
+
+
+def _is_close(result: np.ndarray, expected: np.ndarray, rounding: float) -> bool:
+    if not rounding:
+        return np.array_equal(result, expected)
+    return result.shape == expected.shape and np.allclose(result, expected, rtol=rounding, atol=0)
