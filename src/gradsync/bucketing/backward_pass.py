@@ -176,13 +176,15 @@ class BackwardPass:
         """Takes from the step that has ended what it says about those to come."""
         self.plan.learn()
         if self._auto is not None:
-            threshold = self._auto.next_threshold(self.plan.arrivals.specs, communicator)
+            arrivals = self.plan.arrivals
+            threshold = self._auto.next_threshold(arrivals.specs[: arrivals.count], communicator)
             if threshold != self.plan.threshold_bytes:
                 self.plan.replan(threshold)
 
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done get."""
         ends = list(self._ends.values())
+        self._flushed_itself = False
         self.plan.planner.reset()
         self.reduction.fail()
         self._end_step()

@@ -1,0 +1,111 @@
+"""Steps whose arrays come again: as right as the first, and as those that are another in the middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import steady_checks as checks
+
+import gradsync as gs
+from gradsync.communicators.local import LocalCommunicator
+from naive_reference import THRESHOLDS
+from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, on
+
+EVERYWHERE = [
+    *on(SHM, 1, 2, 3, 4),
+    *on(STAND_IN, 1, 2),
+    *on(STAND_IN_SLOW, 2),
+    *on(STAND_IN_STAGED, 2),
+    *on(STAND_IN_MIXED, 2),
+    *on(GPU, 1, 2),
+    *on(GPU_MIXED, 2),
+]
+FEW = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
+
+
+@pytest.mark.parametrize(("place", "world_size"), EVERYWHERE)
+def test_the_same_arrays_again(place: Place, world_size: int) -> None:
+    thresholds = THRESHOLDS[1:2] if place is STAND_IN_SLOW else THRESHOLDS
+    place.run(world_size, checks.repeat_the_same_arrays, place.kit, thresholds)
+
+
+@pytest.mark.parametrize(
+    ("place", "world_size"),
+    [*on(SHM, 1, 3), *on(STAND_IN, 2), *on(STAND_IN_STAGED, 1), *on(STAND_IN_MIXED, 2), *on(GPU, 1, 2)],
+)
+def test_a_step_in_the_middle_is_another_one(place: Place, world_size: int) -> None:
+    thresholds = THRESHOLDS if place is SHM else THRESHOLDS[1:2]
+    place.run(world_size, checks.deviate, place.kit, thresholds)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*FEW, *on(STAND_IN_STAGED, 2)])
+def test_foreign_arrays(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.reduce_foreign_arrays, place.kit)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "nonfinite": "skip"}], ids=["plain", "watched"])
+@pytest.mark.parametrize(("place", "world_size"), FEW)
+def test_no_array_is_held_for_longer_than_it_may_come_again(
+    place: Place, world_size: int, options: dict[str, Any]
+) -> None:
+    place.run(world_size, checks.hold_no_memory, place.kit, options)
+
+
+# -- What needs no second process ---------------------------------------------------------------------------------
+
+
+def steady_callback(arrays: list[np.ndarray[Any, Any]], **options: Any) -> gs.AllreduceCallback:
+    """Returns a callback to which arrays for the parameters 0, 1, 2 have come three times running."""
+    callback = gs.AllreduceCallback("sum", LocalCommunicator(), **options)
+    for _ in range(3):
+        for at, array in enumerate(arrays):
+            callback(at, array)
+        callback.flush()
+    return callback
+
+
+@pytest.mark.parametrize("threshold_bytes", [1, 10**6])
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_what_is_refused_is_refused_after_gradients_that_came_again(threshold_bytes: int, known: int) -> None:
+    base = np.ones(32)
+    arrays = [base[8 * at : 8 * at + 8] for at in range(3)]
+    callback = steady_callback(arrays, threshold_bytes=threshold_bytes)
+    for at in range(known + 1):
+        callback(at, arrays[at])
+    for array in (arrays[known], np.ones(8)):
+        with pytest.raises(gs.InvalidArgument, match=f"{known} was handed over twice before a flush"):
+            callback(known, array)
+    for array in (arrays[known], arrays[0], base[4:12], base[known * 8 :][:8]):
+        with pytest.raises(gs.InvalidArgument, match=r"gradient of 7 shares memory with the gradient of \d"):
+            callback(7, array)
+    for at in range(known + 1, 3):  # what was refused has left no trace
+        callback(at, arrays[at])
+    callback.flush()
+    for at, array in enumerate(arrays):
+        callback(at, array)
+    callback.flush()
+    assert callback.statistics.gradients == 3 * 5
+
+
+def test_an_array_that_came_again_comes_for_another_parameter() -> None:
+    arrays = [np.full(4, float(at)) for at in range(3)]
+    callback = steady_callback(arrays)
+    futures = [callback(at, arrays[(at + 1) % 3]) for at in range(3)]
+    callback.flush()
+    assert all(future.result() is arrays[(at + 1) % 3] for at, future in enumerate(futures))
+    callback(0, arrays[0])
+    with pytest.raises(gs.InvalidArgument, match="gradient of 1 shares memory with the gradient of 0"):
+        callback(1, arrays[0])
+    callback.flush()
+
+
+def test_a_dtype_is_refused_each_time() -> None:
+    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    integers = np.ones(3, np.int64)
+    for _ in range(4):
+        callback("w", np.ones(3))
+        with pytest.raises(gs.UnsupportedDtype, match="gradient of 'i'"):
+            callback("i", integers)
+        callback.flush()
