@@ -1,7 +1,7 @@
-"""Writes into README.md what can be made: example files, the output of commands, and tables of measured figures.
+"""Writes into the pages what can be made: example files, the output of commands, and tables of measured figures.
 
-    python benchmarks/readme.py          # rewrites README.md
-    python benchmarks/readme.py --check  # exit code 1 when README.md is not what it would write
+    python benchmarks/readme.py          # rewrites README.md and docs/gradients.md
+    python benchmarks/readme.py --check  # exit code 1 when one of them is not what it would write
 
 Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
 is put in one form by SAME_EVERYWHERE.
@@ -25,7 +25,7 @@ from typing import Any
 from contract_coverage import coverage
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 #: Patterns, and what stands in the README in their place.
@@ -48,7 +48,7 @@ SAME_EVERYWHERE = [
 
 
 def render(text: str) -> str:
-    """Returns the README with everything between its markers made anew."""
+    """Returns a page with everything between its markers made anew."""
     text = re.sub(
         r"(<!-- file: (\S+) -->\n```python\n).*?(```\n)",
         lambda m: m[1] + (ROOT / m[2]).read_text() + m[3],
@@ -315,12 +315,13 @@ METHODS = {
 
 
 def main() -> int:
-    """Rewrites or checks the README."""
-    old = README.read_text()
-    new = render(old)
+    """Rewrites or checks the pages."""
+    old = {page: page.read_text() for page in PAGES}
+    new = {page: render(text) for page, text in old.items()}
     if "--check" in sys.argv[1:]:
         return int(old != new)
-    README.write_text(new)
+    for page, text in new.items():
+        page.write_text(text)
     return 0
 
 
