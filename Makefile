@@ -15,8 +15,8 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo peers test soak test-gpu lint bench bench-gpu bench-peers bench-collectives bench-mpi bench-failures \
-	bench-rendezvous clean
+.PHONY: help demo peers test soak test-gpu lint bench bench-gpu bench-peers bench-buckets bench-collectives bench-mpi \
+	bench-failures bench-rendezvous clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
@@ -74,6 +74,10 @@ clean:           ## remove .venv and caches
 bench-peers: $(VENV)/.dev  ## time the library against PyTorch and MPI (installs them, once)
 	$(BIN)/python benchmarks/full_speed.py --install
 	$(BIN)/python benchmarks/full_speed.py
+
+bench-buckets: $(VENV)/.dev  ## time lists of gradients likewise, and the callback's thresholds and knobs
+	$(BIN)/python benchmarks/buckets.py --install
+	$(BIN)/python benchmarks/buckets.py
 
 bench-collectives: $(VENV)/.dev  ## time the other collectives likewise
 	$(BIN)/python benchmarks/collectives.py --install

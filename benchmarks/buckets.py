@@ -5,10 +5,10 @@
     python benchmarks/buckets.py --quick    # few rounds, writes nothing
 
 Two ranks of each system, as in full_speed.py. "lists" are the gradients of two models, "small" 10,000 of 100 elements;
-all but the largest are timed beside busy processes too. gradsync takes part with default settings, and with gradients that live inside
-its buckets; beside the peers stand a plain local copy of all gradients, and what one would write without buckets:
-concatenate all, all_reduce that, split it again. A step hands every gradient over, flushes, and asks for each result.
-DistributedDataParallel with gradient_as_bucket_view copies each gradient that autograd has made into its bucket.
+all but the largest are timed beside busy processes too. gradsync takes part with default settings, and with gradients
+that live inside its buckets; beside the peers stand a plain local copy of all gradients, and what one would write
+without buckets: concatenate all, all_reduce that, split it again. A step hands every gradient over, flushes, and asks
+for each result. DistributedDataParallel with bucket views copies each gradient that autograd has made into its bucket.
 
 "thresholds" and "knobs" are of gradsync alone, on gradients that its contenders share: thresholds from 0.25 to 100 MB
 and the one that threshold_bytes="auto" has found in the 20 steps before each block; each knob beside the plain step.

@@ -18,10 +18,10 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from comparison_tables import comparison, knobs, lists, thresholds
 from contract_coverage import coverage
 
 ROOT = Path(__file__).parent.parent
@@ -110,8 +110,12 @@ def _programs(folder: Path) -> Path:
 
 
 def table(name: str) -> str:
-    """Returns the committed results as a table; nothing but a line that says so before they are measured."""
-    path = RESULTS / f"{name}.json"
+    """Returns the committed results as a table; nothing but a line that says so before they are measured.
+
+    Args:
+        name: of the results, and after a dot of one of the tables that are made of them.
+    """
+    path = RESULTS / f"{name.partition('.')[0]}.json"
     if not path.exists():
         return "Not measured yet.\n"
     results = json.loads(path.read_text())
@@ -119,40 +123,6 @@ def table(name: str) -> str:
     machine, versions = results["machine"], results["versions"]
     where = f"{machine['cpu']}, {machine['usable_cores']} cores, Python {versions['python']}, NumPy {versions['numpy']}"
     return "\n".join(lines) + f"\n\n{how[0]} on {where}; {how[1]}.\n"
-
-
-# A column for each system, and what it is called in the rows: of lists of arrays, and of single arrays.
-SYSTEMS = {
-    "gradsync": ("gradsync",),
-    "local copy": ("local copy",),
-    "DDP on gloo": ("DDP on gloo", "DDP's start-up broadcast on gloo"),
-    "gloo": ("gloo", "gloo, 25 MB buckets"),
-    "Open MPI": ("Open MPI", "Open MPI per tensor"),
-    "MPICH": ("MPICH", "MPICH per tensor"),
-}
-
-
-def comparison(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each workload and a column for each system that did any of them."""
-    by_workload: dict[str, dict[str, str]] = {}
-    for found in results["rows"]:
-        beside_busy = found["workload"].endswith("busy cores")
-        if beside_busy == (found["state"] == "busy"):  # the idle half of that one is shown already
-            by_workload.setdefault(found["workload"], {})[found["contender"]] = _milliseconds(found)
-    cells = {
-        workload: [next((of_workload[c] for c in names if c in of_workload), "") for names in SYSTEMS.values()]
-        for workload, of_workload in by_workload.items()
-    }
-    shown = [any(column) for column in zip(*cells.values(), strict=True)]
-    lines = [f"| milliseconds | {' | '.join(compress(SYSTEMS, shown))} |", "| --- |" + " --- |" * sum(shown)]
-    return lines + [f"| {workload} | {' | '.join(compress(of, shown))} |" for workload, of in cells.items()]
-
-
-def _milliseconds(found: dict[str, Any]) -> str:
-    """Returns a cell: the median, or that the system has no such collective; nothing where it was not installed."""
-    if found["seconds"]:
-        return f"{1e3 * found['seconds']['median']:.3g}"
-    return "not offered" if found["status"] == "not offered" else ""
 
 
 def timings(results: dict[str, Any]) -> list[str]:
@@ -281,6 +251,9 @@ LAYOUTS = {
     "first_light": timings,
     "full_speed": comparison,
     "collectives": comparison,
+    "buckets": lists,
+    "buckets.thresholds": thresholds,
+    "buckets.knobs": knobs,
     "start_up": start_up,
     "over_mpi": over_mpi,
     "rendezvous_scale": rendezvous_scale,
@@ -300,6 +273,11 @@ METHODS = {
         f"{METHOD[1]}. A size is that of what a rank gives (all_gather, all_to_all), of what it gets "
         "(reduce_scatter), or of the array (broadcast). The samples and the limits are in "
         "`benchmarks/results/collectives.json`",
+    ),
+    "buckets": (
+        METHOD[0],
+        f"{METHOD[1]}. Both MPIs: tensor by tensor, and as one flat array. DDP: its backward pass less the same one in "
+        "`no_sync()`. The samples and the limits are in `benchmarks/results/buckets.json`",
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),

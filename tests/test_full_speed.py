@@ -23,7 +23,17 @@ from peers import systems
 from peers.blocks import Block
 from peers.collectives import RANKS
 from peers.comparison import run
-from peers.contenders import DDP, DIFFERENCES, GRADSYNC, LOCAL_COPY, OF_A_LIST, SYSTEMS, whole_backward
+from peers.contenders import (
+    BY_HAND,
+    DDP,
+    DIFFERENCES,
+    GRADSYNC,
+    IN_BUCKETS,
+    LOCAL_COPY,
+    OF_A_LIST,
+    SYSTEMS,
+    whole_backward,
+)
 from peers.operation import Operation
 from peers.pair import Pair, PairFailed
 from peers.rank import Requests, WrongResult
@@ -48,11 +58,13 @@ def test_contenders_take_turns_and_absent_ones_are_told(monkeypatch):
     measured = {(row.workload, row.contender, row.state): row for row in rows if row.status == MEASURED}
     assert list(measured) == [
         (LIST.name, GRADSYNC, IDLE),
+        (LIST.name, IN_BUCKETS, IDLE),
+        (LIST.name, BY_HAND, IDLE),
         (LIST.name, LOCAL_COPY, IDLE),
         (ARRAY.name, GRADSYNC, IDLE),
         (ARRAY.name, GRADSYNC, BUSY),
     ]
-    assert [row.seconds.samples for row in measured.values()] == [4, 4, 6, 6]
+    assert [row.seconds.samples for row in measured.values()] == [4, 4, 4, 4, 6, 6]
     assert all(len(row.blocks) == 2 and row.by_mode for row in measured.values())
     others = [row for row in rows if row.status != MEASURED]
     assert {row.status for row in others} == {NOT_INSTALLED}

@@ -30,7 +30,7 @@ from peers.workload import Workload
 BLOCKS = 9
 QUICK_BLOCKS = 2
 SEED = 3
-TABLE_WIDTH = 130  # of a log, where no terminal tells its own
+TABLE_WIDTH = 150  # of a log, where no terminal tells its own
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ MPICH = "mpich"
 SYSTEMS = (GRADSYNC, TORCH, OPENMPI, MPICH)
 
 LOCAL_COPY = "local copy"
-IN_BUCKETS = "gradsync, gradients in buckets"
+IN_BUCKETS = "gradsync, bucket views"
 BY_HAND = "concatenate, all_reduce, split"
 DDP = "DDP on gloo"
 DDP_VIEWS = "DDP on gloo, bucket views"

@@ -160,6 +160,6 @@ def _verdict(target: Target, rows: dict[tuple[str, str, str], Row]) -> Verdict:
 
 
 def _ratio(ours: float | None, others: list[float | None]) -> float | None:
-    """Returns our value over the smallest of theirs; None where one is missing."""
-    known = [value for value in others if value is not None]
+    """Returns our value over the smallest of theirs; None where one is missing, or is a difference lost in noise."""
+    known = [value for value in others if value is not None and value > 0]
     return None if ours is None or len(known) < len(others) else ours / min(known)

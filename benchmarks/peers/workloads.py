@@ -23,7 +23,7 @@ LIST_ROUNDS = 5
 # Of gradsync alone: what is told apart differs by a few percent.
 SETTING_ROUNDS = 10
 SMALL_GRADIENTS = 10_000
-SMALL_ROUNDS = 20
+SMALL_ROUNDS = 10
 BUSY_ROUNDS = 40
 BUSY_LIST_BYTES = 200 * 2**20
 

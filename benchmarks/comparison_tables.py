@@ -1,0 +1,106 @@
+"""The README's tables of what was measured beside the peers, and of gradsync's own settings, made of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import compress
+from typing import Any
+
+from peers import contenders
+
+_Found = dict[str, Any]  # a row of the results
+
+# A column for each system, and what it is called in the rows: of single arrays, and of lists of parameters.
+SYSTEMS = {
+    "gradsync": ("gradsync",),
+    "DDP on gloo": ("DDP's start-up broadcast on gloo",),
+    "gloo": ("gloo",),
+    "Open MPI": ("Open MPI", "Open MPI per tensor"),
+    "MPICH": ("MPICH", "MPICH per tensor"),
+}
+# A column for each way to synchronise a list of gradients, and the contenders that share its cells.
+WAYS = {
+    "gradsync": (contenders.GRADSYNC,),
+    "gradsync, bucket views": (contenders.IN_BUCKETS,),
+    "by hand": (contenders.BY_HAND,),
+    "local copy": (contenders.LOCAL_COPY,),
+    "DDP": (contenders.DDP,),
+    "DDP, bucket views": (contenders.DDP_VIEWS,),
+    "gloo": (contenders.GLOO_BUCKETS,),
+    "Open MPI, each / flat": (contenders.OPENMPI_PER_TENSOR, contenders.OPENMPI_FLAT),
+    "MPICH, each / flat": (contenders.MPICH_PER_TENSOR, contenders.MPICH_FLAT),
+}
+
+
+def comparison(results: _Found) -> list[str]:
+    """Returns the lines of a table with a line for each workload and a column for each system that did any of them."""
+    by_workload: dict[str, dict[str, str]] = {}
+    for found in results["rows"]:
+        beside_busy = found["workload"].endswith("busy cores")
+        if beside_busy == (found["state"] == "busy"):  # the idle half of that one is shown already
+            by_workload.setdefault(found["workload"], {})[found["contender"]] = _milliseconds(found)
+    cells = {
+        workload: [next((of_workload[c] for c in names if c in of_workload), "") for names in SYSTEMS.values()]
+        for workload, of_workload in by_workload.items()
+    }
+    return _table("milliseconds", SYSTEMS, cells)
+
+
+def lists(results: _Found) -> list[str]:
+    """Returns the lines of a table with a line for each list and state of the cores, and a column for each way."""
+    cells = {}
+    for (workload, state), of_workload in _by_workload(results).items():
+        if contenders.BY_HAND in of_workload:
+            name = workload if state == "idle" else f"{workload}, busy cores"
+            times = [[_milliseconds(of_workload[c]) for c in names] for names in WAYS.values()]
+            cells[name] = [" / ".join(filter(None, of_way)) for of_way in times]
+    return _table("milliseconds", WAYS, cells)
+
+
+def thresholds(results: _Found) -> list[str]:
+    """Returns the lines of a table with a line for each list and a column for each threshold."""
+    settings = (*contenders.THRESHOLDS, contenders.AUTO_THRESHOLD)
+    cells = {
+        workload.partition(",")[0]: [_milliseconds(of_workload[setting]) for setting in settings]
+        for (workload, _), of_workload in _by_workload(results).items()
+        if contenders.AUTO_THRESHOLD in of_workload
+    }
+    return _table("milliseconds", [setting.removeprefix("threshold ") for setting in settings], cells)
+
+
+def knobs(results: _Found) -> list[str]:
+    """Returns the lines of a table with a line for each knob, and its step beside the plain one."""
+    [of_workload] = [rows for rows in _by_workload(results).values() if contenders.KNOBS[0] in rows]
+    plain = of_workload[contenders.GRADSYNC]
+    cells = {
+        name: [_milliseconds(of_workload[contender]), f"{_median(of_workload[contender]) / _median(plain):.2f}"]
+        for name, contender in {"plain": contenders.GRADSYNC, **{knob: knob for knob in contenders.KNOBS}}.items()
+    }
+    return _table(plain["workload"], ["milliseconds", "over the plain step"], cells)
+
+
+def _by_workload(results: _Found) -> dict[tuple[str, str], dict[str, _Found]]:
+    """Returns the rows by workload and state of the cores, and then by contender."""
+    found: dict[tuple[str, str], dict[str, _Found]] = {}
+    for row in results["rows"]:
+        found.setdefault((row["workload"], row["state"]), {})[row["contender"]] = row
+    return found
+
+
+def _table(corner: str, columns: Iterable[str], cells: dict[str, list[str]]) -> list[str]:
+    """Returns the lines of a table of those columns in which some line has a cell."""
+    shown = [any(column) for column in zip(*cells.values(), strict=True)]
+    lines = [f"| {corner} | {' | '.join(compress(columns, shown))} |", "| --- |" + " --- |" * sum(shown)]
+    return lines + [f"| {name} | {' | '.join(compress(of_line, shown))} |" for name, of_line in cells.items()]
+
+
+def _milliseconds(found: _Found) -> str:
+    """Returns a cell: the median, or that the system has no such collective; nothing where it was not installed."""
+    if found["seconds"]:
+        return f"{1e3 * _median(found):.3g}"
+    return "not offered" if found["status"] == "not offered" else ""
+
+
+def _median(found: _Found) -> float:
+    median: float = found["seconds"]["median"]
+    return median
