@@ -7,9 +7,6 @@ import weakref
 from typing import Any
 
 import numpy as np
-
-import gradsync as gs
-from kits import bring_to_rest, make_kit
 from naive_reference import (
     SPECS,
     Values,
@@ -22,6 +19,9 @@ from naive_reference import (
     step,
     values_for,
 )
+
+import gradsync as gs
+from kits import bring_to_rest, make_kit
 
 
 def repeat_the_same_arrays(comm: Any, kit_name: str, thresholds: tuple[int, ...]) -> None:
@@ -105,7 +105,7 @@ def handed_over(kit: Any, arrays: dict[str, Any], values: Values, way: str) -> d
     for name, each in values.items():
         array = arrays.get(name)
         is_new = array is None or array.shape != each.shape or array.dtype != each.dtype
-        if name == "matrix" and way in ("array", "two arrays") or name == "last" and way == "two arrays" or is_new:
+        if (name == "matrix" and way in ("array", "two arrays")) or (name == "last" and way == "two arrays") or is_new:
             array = kit.put(each.copy())
         elif name in ("one", "two") and way == "swapped":
             array = arrays["two" if name == "one" else "one"]

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import steady_checks as checks
+from naive_reference import THRESHOLDS
 
 import gradsync as gs
 from gradsync.communicators.local import LocalCommunicator
-from naive_reference import THRESHOLDS
 from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, on
 
 EVERYWHERE = [

@@ -46,6 +46,7 @@ class BackwardPass:
         self.reduction = StepReduction(options)
         self.filled: dict[Any, Any] = {}
         self._options = options
+        self._told = options.parameters
         self._zeros = Zeros()
         self._auto = AutoThreshold() if options.threshold_bytes == "auto" else None
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
@@ -98,18 +99,18 @@ class BackwardPass:
         if parameters is not None:
             known = known_parameters(parameters, "gradient_buffers", self._options.op, communicator)
             self.plan.fix(known)
-            self._zeros.clear()
-            self._works.clear()
-        places = self.plan.known_places
-        if places is None:
+            self._told = parameters
+        if self.plan.known_places is None:
             raise InvalidArgument(
                 f"{communicator.label}: gradient_buffers() needs the parameters: pass a mapping of names to arrays, or "
                 "to (shape, dtype), here or as AllreduceCallback(parameters=...)"
             )
+        self._zeros.clear()
+        self._works.clear()
+        self.plan.forget_memory()
         self.plan.ensure_memory(communicator)
         views = [] if self.plan.memory is None else self.plan.memory.views
-        given = self._options.parameters if parameters is None else parameters
-        return dict(zip(given, views, strict=True)) if isinstance(given, Mapping) else list(views)
+        return dict(zip(self._told, views, strict=True)) if isinstance(self._told, Mapping) else list(views)
 
     def hand_over(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
         """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback."""

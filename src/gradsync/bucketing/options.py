@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import numpy as np
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.finite_check import POLICIES
 from gradsync.bucketing.gradient_norm import clip_factor
-from gradsync.errors import InvalidArgument
-from gradsync.reduction import ReduceOp, check_operation
+from gradsync.errors import InvalidArgument, UnsupportedDtype
+from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, dtype_name
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 
@@ -74,10 +75,17 @@ class Options:
         """Refuses gradients of a dtype that cannot be reduced so.
 
         Raises:
-            UnsupportedDtype: the mean, or a scale, of integers.
+            UnsupportedDtype: the mean, a scale, or clipping, of integers.
         """
         check_operation(self.op, dtype)
         self.wire.check(dtype)
+        name = dtype_name(dtype)
+        if self.clip_norm in (None, inf) or ReduceOp.MEAN in OPERATIONS_BY_DTYPE[name]:
+            return
+        raise UnsupportedDtype(
+            f"clip_norm {self.clip_norm} needs a floating or complex dtype, got {name}: convert it with astype first; "
+            'clip_norm=float("inf") computes the norm alone'
+        )
 
 
 def _check_word(name: str, word: Any, known: tuple[str, ...]) -> None:

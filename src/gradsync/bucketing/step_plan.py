@@ -60,6 +60,11 @@ class StepPlan:
         )
         self.memory = None
 
+    def forget_memory(self) -> None:
+        """Leaves the memory of the buckets to those who hold views of it, which are arrays like any other then."""
+        self.arrivals.forget()
+        self.memory = None
+
     def learn(self) -> None:
         """Gives the parameters of the step that ends their places for good, where gradients shall live in buckets."""
         if self._options.gradient_as_bucket_view and self.arrivals.count and self.known_places is None:

@@ -119,7 +119,7 @@ class DeviceArrays:
         """See ArrayKind; on the current stream."""
         if isinstance(native, np.ndarray):
             await_results_in(native)  # see flat
-            target.set(np.ascontiguousarray(native))
+            target.set(np.asarray(native, order="C"))  # ascontiguousarray would give a 0-d array an axis
         else:
             target[...] = native
 

@@ -1,0 +1,308 @@
+"""What the knobs of an AllreduceCallback must compute on every backend; run inside rank processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from naive_reference import (
+    BFLOAT16,
+    SPECS,
+    Host,
+    Values,
+    added_up,
+    by_rank,
+    expect_equal,
+    fill,
+    on_host,
+    put_all,
+    reduced,
+    step,
+    values_for,
+)
+
+import gradsync as gs
+from contract import expect
+from kits import make_kit
+
+HALVES = (np.dtype(np.float16), BFLOAT16)
+# Half of the distance from 1 to the next number: what rounding loses, relative.
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+WIRES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
+
+# -- Compression and scales ---------------------------------------------------------------------------------------
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"compression": "float16"},
+    {"compression": "bfloat16", "prescale": 0.5, "postscale": 3.0},
+    {"prescale": 0.3, "postscale": 7.0},
+    {"postscale": -0.125},
+    {"compression": "float16", "prescale": 1 / 3},
+)
+
+
+def times(values: Host, factor: float, dtype: Any) -> Host:
+    """Returns products, made in the wider dtype, in float32 at least, and rounded once; part by part."""
+    if values.dtype.kind == "c":
+        product = np.empty(values.shape, dtype)
+        product.real, product.imag = [times(part, factor, part.dtype) for part in (values.real, values.imag)]
+        return product
+    dtypes = [np.dtype(np.float32) if each in HALVES else each for each in (values.dtype, np.dtype(dtype))]
+    wide = np.promote_types(*dtypes)
+    with np.errstate(over="ignore"):
+        return (values.astype(wide) * wide.type(factor)).astype(dtype)
+
+
+def sent_and_reduced(given: Sequence[Values], method: str, way: dict[str, Any]) -> Values:
+    """Returns what a reduction gives that has the values travel in another dtype, or scaled."""
+    results = {}
+    for name, first in given[0].items():
+        wire = first.dtype
+        if way.get("compression") and first.dtype in (np.float32, np.float64):
+            wire = WIRES[way["compression"]]
+        sent = [times(values[name].reshape(-1), way.get("prescale", 1.0), wire) for values in given]
+        results[name] = times(added_up(sent, method), way.get("postscale", 1.0), first.dtype).reshape(first.shape)
+    return results
+
+
+def scale_and_compress(comm: Any, kit_name: str) -> None:
+    kit = make_kit(comm, kit_name)
+    n = comm.world_size
+    for method in ("mean", "sum"):
+        for way in WAYS:
+            callback = gs.AllreduceCallback(method, comm, threshold_bytes=700, **way)
+            arrays = put_all(kit, values_for(comm.rank, 0))
+            for number in range(3):
+                values = values_for(comm.rank, number)
+                gradients = {name: refilled(kit, arrays[name], each, number) for name, each in values.items()}
+                got = step(callback, gradients)
+                given = by_rank(n, number)
+                if comm.backend != "nccl":
+                    expect_equal(comm, got, sent_and_reduced(given, method, way), (method, way, number))
+                expect_precision(got, given, method, way, n)
+
+
+def refilled(kit: Any, array: Any, values: Host, number: int) -> Any:
+    """Returns a new array in the first step, and the same in the others."""
+    if number == 0:
+        return kit.put(values.copy())
+    fill(array, values)
+    return array
+
+
+def expect_precision(got: Values, given: Sequence[Values], method: str, way: dict[str, Any], n: int) -> None:
+    """All values have one sign: what is lost is a rounding at each end, and on NCCL one for each addition."""
+    scale = way.get("prescale", 1.0) * way.get("postscale", 1.0) / (n if method == "mean" else 1)
+    for name, result in got.items():
+        wide = np.complex128 if result.dtype.kind == "c" else np.float64
+        exact = np.sum([values[name].astype(wide) for values in given], axis=0) * scale
+        rounding = {np.dtype(np.float16): 2.0**-11, BFLOAT16: 2.0**-8}.get(result.dtype, 2.0**-23)
+        if way.get("compression") and result.dtype in (np.float32, np.float64):
+            rounding = ROUNDING[way["compression"]]
+        error = np.abs(result.astype(wide) - exact)
+        assert (error <= (n + 3) * rounding * np.abs(exact)).all(), (name, way, error)
+
+
+# -- When buckets are launched, and how ---------------------------------------------------------------------------
+
+
+def begin_early(comm: Any, kit_name: str) -> None:
+    """A small first bucket is launched while gradients are still to come."""
+    kit = make_kit(comm, kit_name)
+    gradient_bytes = 4 * 250
+    for first_bucket_bytes, launched_after in ((1, 1), (2 * gradient_bytes, 2), (None, 6)):
+        for parameters in (None, dict.fromkeys(range(10), ((250,), "float32"))):
+            callback = gs.AllreduceCallback(
+                "mean",
+                comm,
+                threshold_bytes=6 * gradient_bytes,
+                first_bucket_bytes=first_bucket_bytes,
+                parameters=parameters,
+            )
+            for _ in range(3):
+                before, begun = callback.statistics.all_reduces, comm.recorder.begun
+                handed_over = []
+                launched = []
+                for i in range(10):
+                    handed_over.append(time.monotonic())
+                    callback(i, kit.put(np.ones(250, np.float32)))
+                    launched.append(callback.statistics.all_reduces - before)
+                callback.flush()
+                assert launched.index(1) + 1 == launched_after, (first_bucket_bytes, launched)
+                entries = [entry for entry in comm.recorder.entries() if entry.number > begun]
+                first = next(entry for entry in entries if "all_reduce" in entry.what.headline())
+                assert handed_over[launched_after - 1] <= first.began <= handed_over[launched_after]
+
+
+def reduce_in_groups(comm: Any, kit_name: str) -> None:
+    """strategy="group" reduces where gradients lie, in one group of calls for each bucket, and gives the same."""
+    kit = make_kit(comm, kit_name)
+    for threshold_bytes in (1, 700, 10**7):
+        flat = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes)
+        group = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes, strategy="group")
+        arrays = put_all(kit, values_for(comm.rank, 0))
+        for number in range(4):
+            values = values_for(comm.rank, number)
+            wanted = step(flat, put_all(kit, values))
+            buckets = group.statistics.all_reduces
+            for name, array in arrays.items():
+                arrays[name] = refilled(kit, array, values[name], number % 3)
+            with watched_calls(comm) as calls:
+                got = step(group, arrays)
+            expect_equal(comm, got, reduced(by_rank(comm.world_size, number)), number)
+            for name in got:
+                assert got[name].tobytes() == wanted[name].tobytes(), name
+            if comm.backend == "nccl":
+                buckets = group.statistics.all_reduces - buckets
+                sizeable = sum(values[name].size > 0 for name in values)
+                assert calls.count("allReduce") == sizeable
+                assert calls.count("group") == buckets
+                assert "packed" not in calls
+
+
+@contextmanager
+def watched_calls(comm: Any) -> Any:
+    """Notes what a communicator on a GPU calls of NCCL, and whether it packs."""
+    calls: list[str] = []
+    if comm.backend != "nccl":
+        yield calls
+        return
+    handle, call, group, packed = comm._handle, comm._handle.call, comm._handle.group, comm._packed
+
+    def noted(name: str, *arguments: Any) -> Any:
+        calls.append(name)
+        return call(name, *arguments)
+
+    def noted_group() -> Any:
+        calls.append("group")
+        return group()
+
+    def noted_packing(sources: Any) -> Any:
+        calls.append("packed")
+        return packed(sources)
+
+    handle.call, handle.group, comm._packed = noted, noted_group, noted_packing
+    try:
+        yield calls
+    finally:
+        del handle.call, handle.group, comm._packed
+
+
+# -- NaN, infinity, norms -----------------------------------------------------------------------------------------
+
+WATCHED = {name: SPECS[name] for name in ("one", "double", "empty", "half", "brain", "complex", "huge", "last")}
+
+
+def watch_for_nan(comm: Any, kit_name: str) -> list[str]:
+    """One element on some ranks is not finite, or the sum alone is not: all ranks hear of it in the same step."""
+    kit = make_kit(comm, kit_name)
+    n = comm.world_size
+    told = []
+    for threshold_bytes in (1, 10**7):
+        for policy in ("raise", "skip"):
+            callback = gs.AllreduceCallback("sum", comm, threshold_bytes=threshold_bytes, nonfinite=policy)
+            skipped = 0
+            for number, (name, bad, ranks) in enumerate(spoilt_steps(n)):
+                given = by_rank(n, number, WATCHED)
+                for rank in ranks:
+                    given[rank][name].reshape(-1)[-1] = bad
+                is_finite = all(np.isfinite(each.astype(complex)).all() for each in reduced(given, "sum").values())
+                gradients = put_all(kit, given[comm.rank])
+                if is_finite or policy == "skip":
+                    got = step(callback, gradients)
+                    assert callback.skip_step is not is_finite
+                    skipped += not is_finite
+                    if is_finite:
+                        expect_equal(comm, got, reduced(given, "sum"), number)
+                    continue
+                error = expect(gs.NonFiniteGradient, lambda c=callback, g=gradients: step(c, g))
+                own = {} if np.isfinite(complex(bad)) else dict.fromkeys(ranks, name)
+                assert error.parameters == own
+                assert ("overflowed" in str(error)) == (not own)
+                told.append(str(error).partition(":")[2])
+                assert not callback.skip_step
+            assert callback.statistics.skipped_steps == skipped
+    assert comm.all_reduce(np.ones(2) if comm.backend != "nccl" else kit.put(np.ones(2))) is not None
+    return told
+
+
+def spoilt_steps(n: int) -> list[tuple[str, Any, list[int]]]:
+    """Returns which gradient of which ranks gets which element; a gradient that overflows does so in the sum alone."""
+    fine = ("one", 1.0, [0])
+    last = [n - 1]
+    return [
+        fine,
+        ("one", np.nan, last),
+        fine,
+        fine,
+        ("last", np.inf, [0]),
+        ("half", -np.inf, last),
+        ("brain", np.nan, list(range(n))),
+        ("complex", complex(0, np.nan), last),
+        ("complex", complex(np.inf, 1), [0]),
+        fine,
+        ("half", 60000.0, list(range(n))),
+        ("huge", 3e38, list(range(n))),
+        ("double", 1.7e308, list(range(n))),
+        ("double", np.nan, [0]),
+        fine,
+    ]
+
+
+def clip(comm: Any, kit_name: str) -> list[str]:
+    """The norm is that of all reduced gradients, and they are scaled down to the limit; returns the norms."""
+    kit = make_kit(comm, kit_name)
+    n = comm.world_size
+    norms = []
+    for threshold_bytes in (1, 700, 10**7):
+        for method, limit in (("mean", 10.0), ("sum", 1e9), ("sum", float("inf")), ("mean", 0.001)):
+            callback = gs.AllreduceCallback(method, comm, threshold_bytes=threshold_bytes, clip_norm=limit)
+            assert callback.norm is None
+            arrays = put_all(kit, values_for(comm.rank, 0))
+            for number in range(3):
+                given = by_rank(n, number)
+                for name, array in arrays.items():
+                    arrays[name] = refilled(kit, array, given[comm.rank][name], number % 2)
+                got = step(callback, arrays)
+                wanted = reduced(given, method)
+                squares = [np.sum(np.abs(each.astype(complex)) ** 2) for each in wanted.values()]
+                norm = float(np.sqrt(np.sum(squares)))
+                assert type(callback.norm) is float
+                np.testing.assert_allclose(callback.norm, norm, rtol=1e-3 if comm.backend == "nccl" else 2e-6)
+                norms.append(callback.norm.hex())
+                factor = limit / (callback.norm + 1e-6)
+                if factor < 1.0:
+                    wanted = {name: times(each, factor, each.dtype) for name, each in wanted.items()}
+                expect_equal(comm, got, wanted, (threshold_bytes, limit, number))
+                assert all(on_host(array).tobytes() == got[name].tobytes() for name, array in arrays.items())
+    return norms
+
+
+def clip_what_cannot_be_clipped(comm: Any, kit_name: str) -> None:
+    """NaN and infinity: with "skip" nothing is scaled; a norm of nothing, and of zeros, is 0."""
+    kit = make_kit(comm, kit_name)
+    callback = gs.AllreduceCallback("sum", comm, clip_norm=1.0, nonfinite="skip")
+    for bad in (np.nan, np.inf):
+        gradients = put_all(kit, {"a": np.full(9, 3.0), "b": np.full(5, bad if comm.rank == 0 else 1.0)})
+        got = step(callback, gradients)
+        assert callback.skip_step
+        assert not np.isfinite(callback.norm)
+        assert (got["a"] == 3.0 * comm.world_size).all()
+    step(callback, put_all(kit, {"a": np.zeros(9)}))
+    assert not callback.skip_step
+    assert callback.norm == 0.0
+    step(callback, put_all(kit, {"e": np.zeros(0)}))
+    assert callback.norm == 0.0
+
+
+def watch(comm: Any, kit_name: str) -> list[str]:
+    clip_what_cannot_be_clipped(comm, kit_name)
+    return [*watch_for_nan(comm, kit_name), *clip(comm, kit_name)]
+
+
+def launch(comm: Any, kit_name: str) -> None:
+    begin_early(comm, kit_name)
+    reduce_in_groups(comm, kit_name)

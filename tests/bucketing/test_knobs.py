@@ -1,0 +1,103 @@
+"""The knobs of an AllreduceCallback: what travels, when it is launched, and what is done about its values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import knob_checks as checks
+import numpy as np
+import pytest
+
+import gradsync as gs
+from gradsync.communicators.local import LocalCommunicator
+from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, on
+
+PLACES = [
+    *on(SHM, 1, 2, 3),
+    *on(STAND_IN, 1, 2),
+    *on(STAND_IN_STAGED, 2),
+    *on(STAND_IN_MIXED, 2),
+    *on(GPU, 1, 2),
+    *on(GPU_MIXED, 2),
+]
+
+
+@pytest.mark.parametrize(("place", "world_size"), PLACES)
+def test_compression_and_scales(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.scale_and_compress, place.kit)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*PLACES, *on(STAND_IN_SLOW, 2)])
+def test_buckets_begin_early_and_in_groups(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.launch, place.kit)
+
+
+@pytest.mark.parametrize(("place", "world_size"), PLACES)
+def test_all_ranks_hear_of_nan_and_of_the_norm(place: Place, world_size: int) -> None:
+    told = place.run(world_size, checks.watch, place.kit)
+    assert told == [told[0]] * world_size
+
+
+# -- What needs no second process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"threshold_bytes": "large"}, 'threshold_bytes must be an integer of at least 1, or "auto"'),
+        ({"threshold_bytes": 0}, "threshold_bytes"),
+        ({"threshold_bytes": 1.5}, "threshold_bytes"),
+        ({"threshold_bytes": True}, "threshold_bytes"),
+        ({"first_bucket_bytes": 0}, "first_bucket_bytes"),
+        ({"first_bucket_bytes": "1"}, "first_bucket_bytes"),
+        ({"first_bucket_bytes": 11, "threshold_bytes": 10}, "at most threshold_bytes"),
+        ({"missing": "zeros"}, "missing must be 'error' or 'zero'"),
+        ({"missing": None}, "missing must be"),
+        ({"missing": "zero"}, "needs parameters"),
+        ({"compression": "float8"}, "compression must be one of"),
+        ({"compression": True}, "compression must be one of"),
+        ({"prescale": 0}, "prescale must be a finite number other than 0"),
+        ({"prescale": "1"}, "prescale must be"),
+        ({"postscale": math.nan}, "postscale must be"),
+        ({"postscale": math.inf}, "postscale must be"),
+        ({"nonfinite": "ignore"}, "nonfinite must be 'off' or 'raise' or 'skip'"),
+        ({"nonfinite": None}, "nonfinite must be 'off' or 'raise' or 'skip'"),
+        ({"clip_norm": 0}, "above 0"),
+        ({"clip_norm": -1.0}, "above 0"),
+        ({"clip_norm": math.nan}, "above 0"),
+        ({"clip_norm": True}, "above 0"),
+        ({"strategy": "fast"}, "strategy must be 'flat' or 'group'"),
+        ({"threshold_bytes": "auto", "gradient_as_bucket_view": True}, "choose one of the two"),
+    ],
+)
+def test_mistakes_are_told_at_once(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(gs.InvalidArgument, match=text):
+        gs.AllreduceCallback("mean", LocalCommunicator(), **options)
+
+
+def test_integers_are_neither_scaled_nor_clipped() -> None:
+    for options, text in (({"prescale": 0.5}, "prescale 0.5"), ({"clip_norm": 1.0}, "clip_norm 1.0 needs a floating")):
+        callback = gs.AllreduceCallback("sum", LocalCommunicator(), **options)
+        for _ in range(3):
+            callback("w", np.ones(3))
+            with pytest.raises(gs.UnsupportedDtype, match=f"gradient of 'i'.*{text}"):
+                callback("i", np.ones(3, np.int32))
+            callback.flush()
+    callback = gs.AllreduceCallback(
+        "sum", LocalCommunicator(), compression="float16", nonfinite="raise", clip_norm=math.inf
+    )
+    integers = np.array([3, 4])
+    with callback.backward():
+        callback("i", integers)
+    assert callback.norm == 5.0
+    assert (integers == [3, 4]).all()
+
+
+def test_what_nobody_asks_for_is_not_told() -> None:
+    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    with callback.backward():
+        callback("w", np.full(3, np.nan))
+    assert callback.norm is None
+    assert not callback.skip_step
+    assert callback.filled == {}

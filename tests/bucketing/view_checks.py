@@ -1,0 +1,222 @@
+"""What AllreduceCallback(gradient_as_bucket_view=True) must do on every backend; run inside rank processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from naive_reference import (
+    SPECS,
+    THRESHOLDS,
+    by_rank,
+    expect_equal,
+    fill,
+    on_host,
+    put_all,
+    reduced,
+    step,
+    values_for,
+)
+
+import gradsync as gs
+from contract import expect
+from kits import make_kit
+
+SMALL = {name: SPECS[name] for name in ("matrix", "one", "double", "scalar", "empty", "two", "half")}
+
+
+def bounds_of(array: Any) -> tuple[int, int]:
+    begin = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    return begin, begin + array.nbytes
+
+
+def expect_to_lie_in_buckets(buffers: Mapping[str, Any]) -> None:
+    """No gradient overlaps another, and those of a dtype that share a bucket lie end to end."""
+    ranges = sorted(bounds_of(array) for array in buffers.values() if array.size)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
+
+
+CASES = (("mean", 1), ("sum", 700), ("mean", 10 * 1024**2))
+
+
+def live_in_buckets(comm: Any, kit_name: str, cases: tuple[tuple[str, int], ...]) -> None:
+    """Gradients that are written where they live, handed over from elsewhere, or by turns."""
+    kit = make_kit(comm, kit_name)
+    for method, threshold_bytes in cases:
+        for told in ("in the constructor", "to gradient_buffers", "as shapes"):
+            parameters: Any = SPECS if told == "as shapes" else put_all(kit, values_for(0, 0))
+            callback = gs.AllreduceCallback(
+                method,
+                comm,
+                threshold_bytes=threshold_bytes,
+                gradient_as_bucket_view=True,
+                parameters=parameters if told == "in the constructor" else None,
+            )
+            buffers = callback.gradient_buffers(None if told == "in the constructor" else parameters)
+            assert list(buffers) == list(SPECS)
+            for name, (shape, dtype) in SPECS.items():
+                assert (buffers[name].shape, buffers[name].dtype) == (shape, np.dtype(dtype))
+                assert not on_host(buffers[name]).any()
+            expect_to_lie_in_buckets(buffers)
+            addresses = {name: bounds_of(array) for name, array in buffers.items()}
+            elsewhere = put_all(kit, values_for(comm.rank, 0))
+            for number in range(6):
+                values = values_for(comm.rank, number)
+                gradients = {}
+                for at, name in enumerate(SPECS):
+                    is_foreign = (number + at + comm.rank) % 3 == 0 if number > 2 else number == 2
+                    gradients[name] = elsewhere[name] if is_foreign else buffers[name]
+                    fill(gradients[name], values[name])
+                with callback.backward():
+                    futures = {name: callback(name, gradient) for name, gradient in gradients.items()}
+                # What lives in its bucket is what the future gives; of the others the future gives their place in it.
+                for name, future in futures.items():
+                    result = future.result()
+                    if gradients[name] is buffers[name]:
+                        assert result is buffers[name]
+                    elif result.size:
+                        assert bounds_of(result) == addresses[name]
+                        assert on_host(elsewhere[name]).tobytes() == values[name].tobytes()
+                got = {name: on_host(array) for name, array in buffers.items()}
+                wanted = reduced(by_rank(comm.world_size, number), method)
+                expect_equal(comm, got, wanted, (number, threshold_bytes, told))
+                assert {name: bounds_of(array) for name, array in buffers.items()} == addresses
+
+
+def learn_the_plan(comm: Any, kit_name: str) -> None:
+    """Nobody tells the parameters: the first step does, and from the second on futures give views."""
+    kit = make_kit(comm, kit_name)
+    for threshold_bytes in THRESHOLDS:
+        callback = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes, gradient_as_bucket_view=True)
+        expect(gs.InvalidArgument, callback.gradient_buffers, "needs the parameters")
+        arrays = put_all(kit, values_for(comm.rank, 0))
+        views: dict[str, Any] = {}
+        for number in range(5):
+            values = values_for(comm.rank, number)
+            names = list(values)
+            if number > 2:
+                np.random.default_rng([comm.rank, number]).shuffle(names)
+            for name in names:
+                if number == 4:
+                    arrays[name] = views[name]
+                fill(arrays[name], values[name])
+            futures = {name: callback(name, arrays[name]) for name in names}
+            callback.flush()
+            for name, future in futures.items():
+                assert (future.result() is arrays[name]) == (number in (0, 4)), (number, name)
+            views = {name: futures[name].result() for name in values}
+            got = {name: on_host(view) for name, view in views.items()}
+            expect_equal(comm, got, reduced(by_rank(comm.world_size, number)), (number, threshold_bytes))
+        expect_to_lie_in_buckets(views)
+        buffers = callback.gradient_buffers()
+        assert [array.shape for array in buffers] == [shape for shape, _ in SPECS.values()]
+        expect(gs.InvalidArgument, lambda c=callback: c("other", kit.put(np.ones(3))), "is not among")
+
+
+def make_them_again(comm: Any, kit_name: str) -> None:
+    """Arrays of an earlier call are like any other; by name or by array, the answer has the form of the question."""
+    kit = make_kit(comm, kit_name)
+    parameters = put_all(kit, values_for(0, 0, SMALL))
+    callback = gs.AllreduceCallback("mean", comm, threshold_bytes=700, gradient_as_bucket_view=True)
+    first = callback.gradient_buffers(parameters)
+    rounds: list[tuple[Any, Any]] = [(first, first)]
+    for number in range(3):
+        again = callback.gradient_buffers()
+        assert list(again) == list(SMALL)
+        assert not any(on_host(array).any() for array in again.values()), "new ones are zero"
+        rounds.append((again, rounds[-1][0]))
+        for buffers, handed in [(again, again), (again, rounds[-1][1]), (again, again)]:
+            values = values_for(comm.rank, number, SMALL)
+            for name, array in handed.items():
+                fill(array, values[name])
+            step(callback, handed)
+            got = {name: on_host(array) for name, array in buffers.items()}
+            expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL)), number)
+    listed = callback.gradient_buffers(list(parameters.values()))
+    assert isinstance(listed, list)
+    for number in range(3):
+        values = values_for(comm.rank, number, SMALL)
+        for array, name in zip(listed, SMALL, strict=True):
+            fill(array, values[name])
+        with callback.backward():
+            for param, array in zip(reversed(parameters.values()), reversed(listed), strict=True):
+                callback(param, array)
+        got = dict(zip(SMALL, map(on_host, listed), strict=True))
+        expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL)), number)
+
+
+def refuse_another_place(comm: Any) -> None:
+    """Views of the buckets' memory are taken for their own parameter only; what was refused leaves no trace."""
+    callback = gs.AllreduceCallback("mean", comm, gradient_as_bucket_view=True, parameters=SMALL)
+    buffers = callback.gradient_buffers()
+    for number in range(4):
+        values = values_for(comm.rank, number, SMALL)
+        for name, array in buffers.items():
+            fill(array, values[name])
+        expect(gs.InvalidArgument, lambda: callback("one", buffers["two"]), "but not in its own place")
+        expect(gs.InvalidArgument, lambda: callback("one", buffers["one"][::-1]), "but not in its own place")
+        callback("one", buffers["one"][:] if number % 2 else buffers["one"])
+        expect(gs.InvalidArgument, lambda: callback("two", buffers["one"]), "but not in its own place")
+        for name, array in buffers.items():
+            if name != "one":
+                callback(name, array)
+        got = {name: on_host(array) for name, array in buffers.items()}
+        expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL)), number)
+    callback("one", buffers["one"])
+    expect(gs.InvalidArgument, callback.gradient_buffers, "in the middle of a backward pass")
+    if comm.world_size == 1:
+        expect(gs.MissingGradient, callback.flush)
+
+
+def stand_in_for_others(comm: Any, kit_name: str) -> None:
+    """join(), where the last rank has fewer batches, or none, with views that are told, learnt, or not known yet."""
+    kit = make_kit(comm, kit_name)
+    n = comm.world_size
+    for how, batches in (("told", [4] * (n - 1) + [0]), ("learnt", [3] * (n - 1) + [1]), ("new", [3] * (n - 1) + [1])):
+        callback = gs.AllreduceCallback("mean", comm, threshold_bytes=700, gradient_as_bucket_view=True)
+        buffers = callback.gradient_buffers(SMALL) if how == "told" else put_all(kit, values_for(0, 0, SMALL))
+        if how == "learnt":
+            step(callback, buffers)
+        for _ in range(2):
+            with callback.join():
+                for number in range(batches[comm.rank]):
+                    values = values_for(comm.rank, number, SMALL)
+                    for name, array in buffers.items():
+                        fill(array, values[name])
+                    got = step(callback, buffers)
+                    given = [values_for(rank, number, SMALL) for rank in range(n) if number < batches[rank]]
+                    # Half precision is rounded twice where some are absent.
+                    del got["half"]
+                    wanted = {name: each for name, each in reduced(given).items() if name != "half"}
+                    expect_equal(comm, got, wanted, (how, number))
+            fresh = put_all(kit, values_for(comm.rank, 9, SMALL))
+            expect_equal(comm, step(callback, fresh), reduced(by_rank(n, 9, SMALL)), how)
+
+
+def outlive_their_communicator(comm: Any) -> None:
+    group = comm.split(0)
+    callback = gs.AllreduceCallback("sum", group, gradient_as_bucket_view=True)
+    buffers = callback.gradient_buffers(SMALL)
+    for name, values in values_for(comm.rank, 0, SMALL).items():
+        fill(buffers[name], values)
+    step(callback, buffers)
+    group.close()
+    got = {name: on_host(array) for name, array in buffers.items()}
+    expect_equal(comm, got, reduced(by_rank(comm.world_size, 0, SMALL), "sum"))
+    expect(gs.CommunicatorClosed, lambda: step(callback, buffers), "closed")
+    for name, values in values_for(comm.rank, 1, SMALL).items():
+        fill(buffers[name], values)
+    assert on_host(buffers["one"]).tobytes() == values_for(comm.rank, 1, SMALL)["one"].tobytes()
+    other = gs.AllreduceCallback("sum", comm)  # for another callback they are arrays like any other
+    expect_equal(comm, step(other, buffers), reduced(by_rank(comm.world_size, 1, SMALL), "sum"))
+
+
+def all_of_it(comm: Any, kit_name: str) -> None:
+    learn_the_plan(comm, kit_name)
+    make_them_again(comm, kit_name)
+    refuse_another_place(comm)
+    if comm.world_size > 1:
+        stand_in_for_others(comm, kit_name)
+    outlive_their_communicator(comm)
