@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ from peers.contenders import (
     SYSTEMS,
     THRESHOLDS,
 )
-from peers.operation import Operation
+from peers.operation import Operation, take_turns
 from peers.rank import Requests, WrongResult
 from peers.rows import MEASURED, NOT_INSTALLED, Row
 from peers.targets import Target, judge
@@ -118,8 +119,17 @@ def test_inputs_go_where_the_contender_has_them_and_each_block_is_prepared():
     requests.prepare(PLAIN)
     assert system.blocks == 1
     system.barrier = lambda: None
-    assert len(requests.time("own")) == PLAIN.rounds
+    [(name, seconds)] = requests.time(["own"]).items()
+    assert (name, len(seconds)) == ("own", PLAIN.rounds)
     assert system.blocks == 2
+
+
+def test_settings_take_turns_round_by_round_and_every_second_one_backwards():
+    turns: list[str] = []
+    operations = {name: Operation(partial(turns.append, name), None) for name in "abc"}
+    seconds = take_turns(operations, PLAIN, lambda: None)
+    assert "".join(turns) == "abccbaabc"
+    assert {name: len(of_one) for name, of_one in seconds.items()} == dict.fromkeys("abc", PLAIN.rounds)
 
 
 def test_results_may_be_off_by_their_rounding_and_no_further():

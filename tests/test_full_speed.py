@@ -75,7 +75,7 @@ def test_error_in_a_rank_is_told_and_ends_both(tmp_path):
     with Pair(GRADSYNC, str(tmp_path)) as pair:
         pair.ask("prepare", ARRAY)
         with pytest.raises(PairFailed, match=r"gradsync: asked for time: (?s:.)*KeyError: 'nobody'"):
-            pair.ask("time", "nobody")
+            pair.ask("time", ["nobody"])
         assert not alive(pair)
 
 

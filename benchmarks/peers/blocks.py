@@ -28,7 +28,7 @@ while True: pass"""
 
 @dataclass(frozen=True)
 class Block:
-    """Rounds of one contender, one after the other.
+    """Rounds of one contender: one after the other, or in turns with the others of its system.
 
     Attributes:
         contender: its name.
@@ -83,13 +83,19 @@ def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, ord
     for _ in range(block_count):
         for state in workload.states:
             with busy_processes(_usable_cores() if state == BUSY else 0):
-                for name in order.sample(contenders, len(contenders)):
-                    speed = min(pairs[GRADSYNC].ask("probe"))
-                    by_rank = pairs[workload.contenders[name]].ask("time", name)
-                    blocks.append(Block(name, state, speed, slowest_rank(by_rank)))
+                shuffled = order.sample(contenders, len(contenders))
+                for together in [shuffled] if workload.settings else [[name] for name in shuffled]:
+                    blocks += _blocks(pairs, workload, together, state)
     for pair in pairs.values():
         pair.ask("release")
     return blocks
+
+
+def _blocks(pairs: Mapping[str, Pair], workload: Workload, contenders: list[str], state: str) -> list[Block]:
+    """Times a block of each of some contenders of one system, in turns."""
+    speed = min(pairs[GRADSYNC].ask("probe"))
+    by_rank = pairs[workload.contenders[contenders[0]]].ask("time", contenders)
+    return [Block(name, state, speed, slowest_rank([times[name] for times in by_rank])) for name in contenders]
 
 
 def _prepare(pair: Pair, workload: Workload, expected: set[str]) -> list[str]:

@@ -17,6 +17,10 @@ BROADCAST = "broadcast"
 ALL_TO_ALL = "all_to_all"
 
 
+#: Each element of a result is made of those at its own place.
+ELEMENTWISE = (ALL_REDUCE, BROADCAST)
+
+
 @dataclass(frozen=True)
 class Extent:
     """How large a collective of a given size is.

@@ -51,23 +51,34 @@ class Operation:
     inputs: list[np.ndarray] | None = None
     rounding: float = 0.0
 
-    def seconds(self, workload: Workload, barrier: Callable[[], object]) -> list[float]:
-        """Times a block of rounds. Every rank must call it.
+    def seconds(self, calls: int, barrier: Callable[[], object]) -> float:
+        """Returns the seconds of one call in a round. Every rank must call it."""
+        self.prepare_round()
+        barrier()
+        began = time.perf_counter()
+        for _ in range(calls):
+            self.run()
+        return (time.perf_counter() - began) / calls
 
-        Returns:
-            The seconds of one call, round by round.
-        """
-        compute_for(COMPUTE_FIRST_SECONDS)
-        self.prepare_block()
-        seconds = []
-        for _ in range(workload.warm_up + workload.rounds):
-            self.prepare_round()
-            barrier()
-            began = time.perf_counter()
-            for _ in range(workload.calls):
-                self.run()
-            seconds.append((time.perf_counter() - began) / workload.calls)
-        return seconds[workload.warm_up :]
+
+def take_turns(
+    operations: Mapping[str, Operation], workload: Workload, barrier: Callable[[], object]
+) -> dict[str, list[float]]:
+    """Times a block of rounds of each. Every rank must call it, for the same ones.
+
+    Every second round goes backwards, so that none always follows the same other one.
+
+    Returns:
+        By name the seconds of one call, round by round.
+    """
+    compute_for(COMPUTE_FIRST_SECONDS)
+    for operation in operations.values():
+        operation.prepare_block()
+    seconds: dict[str, list[float]] = {name: [] for name in operations}
+    for number in range(workload.warm_up + workload.rounds):
+        for name in list(operations)[:: -1 if number % 2 else 1]:
+            seconds[name].append(operations[name].seconds(workload.calls, barrier))
+    return {name: of_one[workload.warm_up :] for name, of_one in seconds.items()}
 
 
 class System(Protocol):

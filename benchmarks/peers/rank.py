@@ -18,7 +18,7 @@ import numpy as np
 
 from peers.contenders import GRADSYNC, TORCH
 from peers.messages import Failure, Hello
-from peers.operation import NotOffered, Operation, System
+from peers.operation import NotOffered, Operation, System, take_turns
 from peers.workload import Workload
 
 
@@ -65,9 +65,10 @@ class Requests:
         if index is not None:
             raise WrongResult(f"rank {rank}: {what} of {self._workload.name}: array {index} is wrong")
 
-    def time(self, contender: str) -> list[float]:
-        """Returns the seconds of each round of a block."""
-        return self._operations[contender].seconds(self._workload, self._system.barrier)
+    def time(self, contenders: list[str]) -> dict[str, list[float]]:
+        """Returns by contender the seconds of each round of a block, in which they take turns."""
+        operations = {name: self._operations[name] for name in contenders}
+        return take_turns(operations, self._workload, self._system.barrier)
 
     def release(self) -> None:
         """Gives the memory of the workload back."""

@@ -4,13 +4,13 @@ known. The ranks of every system import this, and not all of their environments 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
-from peers.collectives import ALL_REDUCE, BROADCAST, EXTENTS, RANKS, result_of
+from peers.collectives import ALL_REDUCE, BROADCAST, ELEMENTWISE, EXTENTS, RANKS, result_of
 from peers.contenders import GRADSYNC, OF_A_LIST, OF_AN_ARRAY, OF_PARAMETERS
 
 Shape = tuple[int, ...]
@@ -82,7 +82,8 @@ class Workload:
     def fill(self, arrays: list[np.ndarray], rank: int) -> None:
         """Fills the arrays with this rank's inputs."""
         for index, array in enumerate(arrays):
-            np.copyto(array, _input(index, array.shape, rank))
+            for part, values in _periods(array.reshape(-1, copy=False), _period(index, array.size, rank)):
+                np.copyto(part, values)
 
     def wrong(self, results: Iterable[np.ndarray], rank: int, rounding: float = 0.0) -> int | None:
         """Returns the index of the first array that is not what this rank has to get; None when all are.
@@ -93,27 +94,38 @@ class Workload:
             rounding: how far an element may be off, as a part of it.
         """
         for index, (result, shape) in enumerate(zip(results, self.shapes, strict=True)):
-            inputs = [_input(index, shape, other) for other in range(RANKS)]
-            expected = result_of(self.collective, inputs, rank)
-            if self.collective == ALL_REDUCE and self.is_list:
-                expected = expected / np.float32(RANKS)
-            if not _is_close(result, expected, rounding):
+            if not self._is_right(index, shape, result, rank, rounding):
                 return index
         return None
+
+    def _is_right(self, index: int, shape: Shape, result: np.ndarray, rank: int, rounding: float) -> bool:
+        elements = prod(shape)
+        periods = [_period(index, elements, other) for other in range(RANKS)]
+        if self.collective not in ELEMENTWISE:
+            inputs = [np.resize(period, elements) for period in periods]
+            return np.array_equal(result, result_of(self.collective, inputs, rank))
+        expected = result_of(self.collective, periods, rank)
+        if self.collective == ALL_REDUCE and self.is_list:
+            expected = expected / np.float32(RANKS)
+        return result.shape == shape and all(
+            np.allclose(part, values, rtol=rounding, atol=0) if rounding else bool((part == values).all())
+            for part, values in _periods(result.reshape(-1), expected)
+        )
 
     def quick(self) -> Workload:
         """Returns the same with few rounds."""
         return replace(self, rounds=2, warm_up=1)
 
 
-def _input(index: int, shape: Shape, rank: int) -> np.ndarray:
-    """Returns small integers, which sums and means keep exact; other ones for each array and rank."""
-    elements = prod(shape)
+def _period(index: int, elements: int, rank: int) -> np.ndarray:
+    """Returns what an input repeats: small integers, which sums and means keep exact; others by array and rank."""
     period = np.arange(index, index + min(_PATTERN_ELEMENTS, elements), dtype=np.float32) % 251
-    return np.resize(period * np.float32(rank + 1), elements).reshape(shape)
+    return period * np.float32(rank + 1)
 
 
-def _is_close(result: np.ndarray, expected: np.ndarray, rounding: float) -> bool:
-    if not rounding:
-        return np.array_equal(result, expected)
-    return result.shape == expected.shape and np.allclose(result, expected, rtol=rounding, atol=0)
+def _periods(flat: np.ndarray, period: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Returns views that together are a 1-D array, each with what it holds where the array repeats the period."""
+    if flat.size:
+        whole = flat.size - flat.size % period.size
+        yield flat[:whole].reshape(-1, period.size), period
+        yield flat[whole:], period[: flat.size - whole]
