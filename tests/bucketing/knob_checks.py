@@ -13,14 +13,15 @@ from naive_reference import (
     SPECS,
     Host,
     Values,
-    added_up,
     by_rank,
     expect_equal,
     fill,
     on_host,
     put_all,
     reduced,
+    sent_and_reduced,
     step,
+    times,
     values_for,
 )
 
@@ -28,10 +29,8 @@ import gradsync as gs
 from contract import expect
 from kits import make_kit
 
-HALVES = (np.dtype(np.float16), BFLOAT16)
 # Half of the distance from 1 to the next number: what rounding loses, relative.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-WIRES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
 # -- Compression and scales ---------------------------------------------------------------------------------------
 
@@ -42,30 +41,6 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"postscale": -0.125},
     {"compression": "float16", "prescale": 1 / 3},
 )
-
-
-def times(values: Host, factor: float, dtype: Any) -> Host:
-    """Returns products, made in the wider dtype, in float32 at least, and rounded once; part by part."""
-    if values.dtype.kind == "c":
-        product = np.empty(values.shape, dtype)
-        product.real, product.imag = [times(part, factor, part.dtype) for part in (values.real, values.imag)]
-        return product
-    dtypes = [np.dtype(np.float32) if each in HALVES else each for each in (values.dtype, np.dtype(dtype))]
-    wide = np.promote_types(*dtypes)
-    with np.errstate(over="ignore"):
-        return (values.astype(wide) * wide.type(factor)).astype(dtype)
-
-
-def sent_and_reduced(given: Sequence[Values], method: str, way: dict[str, Any]) -> Values:
-    """Returns what a reduction gives that has the values travel in another dtype, or scaled."""
-    results = {}
-    for name, first in given[0].items():
-        wire = first.dtype
-        if way.get("compression") and first.dtype in (np.float32, np.float64):
-            wire = WIRES[way["compression"]]
-        sent = [times(values[name].reshape(-1), way.get("prescale", 1.0), wire) for values in given]
-        results[name] = times(added_up(sent, method), way.get("postscale", 1.0), first.dtype).reshape(first.shape)
-    return results
 
 
 def scale_and_compress(comm: Any, kit_name: str) -> None:

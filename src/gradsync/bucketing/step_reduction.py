@@ -21,6 +21,7 @@ from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
+from gradsync.errors import CommunicatorClosed
 from gradsync.reduction import ReduceOp
 
 
@@ -101,9 +102,13 @@ class StepReduction:
             if completion is not None:
                 self._launched.append(completion)
         else:
-            communicator.agree(self.agreements.bucket(work.bucket))
             is_last = self._buckets == self._buckets_of_last_step
-            self._hooked.begin(work, communicator, op, mean_over, producers, end, watch, is_last=is_last)
+            try:
+                communicator.agree(self.agreements.bucket(work.bucket))
+                self._hooked.begin(work, communicator, op, mean_over, producers, end, watch, is_last=is_last)
+            except CommunicatorClosed:
+                self._hooked.finish()  # raises what an earlier bucket's future has failed with, which has closed it
+                raise
         statistics = self.statistics
         statistics.communication_seconds += time.perf_counter() - started
         statistics.all_reduces += 1

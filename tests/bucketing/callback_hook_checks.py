@@ -1,0 +1,293 @@
+"""What an AllreduceCallback with a hook must do, and combinations of its knobs; run inside rank processes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from naive_reference import (
+    SPECS,
+    Values,
+    by_rank,
+    expect_equal,
+    fill,
+    on_host,
+    put_all,
+    reduced,
+    sent_and_reduced,
+    step,
+    values_for,
+)
+
+import gradsync as gs
+from contract import expect
+from kits import make_kit
+
+# -- Hooks --------------------------------------------------------------------------------------------------------
+
+
+class Recording:
+    """Reduces in one of several ways, and notes what it was given."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.seen: list[tuple[int, tuple[str, ...], bool]] = []
+
+    def __call__(self, bucket: Any) -> Any:
+        self.seen.append((bucket.index, bucket.names, bucket.is_last))
+        gradients = bucket.gradients()
+        assert [gradient.shape for gradient in gradients] == list(bucket.shapes)
+        assert bucket.flat.size == sum(gradient.size for gradient in gradients)
+        communicator = bucket.communicator
+        if self.way == "future":
+            return communicator.asynchronous.all_reduce(bucket.flat, bucket.op)
+        if self.way == "copy":
+            return communicator.all_reduce(bucket.flat.copy(), bucket.op)
+        return communicator.all_reduce(bucket.flat, bucket.op)
+
+
+def hand_buckets_to_hooks(comm: Any, kit_name: str) -> None:
+    """A hook that does what would have been done gives what it would have given."""
+    kit = make_kit(comm, kit_name)
+    n = comm.world_size
+    scales = {"prescale": 0.5, "postscale": 3.0}
+    ways = itertools.product(("future", "copy", "in place"), (1, 700, 10**7), (False, True), ({}, scales))
+    for way, threshold_bytes, is_view, options in ways:
+        if (way == "copy") != (threshold_bytes == 700):  # not all of them
+            continue
+        callback = gs.AllreduceCallback(
+            "mean", comm, threshold_bytes=threshold_bytes, gradient_as_bucket_view=is_view, **options
+        )
+        arrays = callback.gradient_buffers(SPECS) if is_view else put_all(kit, values_for(comm.rank, 0))
+        hook = Recording(way)
+        for number in range(5):
+            callback.register_hook(None if number == 3 else hook)
+            values = values_for(comm.rank, number)
+            gradients = awkward(kit, arrays, values) if number == 2 else arrays
+            for name, array in gradients.items():
+                if number != 2:
+                    fill(array, values[name])
+            hook.seen.clear()
+            with callback.backward():
+                futures = {name: callback(name, gradient) for name, gradient in gradients.items()}
+                if number == 2 and not is_view:  # where parameters are known, the step has ended by itself
+                    expect(gs.InvalidArgument, lambda c=callback: c.register_hook(None), "in the middle")
+            got = {name: on_host(future.result()) for name, future in futures.items()}
+            wanted = sent_and_reduced(by_rank(n, number), "mean", options)
+            expect_equal(comm, got, wanted, (way, threshold_bytes, is_view, options, number))
+            if number != 3:
+                assert [index for index, _, _ in hook.seen] == list(dict.fromkeys(index for index, _, _ in hook.seen))
+                assert {name for _, names, _ in hook.seen for name in names} == {repr(name) for name in SPECS}
+            if number in (1, 2, 4):
+                assert [is_last for _, _, is_last in hook.seen] == [False] * (len(hook.seen) - 1) + [True]
+
+
+def awkward(kit: Any, arrays: dict[str, Any], values: Values) -> dict[str, Any]:
+    """Returns gradients that cannot be written to, or lie apart, in place of some."""
+    gradients = put_all(kit, values)
+    strided = kit.put(np.repeat(values["two"], 3).copy())[::3]
+    gradients["two"] = strided
+    if isinstance(gradients["one"], np.ndarray):
+        gradients["one"].setflags(write=False)
+    assert arrays.keys() == gradients.keys()
+    return gradients
+
+
+def hooks_over_uneven_batches(comm: Any, kit_name: str) -> None:
+    """The mean over join() counts the ranks that have a batch, whatever the hook does about buckets."""
+    kit = make_kit(comm, kit_name)
+    n = comm.world_size
+    batches = [3] * (n - 1) + [1]
+    specs = {name: SPECS[name] for name in ("matrix", "one", "double", "huge")}
+    for hook in (Recording("future"), Recording("copy")):
+        callback = gs.AllreduceCallback("mean", comm, threshold_bytes=700)
+        callback.register_hook(hook)
+        with callback.join(specs):
+            for number in range(batches[comm.rank]):
+                got = step(callback, put_all(kit, values_for(comm.rank, number, specs)))
+                given = [values_for(rank, number, specs) for rank in range(n) if number < batches[rank]]
+                expect_equal(comm, got, reduced(given), number)
+
+
+def refuse_what_hooks_do_wrong(comm: Any, kit_name: str) -> None:
+    """The same error on every rank where the hook does the same; each in a group of its own, which it breaks."""
+    kit = make_kit(comm, kit_name)
+
+    def too_short(bucket: Any) -> Any:
+        return bucket.flat[:-1]
+
+    def another_dtype(bucket: Any) -> Any:
+        return bucket.flat.astype(np.float64)
+
+    def nothing(bucket: Any) -> Any:
+        return None
+
+    def raises(bucket: Any) -> Any:
+        raise KeyError("no such hook")
+
+    cases = [(too_short, gs.InvalidArgument), (another_dtype, gs.InvalidArgument)]
+    for hook, kind in [*cases, (nothing, gs.InvalidArgument), (raises, KeyError)]:
+        group = comm.split(0)
+        callback = gs.AllreduceCallback("mean", group)
+        expect(gs.InvalidArgument, lambda c=callback: c.register_hook(3), "needs a function")
+        callback.register_hook(hook)
+        with callback.no_sync():
+            callback("w", kit.put(np.ones(3, np.float32)))
+        gradients = put_all(kit, {"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)})
+        futures = []
+        try:
+            for name, gradient in gradients.items():
+                futures.append(callback(name, gradient))
+            callback.flush()
+        except kind as error:
+            assert (
+                kind is KeyError or "a hook for bucket 0 must return 7 elements" in str(error) or "hook" in str(error)
+            )
+        else:
+            raise AssertionError(f"{hook} was not refused")
+        assert all(isinstance(future.exception(), kind) for future in futures)
+        callback.register_hook(None)  # it can go on where all ranks have got the same
+        expect_equal(group, step(callback, put_all(kit, {"a": np.ones(3)})), {"a": np.ones(3)})
+        group.close()
+    compressed = gs.AllreduceCallback("mean", comm, compression="float16")
+    expect(gs.InvalidArgument, lambda: compressed.register_hook(Recording("copy")), "without compression='float16'")
+
+
+# -- Settings on which ranks differ -------------------------------------------------------------------------------
+
+
+def hook_one(bucket: Any) -> Any:
+    return bucket.communicator.all_reduce(bucket.flat, bucket.op)
+
+
+def hook_two(bucket: Any) -> Any:
+    return bucket.communicator.all_reduce(bucket.flat, bucket.op)
+
+
+SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
+    ({}, {"compression": "float16"}, "(mean)", "(mean, in float16)"),
+    ({"compression": "bfloat16"}, {"compression": "float16"}, "in bfloat16", "in float16"),
+    ({"prescale": 2.0}, {}, "prescale 2.0", "(mean)"),
+    ({"postscale": 2.0}, {"postscale": 4.0}, "postscale 2.0", "postscale 4.0"),
+    ({"nonfinite": "raise"}, {"nonfinite": "skip"}, 'nonfinite "raise"', 'nonfinite "skip"'),
+    ({"clip_norm": 1.0}, {"clip_norm": 2.0}, "clip_norm 1.0", "clip_norm 2.0"),
+    ({"strategy": "group"}, {}, 'strategy "group"', "(mean)"),
+    ({"hook": hook_one}, {"hook": hook_two}, "hook hook_one", "hook hook_two"),
+    ({"hook": hook_one}, {}, "hook hook_one", "(mean)"),
+    ({"reduce_method": "sum"}, {}, "(sum)", "(mean)"),
+    ({"threshold_bytes": 64}, {}, "", ""),
+    ({"gradient_as_bucket_view": True}, {}, "gradient", "gradient"),
+    ({"missing": "zero"}, {"missing": "error"}, "all_reduce", "without one for"),
+)
+
+
+def differ(comm: Any, kit_name: str) -> list[str]:
+    """The last rank's callback has other settings: all ranks are told both, before data moves, and can go on."""
+    kit = make_kit(comm, kit_name)
+    told = []
+    for at, (first, last, text_of_first, text_of_last) in enumerate(SETTINGS):
+        names = {f"{at} {name}": SPECS[name] for name in ("matrix", "one", "two")}
+        options = dict(last if comm.rank == comm.world_size - 1 else first)
+        hook = options.pop("hook", None)
+        is_told = "missing" in options or "gradient_as_bucket_view" in {*first, *last}
+        if is_told:
+            options["parameters"] = names
+        callback = gs.AllreduceCallback(options.pop("reduce_method", "mean"), comm, **options)
+        if hook is not None:
+            callback.register_hook(hook)
+        values = values_for(comm.rank, 0, names)
+        if "missing" in options:
+            del values[f"{at} one"]
+        gradients = put_all(kit, values)
+        error = expect(gs.PlanMismatch, lambda c=callback, g=gradients: step(c, g))
+        assert not error.broken
+        assert text_of_first in error.descriptions[0], error.descriptions
+        assert text_of_last in error.descriptions[comm.world_size - 1], error.descriptions
+        assert set(error.descriptions) == set(range(comm.world_size))
+        for name, gradient in gradients.items():
+            assert on_host(gradient).tobytes() == values[name].tobytes(), "data moved"
+        told.append(str(sorted(error.descriptions.items())))
+        alike = gs.AllreduceCallback("sum", comm)
+        expect_equal(
+            comm,
+            step(alike, gradients),
+            reduced(
+                [
+                    {name: each for name, each in values_for(rank, 0, names).items() if name in values}
+                    for rank in range(comm.world_size)
+                ],
+                "sum",
+            ),
+        )
+    return told
+
+
+# -- Knobs together -----------------------------------------------------------------------------------------------
+
+COMBINATIONS: tuple[dict[str, Any], ...] = (
+    {"compression": "bfloat16", "prescale": 0.5, "nonfinite": "raise"},
+    {"nonfinite": "skip", "clip_norm": 20.0, "first_bucket_bytes": 200},
+    {"compression": "float16", "clip_norm": 20.0, "strategy": "group"},
+    {"hook": True, "postscale": 0.5, "nonfinite": "raise", "clip_norm": 20.0},
+    {"missing": "zero", "nonfinite": "skip", "clip_norm": float("inf")},
+)
+
+
+def combine(comm: Any, kit_name: str) -> None:
+    """With gradients in buckets, and with parameters that are told, knobs do what they do without."""
+    kit = make_kit(comm, kit_name)
+    n = comm.world_size
+    for options, threshold_bytes in itertools.product(COMBINATIONS, (700, 10**7)):
+        callbacks = {}
+        for mode in ("told", "viewed", "plain"):
+            chosen = {key: value for key, value in options.items() if key != "hook"}
+            if mode == "plain":
+                chosen.pop("missing", None)
+            callbacks[mode] = gs.AllreduceCallback(
+                "mean",
+                comm,
+                threshold_bytes=threshold_bytes,
+                parameters=None if mode == "plain" else SPECS,
+                gradient_as_bucket_view=mode == "viewed",
+                **chosen,
+            )
+            if "hook" in options:
+                callbacks[mode].register_hook(Recording("future"))
+        buffers = callbacks["viewed"].gradient_buffers()
+        own = {mode: put_all(kit, values_for(comm.rank, 0)) for mode in ("told", "plain")}
+        for number in range(4):
+            given = by_rank(n, number)
+            is_bad = number == 2 and "nonfinite" in options
+            if is_bad:
+                given[n - 1]["two"][3] = np.nan
+            left_out = "double" if options.get("missing") == "zero" and number == 3 else None
+            for values in given if left_out else ():
+                values[left_out][...] = 0
+            outcomes = {}
+            for mode, callback in callbacks.items():
+                arrays = buffers if mode == "viewed" else own[mode]
+                for name, array in arrays.items():
+                    fill(array, given[comm.rank][name])
+                gradients = {name: each for name, each in arrays.items() if name != left_out or mode == "plain"}
+                if is_bad and options["nonfinite"] == "raise":
+                    error = expect(gs.NonFiniteGradient, lambda c=callback, g=gradients: step(c, g))
+                    assert error.parameters == {n - 1: "two"}
+                    continue
+                got = step(callback, gradients)
+                got |= {name: on_host(each) for name, each in callback.filled.items()}
+                outcomes[mode] = {name: got[name] for name in SPECS}
+                assert callback.skip_step is is_bad
+                if callback.norm is not None and not is_bad:
+                    squares = [np.sum(np.abs(each.astype(complex)) ** 2) for each in outcomes[mode].values()]
+                    norm = float(np.sqrt(np.sum(squares)))
+                    np.testing.assert_allclose(min(callback.norm, options["clip_norm"]), norm, rtol=2e-3)
+            for mode in ("told", "viewed") if outcomes and not is_bad else ():
+                for name, each in outcomes["plain"].items():
+                    # The squares of a bucket are added up in other places where it is one array.
+                    wide = np.complex128 if each.dtype.kind == "c" else np.float64
+                    np.testing.assert_allclose(
+                        outcomes[mode][name].astype(wide), each.astype(wide), rtol=1e-2 if each.itemsize == 2 else 2e-6
+                    )
+                    if "clip_norm" not in options and comm.backend != "nccl":
+                        assert outcomes[mode][name].tobytes() == each.tobytes(), (mode, name, options)

@@ -1,0 +1,21 @@
+"""Thousands of equal steps need no more memory than one, and a steady step allocates next to nothing."""
+
+from __future__ import annotations
+
+import growth_checks as checks
+import pytest
+
+from places import SHM
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("plain", checks.STEPS), ("views", checks.STEPS), ("parameters", 500)])
+def test_nothing_grows(mode: str, steps: int) -> None:
+    assert SHM.run(2, checks.measure, (mode,), steps) == [[], []]
+
+
+def test_nothing_grows_on_one_rank() -> None:
+    assert SHM.run(1, checks.measure, tuple(checks.MODES), 1000) == [[]]
+
+
+def test_watching_allocates_nothing_either() -> None:
+    assert SHM.run(2, checks.measure, ("watched",), 500) == [[], []]
