@@ -94,22 +94,6 @@ def awkward(kit: Any, arrays: dict[str, Any], values: Values) -> dict[str, Any]:
     return gradients
 
 
-def hooks_over_uneven_batches(comm: Any, kit_name: str) -> None:
-    """The mean over join() counts the ranks that have a batch, whatever the hook does about buckets."""
-    kit = make_kit(comm, kit_name)
-    n = comm.world_size
-    batches = [3] * (n - 1) + [1]
-    specs = {name: SPECS[name] for name in ("matrix", "one", "double", "huge")}
-    for hook in (Recording("future"), Recording("copy")):
-        callback = gs.AllreduceCallback("mean", comm, threshold_bytes=700)
-        callback.register_hook(hook)
-        with callback.join(specs):
-            for number in range(batches[comm.rank]):
-                got = step(callback, put_all(kit, values_for(comm.rank, number, specs)))
-                given = [values_for(rank, number, specs) for rank in range(n) if number < batches[rank]]
-                expect_equal(comm, got, reduced(given), number)
-
-
 def refuse_what_hooks_do_wrong(comm: Any, kit_name: str) -> None:
     """The same error on every rank where the hook does the same; each in a group of its own, which it breaks."""
     kit = make_kit(comm, kit_name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import callback_hook_checks as checks
 import pytest
+import uneven_checks
 
 from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, on
 
@@ -21,8 +22,6 @@ PLACES = [
 
 def hooks(comm: Any, kit_name: str) -> None:
     checks.hand_buckets_to_hooks(comm, kit_name)
-    if comm.world_size > 1:
-        checks.hooks_over_uneven_batches(comm, kit_name)
     checks.refuse_what_hooks_do_wrong(comm, kit_name)
 
 
@@ -35,6 +34,14 @@ def test_hooks(place: Place, world_size: int) -> None:
 def test_settings_that_differ_are_told_on_every_rank(place: Place, world_size: int) -> None:
     told = place.run(world_size, checks.differ, place.kit)
     assert told == [told[0]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("place", "world_size"), [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 2)]
+)
+def test_uneven_batches(place: Place, world_size: int) -> None:
+    told = place.run(world_size, uneven_checks.train, place.kit)
+    assert [norms[: len(told[-1])] for norms in told] == [told[-1]] * world_size
 
 
 @pytest.mark.parametrize(("place", "world_size"), PLACES)

@@ -170,6 +170,23 @@ def refuse_another_place(comm: Any) -> None:
         expect(gs.MissingGradient, callback.flush)
 
 
+def ask_for_different_memory(comm: Any) -> None:
+    """Ranks whose gradients differ are told on all, and so is memory that cannot be had; then it goes on."""
+    callback = gs.AllreduceCallback("mean", comm, gradient_as_bucket_view=True)
+    other = {**SMALL, "one": ((41 if comm.rank == comm.world_size - 1 else 40,), np.float32)}
+    if comm.world_size > 1:
+        error = expect(gs.PlanMismatch, lambda: callback.gradient_buffers(other), "first difference, gradient ")
+        assert not error.broken
+        assert "'one': float32[41]" in error.descriptions[comm.world_size - 1]
+    if comm.backend == "shm":
+        huge = {"a": ((2**50,), np.float32)}
+        expect(gs.BackendUnavailable, lambda: callback.gradient_buffers(huge))
+    buffers = callback.gradient_buffers(SMALL)
+    for name, values in values_for(comm.rank, 0, SMALL).items():
+        fill(buffers[name], values)
+    expect_equal(comm, step(callback, buffers), reduced(by_rank(comm.world_size, 0, SMALL)))
+
+
 def stand_in_for_others(comm: Any, kit_name: str) -> None:
     """join(), where the last rank has fewer batches, or none, with views that are told, learnt, or not known yet."""
     kit = make_kit(comm, kit_name)
@@ -217,6 +234,7 @@ def all_of_it(comm: Any, kit_name: str) -> None:
     learn_the_plan(comm, kit_name)
     make_them_again(comm, kit_name)
     refuse_another_place(comm)
+    ask_for_different_memory(comm)
     if comm.world_size > 1:
         stand_in_for_others(comm, kit_name)
     outlive_their_communicator(comm)

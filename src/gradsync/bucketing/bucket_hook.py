@@ -28,7 +28,7 @@ class GradientBucket:
             valid until the bucket's result is there.
         communicator: whose ranks reduce it.
         op: sum or mean: what the result must be.
-        is_last: whether it is the last bucket of its step.
+        is_last: whether it is the last bucket, in a step that has as many as the one before; False in the first step.
     """
 
     index: int

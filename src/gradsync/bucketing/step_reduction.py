@@ -196,6 +196,7 @@ class StepReduction:
         Raises:
             NonFiniteGradient: some rank's are not finite, and the policy is to raise; on all ranks.
         """
+        self.skip_step = False
         self._call_roll()
         if self._hooked is not None:
             self._hooked.finish()
