@@ -61,7 +61,7 @@ LAYERS = [
     ("bucketing.fixed_arrivals", "bucketing.bucket_memory"),
     ("bucketing.bucket_work", "bucketing.missing", "bucketing.step_plan"),
     ("bucketing.bucket_watch",),
-    ("bucketing.hooked_buckets",),
+    ("bucketing.hooked_buckets", "bucketing.step_values"),
     ("bucketing.step_reduction",),
     ("bucketing.auto_threshold",),
     ("bucketing.backward_pass",),

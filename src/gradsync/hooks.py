@@ -25,6 +25,8 @@ from gradsync.bucketing.flat_buffer import array_module
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, dtype_name
 
+_Signature = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], np.dtype[Any], type]
+
 __all__ = ["BucketHook", "EightBitHook", "GradientBucket", "LowRankHook"]
 
 _REAL = ("float16", "bfloat16", "float32", "float64")
@@ -49,7 +51,7 @@ class EightBitHook:
     """
 
     def __init__(self) -> None:
-        self._errors: dict[int, Array] = {}
+        self._errors: dict[int, tuple[_Signature, Array]] = {}
 
     def reset(self) -> None:
         """Forgets what compression has lost so far."""
@@ -62,9 +64,10 @@ class EightBitHook:
             return communicator.asynchronous.all_reduce(flat, bucket.op)
         xp, wide = array_module(flat), accumulation_dtype(flat.dtype)
         n, blocks = flat.size, -(-flat.size // _BLOCK_ELEMENTS)
-        error = self._errors.get(bucket.index)
-        if error is None or error.shape != (blocks, _BLOCK_ELEMENTS) or error.dtype != wide:
-            error = self._errors[bucket.index] = xp.zeros((blocks, _BLOCK_ELEMENTS), wide)
+        signature, error = self._errors.get(bucket.index, (None, None))
+        if error is None or signature != _signature(bucket):
+            error = xp.zeros((blocks, _BLOCK_ELEMENTS), wide)
+            self._errors[bucket.index] = _signature(bucket), error
         message = xp.empty(blocks * (_FLOAT32.itemsize + _BLOCK_ELEMENTS), _UINT8)
         with np.errstate(all="ignore"):  # what is not finite shows in the result
             error.reshape(-1)[:n] += flat
@@ -119,14 +122,13 @@ class _LowRankState:
     """Of one bucket.
 
     Attributes:
-        size_elements, dtype: of the bucket.
+        signature: of the bucket's gradients.
         error: what is left over, as a square matrix, padded with zeros.
         begin: the right factor to begin with.
         right: that of the last step.
     """
 
-    size_elements: int
-    dtype: np.dtype[Any]
+    signature: _Signature
     error: Array
     begin: Array
     right: Array
@@ -158,6 +160,7 @@ class LowRankHook:
         self.start_after = _natural("start_after", start_after, 0)
         self._states: dict[int, _LowRankState] = {}
         self._steps: dict[int, int] = {}
+        self.settings = f"LowRankHook(rank={rank}, start_after={start_after})"  # what ranks must agree on
 
     def reset(self) -> None:
         """Forgets what compression has lost so far, the factors, and how many steps there were."""
@@ -192,12 +195,17 @@ class LowRankHook:
     def _state_of(self, bucket: GradientBucket, side: int) -> _LowRankState:
         flat = bucket.flat
         state = self._states.get(bucket.index)
-        if state is None or state.size_elements != flat.size or state.dtype != flat.dtype:
+        if state is None or state.signature != _signature(bucket):
             xp, wide = array_module(flat), accumulation_dtype(flat.dtype)
             begin = xp.asarray(_seeded((side, self.rank), bucket.index).astype(wide))
-            state = _LowRankState(flat.size, flat.dtype, xp.zeros((side, side), wide), begin, begin)
+            state = _LowRankState(_signature(bucket), xp.zeros((side, side), wide), begin, begin)
             self._states[bucket.index] = state
         return state
+
+
+def _signature(bucket: GradientBucket) -> _Signature:
+    """Returns what must be the same for what was lost in a bucket to belong to its gradients still."""
+    return bucket.names, bucket.shapes, bucket.flat.dtype, type(bucket.flat)
 
 
 def _is_compressible(bucket: GradientBucket) -> bool:

@@ -60,7 +60,6 @@ class Arrivals:
             return None
         if self.has_new:
             self._register(entry, arrays)
-        self.specs[position] = entry.spec
         self.count = position + 1
         return entry
 

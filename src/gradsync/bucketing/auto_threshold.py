@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from gradsync.bucketing.options import DEFAULT_THRESHOLD_BYTES
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.threshold_tuner import ThresholdTuner
@@ -21,11 +22,18 @@ _EVENT = 'the choice of a threshold (threshold_bytes="auto")'
 _AGREEMENT = Agreement(digest_of(_EVENT), lambda: _EVENT)
 
 
+_MOST_SEARCHES = 5
+
+
 class AutoThreshold:
-    """Looks for the threshold, step by step; begins anew where a step has other gradients than the one before."""
+    """Looks for the threshold, step by step; begins anew where a step has other gradients than the one before.
+
+    Where that happens again and again there is no one threshold to find: then the default one stays.
+    """
 
     def __init__(self) -> None:
-        self._tuner = ThresholdTuner()
+        self._tuner = ThresholdTuner(default_bytes=DEFAULT_THRESHOLD_BYTES)
+        self._searches = 0
         self._specs: list[GradientSpec] = []
         self._is_over = False
         self._is_beside_host = False
@@ -54,7 +62,12 @@ class AutoThreshold:
         if self._is_over:
             return self._tuner.threshold_bytes
         if list(specs) != self._specs:
-            self._tuner, self._specs = ThresholdTuner(), list(specs)
+            self._tuner, self._specs = ThresholdTuner(default_bytes=DEFAULT_THRESHOLD_BYTES), list(specs)
+            self._searches += 1
+            if self._searches > _MOST_SEARCHES:
+                self._is_over = True
+                _log.info("%s: threshold_bytes stays the default: the gradients change too often", communicator.label)
+                return self._tuner.threshold_bytes
             self._tuner.begin(specs)
         else:
             self._tuner.add(self._seconds)

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradsync.bucketing.auto_threshold import AutoThreshold
 from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.bucket_work import BucketWork, resident_work, work_of
-from gradsync.bucketing.fixed_arrivals import FixedArrivals, names_text
+from gradsync.bucketing.fixed_arrivals import FixedArrivals
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import known_parameters
-from gradsync.bucketing.plan import Bucket
+from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
-from gradsync.errors import InvalidArgument, MissingGradient
+from gradsync.completion import Completion
+from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient
 
 _log = logging.getLogger("gradsync")
 
@@ -51,6 +52,8 @@ class BackwardPass:
         self._auto = AutoThreshold() if options.threshold_bytes == "auto" else None
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
         self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
+        self._ended = 0  # steps
+        self._leaving: BaseException | None = None  # what a done-callback has ended with: raised when all is done
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket
         self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
         self._works: dict[int, BucketWork] = {}  # by bucket; of the last step where they may recur
@@ -71,10 +74,15 @@ class BackwardPass:
         if communicator is self._communicator:
             return
         if self.is_under_way:
-            raise InvalidArgument(
-                f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
-            )
+            if self._communicator is not None and not self._communicator.closed:
+                raise InvalidArgument(
+                    f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
+                )
+            self.fail(GradientCancelled("the group ended before its backward pass did"))
         self.plan.begin_with(communicator)
+        self.reduction.begin_with()
+        if self._auto is not None:
+            self._auto = AutoThreshold()
         self._zeros.clear()
         self._works.clear()
         self._communicator = communicator
@@ -91,7 +99,8 @@ class BackwardPass:
                 f"a hook decides what travels: make the callback without compression={self._options.wire.dtype_name!r}"
             )
         kind = hook if hasattr(hook, "__qualname__") else type(hook)
-        self.reduction.use_hook(hook, "" if hook is None else f"hook {getattr(kind, '__qualname__', kind)}")
+        name = getattr(hook, "settings", None) or getattr(kind, "__qualname__", kind)
+        self.reduction.use_hook(hook, "" if hook is None else f"hook {name}")
 
     def live_in_buckets(self, parameters: Any, communicator: Communicator) -> Any:
         """Makes memory in which gradients live in the buckets; see AllreduceCallback.gradient_buffers."""
@@ -118,33 +127,45 @@ class BackwardPass:
             self.begin_with(communicator)
         plan = self.plan
         entry = plan.arrivals.recurring(param, grad, communicator.arrays)
-        is_new = entry is None
         if entry is None:
             if not self.is_under_way:
                 plan.ensure_memory(communicator)
             entry = plan.admit(param, grad, communicator)
-        complete = plan.planner.add(entry.spec, entry.position)
+            complete = plan.planner.add(entry.spec, entry.position)
+            self._renewed.add(plan.planner.placed_in)
+        else:
+            complete = plan.planner.add(entry.spec, entry.position)
         number = plan.planner.placed_in
         end = self._ends.get(number)
         if end is None:
             end = self._ends[number] = CollectiveEnd()
-        if is_new:
-            self._renewed.add(number)
         if self._auto is not None and plan.arrivals.count == 1:
             self._auto.begin_step(self.reduction, communicator)
         if communicator.runs_beside_host:
             self._producers.setdefault(number, []).append(communicator.mark_work())
         future = GradientFuture(entry.spec.name, end, entry.result)
-        for bucket in complete:
-            self._reduce(bucket, communicator)
-        if isinstance(plan.arrivals, FixedArrivals) and plan.arrivals.is_complete():
-            self.flush(communicator)
-            self._flushed_itself = True
+        if complete:
+            self._reduce_all(complete, communicator)
+            if isinstance(plan.arrivals, FixedArrivals) and plan.arrivals.is_complete():
+                self.flush(communicator)
+                self._flushed_itself = True
         return future
 
     def check(self, param: Any, grad: Any, communicator: Communicator) -> None:
         """Refuses what hand_over would refuse as such; takes nothing."""
         self.plan.check(param, grad, self.plan.arrivals.count, communicator)
+
+    @property
+    def ended(self) -> int:
+        """How many steps have ended, empty ones included."""
+        return self._ended
+
+    def is_flushed_since(self, ended: int) -> bool:
+        """Whether a step has ended since `ended` was read, and no other has begun: then there is nothing to flush."""
+        is_flushed = self._ended > ended and not self.is_under_way
+        if is_flushed:
+            self._flushed_itself = False
+        return is_flushed
 
     def flush(self, communicator: Communicator) -> None:
         """Reduces what is left, and ends the step."""
@@ -158,12 +179,19 @@ class BackwardPass:
             if places is not None and self._is_incomplete(places):
                 self._complete(places, communicator)  # and with it, the step
                 return
-            for bucket in self.plan.planner.flush():
-                self._reduce(bucket, communicator)
-            self.reduction.end(self.plan.arrivals.count, communicator)
+            self._reduce_all(self.plan.planner.flush(), communicator)
+            later = self.reduction.end(self.plan.arrivals.count, communicator)
+            if later is not None:
+                for end in self._ends.values():
+                    end.completion = later
+            self._end_well(communicator)
         except BaseException as error:
             self.fail(error)
             raise
+        self._raise_leaving()
+
+    def _end_well(self, communicator: Communicator) -> None:
+        """Keeps of the step what may come again, and learns from it."""
         count = self.plan.arrivals.count
         if self._auto is not None and count:
             self._auto.end_step(self.reduction)
@@ -192,7 +220,10 @@ class BackwardPass:
         self._works.clear()
         self.plan.arrivals.forget()
         for end in ends:
-            end.finish(None, error)
+            self._finish(end, error, None)
+        if isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._leaving = None
+        self._raise_leaving()
 
     def _is_incomplete(self, places: FixedArrivals) -> bool:
         """Whether gradients are missing; an empty step is one of its own, except where zeros take part in it."""
@@ -204,11 +235,11 @@ class BackwardPass:
         """Hands over zeros in place of the gradients that have not come, or raises, on all ranks alike."""
         missing = places.missing()
         if self._options.missing == "error":
-            names = names_text([parameter.spec.name for parameter in missing])
+            names = tuple([parameter.spec.name for parameter in missing])
             self.reduction.agree_on_missing(places.count, names, communicator)
             raise MissingGradient(
-                f"{communicator.label}: no rank has handed over a gradient for {names}: hand over one for each "
-                'parameter, or use AllreduceCallback(missing="zero")'
+                f"{communicator.label}: no rank has handed over a gradient for {list_of_names(names)}: hand over one "
+                'for each parameter, or use AllreduceCallback(missing="zero")'
             )
         filled = {}
         self.plan.ensure_memory(communicator)
@@ -218,6 +249,11 @@ class BackwardPass:
             filled[parameter.label] = zeros
         self._flushed_itself = False
         self.filled = filled
+
+    def _reduce_all(self, buckets: Sequence[Bucket], communicator: Communicator) -> None:
+        for bucket in buckets:
+            self._reduce(bucket, communicator)
+        self._raise_leaving()
 
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
         end = self._ends[bucket.number]
@@ -229,7 +265,19 @@ class BackwardPass:
             raise
         self._reduced.append(bucket)
         if not self.reduction.is_hooked:
-            end.finish(None, None, completion)
+            self._finish(end, None, completion)
+
+    def _finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
+        """Ends a bucket for its futures; a done-callback that ends in SystemExit must not keep others from their end."""
+        try:
+            end.finish(None, error, completion)
+        except BaseException as leaving:
+            self._leaving = self._leaving or leaving
+
+    def _raise_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            raise leaving
 
     def _work_for(self, bucket: Bucket, communicator: Communicator) -> BucketWork:
         number = bucket.number
@@ -242,8 +290,10 @@ class BackwardPass:
         entries = [self.plan.arrivals.entry(slot.position) for slot in bucket.slots]
         work = work_of(bucket, entries)
         if all(entry.recurs for entry in entries):
-            prepared = communicator.prepare_list(work.sources, work.targets, self.reduction.op)
-            work = self._works[number] = work._replace(prepared=prepared)
+            if self.reduction.can_prepare(work.sources[0].dtype):
+                prepared = communicator.prepare_list(work.sources, work.targets, self.reduction.op)
+                work = work._replace(prepared=prepared)
+            self._works[number] = work
         else:
             self._works.pop(number, None)
         return work
@@ -251,12 +301,18 @@ class BackwardPass:
     def _end_step(self) -> None:
         self.reduction.statistics.gradients += self.plan.arrivals.count
         self.reduction.begin_step()
-        for number in self._works.keys() - {bucket.number for bucket in self._reduced}:
-            del self._works[number]
+        self._ended += 1
+        if self._reduced:  # an empty step says nothing about the next
+            self._forget_other_works()
         self._ends.clear()
         self._producers.clear()
         self._renewed.clear()
         self._reduced.clear()
+
+    def _forget_other_works(self) -> None:
+        """Lets go of the arrays of buckets that this step did not have."""
+        for number in self._works.keys() - {bucket.number for bucket in self._reduced}:
+            del self._works[number]
 
     def tell_forgotten(self) -> None:
         """Warns when a callback goes, or the program ends, with gradients that were never reduced."""

@@ -28,7 +28,6 @@ class GradientBucket:
             valid until the bucket's result is there.
         communicator: whose ranks reduce it.
         op: sum or mean: what the result must be.
-        is_last: whether it is the last bucket, in a step that has as many as the one before; False in the first step.
     """
 
     index: int
@@ -37,7 +36,6 @@ class GradientBucket:
     flat: Array
     communicator: Communicator
     op: ReduceOp
-    is_last: bool
 
     def gradients(self) -> list[Array]:
         """Returns the gradients as views of `flat`, by shape."""
@@ -72,5 +70,8 @@ def result_of(value: Any, bucket: GradientBucket) -> Array:
             f"{communicator.label}: {what} must return {bucket.flat.size} elements of {bucket.flat.dtype}, or a future "
             f"of them, got {native.size} of {native.dtype}"
         )
-    flat: Array = communicator.arrays.flat(native)
+    arrays = communicator.arrays
+    if native is bucket.flat or (native.size and arrays.byte_bounds(native) == arrays.byte_bounds(bucket.flat)):
+        return bucket.flat
+    flat: Array = arrays.flat(native)
     return flat

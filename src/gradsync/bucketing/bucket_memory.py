@@ -88,7 +88,7 @@ class BucketMemory:
         begin, end = self._arrays.byte_bounds(native)
         if end <= self._bounds[0] or begin >= self._bounds[1]:
             return False
-        if self._arrays.byte_bounds(own) == (begin, end) and native.strides == own.strides:
+        if self._arrays.byte_bounds(own) == (begin, end) and native.flags.c_contiguous:
             return True
         raise InvalidArgument(
             f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not in its own "

@@ -36,7 +36,7 @@ class BucketWatch:
         slots = self._work.bucket.slots
         if self._work.memory is not None:  # they live in the bucket, which is one array
             sources = [sources[0][slot.begin : slot.end] for slot in slots]
-        names = [slot.spec.name.strip("'") for slot in slots]
+        names = [slot.spec.label for slot in slots]
         self._finite.note(list(zip(names, sources, strict=True)), self._communicator.arrays)
 
     def after(self, targets: Sequence[Array]) -> None:

@@ -188,12 +188,12 @@ class AllreduceCallback(WithBlocks):
     @property
     def norm(self) -> float | None:
         """The norm of the last step's reduced gradients, before they were clipped; None without clip_norm."""
-        return self._step.norm
+        return self._step.values.norm
 
     @property
     def skip_step(self) -> bool:
         """Whether some rank's gradients of the last step were not finite; always False but for nonfinite="skip"."""
-        return self._step.skip_step
+        return self._step.values.skip_step
 
     @property
     def filled(self) -> dict[Any, Any]:

@@ -94,6 +94,10 @@ class WireFormat:
             f"{name}: convert it with astype first, or leave both at 1"
         )
 
+    def forget_memory(self) -> None:
+        """Lets go of the memory: another communicator may have its arrays elsewhere."""
+        self._memory.clear()
+
     def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
         """Packs gradients one after the other, scaled and rounded, into memory that grows to the largest list.
 
@@ -116,9 +120,7 @@ class WireFormat:
         total = sum([source.size for source in sources])
         memory = self._memory.get(wire)
         if memory is None or memory.size < total:
-            self._memory.pop(wire, None)  # freed before the larger one is taken
-            del memory
-            memory = self._memory[wire] = arrays.empty((total,), wire, sources[0])
+            memory = self._memory[wire] = arrays.scratch(total, wire)
         begin = 0
         for source in sources:
             end = begin + source.size

@@ -7,12 +7,10 @@ from typing import Any
 from gradsync.bucketing.arrivals import Arrivals
 from gradsync.bucketing.parameter_specs import KnownParameter
 from gradsync.bucketing.pending import PendingGradient, display_name, key_of
-from gradsync.bucketing.plan import GradientSpec
+from gradsync.bucketing.plan import GradientSpec, list_of_names
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
-
-_NAMED = 8  # missing parameters that an error names
 
 
 class FixedArrivals(Arrivals):
@@ -48,7 +46,7 @@ class FixedArrivals(Arrivals):
         if position is None:
             raise InvalidArgument(
                 f"{self.label}: {display_name(param, self.count)} is not among the callback's parameters, which are "
-                f"{names_text([parameter.spec.name for parameter in self._parameters])}"
+                f"{list_of_names([parameter.spec.name for parameter in self._parameters])}"
             )
         if self._has_come[position]:
             raise InvalidArgument(
@@ -96,9 +94,3 @@ class FixedArrivals(Arrivals):
         self._entries[entry.position] = entry
         self._new.append(entry.position)
         self._has_come[entry.position] = True
-
-
-def names_text(names: list[str]) -> str:
-    """Returns the first names of a list, and how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

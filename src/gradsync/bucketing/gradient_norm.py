@@ -16,7 +16,6 @@ import numpy as np
 from gradsync.bucketing.shared_results import on_host, own_share
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.host_arrays import HostArrays
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
 
@@ -75,16 +74,10 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
     Source: torch.nn.utils.clip_grad_norm_, its 1e-6 included.
     """
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float, np.number)) or not max_norm > 0:
         raise InvalidArgument(f"max_norm must be a number above 0, got {max_norm!r}")
     factor = max_norm / (norm + _EPSILON)
     return 1.0 if factor > 1.0 else factor
-
-
-def scale(result: Array, factor: float, communicator: Communicator) -> None:
-    """Multiplies a reduced gradient in place; in host memory also where the communicator's arrays are on a GPU."""
-    arrays = HostArrays() if isinstance(result, np.ndarray) else communicator.arrays
-    arrays.multiply(result, factor, result)
 
 
 def _bits(value: float) -> int:

@@ -21,6 +21,7 @@ class _UnderWay(NamedTuple):
     work: BucketWork
     bucket: GradientBucket
     value: Any
+    mark: Any  # of the work that the hook has queued
     mean_over: int | None
     end: CollectiveEnd
     watch: BucketWatch | None
@@ -49,8 +50,6 @@ class HookedBuckets:
         producers: Sequence[Any],
         end: CollectiveEnd,
         watch: BucketWatch | None,
-        *,
-        is_last: bool,
     ) -> None:
         """Packs a bucket, scaled, and hands it to the hook.
 
@@ -60,7 +59,6 @@ class HookedBuckets:
             op, mean_over, producers: as for Communicator.all_reduce_list.
             end: of its gradients.
             watch: looks at the values before and after.
-            is_last: whether it is known to be the last of the step.
         """
         communicator.follow_work(producers)
         if watch is not None:
@@ -68,25 +66,29 @@ class HookedBuckets:
         flat = self._packed(work, communicator)
         specs = work.bucket.specs
         names, shapes = tuple([spec.name for spec in specs]), tuple([spec.shape for spec in specs])
-        bucket = GradientBucket(work.bucket.number, names, shapes, flat, communicator, op, is_last)
-        self._under_way.append(_UnderWay(work, bucket, self._hook(bucket), mean_over, end, watch))
+        bucket = GradientBucket(work.bucket.number, names, shapes, flat, communicator, op)
+        value = self._hook(bucket)
+        self._under_way.append(_UnderWay(work, bucket, value, communicator.mark_work(), mean_over, end, watch))
 
     def finish(self) -> None:
         """Waits for the hook's results, in order, and brings them to the gradients."""
         under_way, self._under_way = self._under_way, []
-        for work, bucket, value, mean_over, end, watch in under_way:
+        for work, bucket, value, mark, mean_over, end, watch in under_way:
             communicator = bucket.communicator
+            if mark is not None:
+                communicator.follow_work([mark])  # the gradient may have been handed over on another stream
             reduced = result_of(value, bucket)
             if mean_over is not None:
                 communicator.arrays.divide(reduced, mean_over)
             self._deliver(reduced, work, communicator)
             if watch is not None:
                 watch.after(work.targets)
-            end.finish(None, None)
+            end.finish(None, None, communicator.mark_end())
 
     def reset(self) -> None:
-        """Forgets what is under way: the step has failed."""
+        """Forgets what is under way, and the memory that it may still use: the step has failed."""
         self._under_way.clear()
+        self._flats.clear()
 
     def _packed(self, work: BucketWork, communicator: Communicator) -> Array:
         arrays, sources = communicator.arrays, work.sources
@@ -96,7 +98,7 @@ class HookedBuckets:
         else:
             known = self._flats.get(work.bucket.number)
             if known is None or known.size != size or known.dtype != sources[0].dtype:
-                known = arrays.empty((size,), sources[0].dtype, sources[0])
+                known = arrays.scratch(size, sources[0].dtype)
                 self._flats[work.bucket.number] = known
             flat = known
             array_module(flat).concatenate(sources, out=flat)

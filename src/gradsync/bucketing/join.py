@@ -6,6 +6,7 @@ left the block gives zeros in their place, and the mean counts the others alone.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from gradsync.bucketing.parameter_specs import dtype_of, known_parameters
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
-from gradsync.errors import PlanMismatch
+from gradsync.errors import NonFiniteGradient, PlanMismatch
 from gradsync.reduction import Array
 
 # What a rank answers when the roll is called.
@@ -67,15 +68,16 @@ class Join:
             present, passes, gradients = self._call_roll(_ENDED if specs else _UNABLE)
             if not present:
                 return
-            self._step.stand_in(
-                plan.planner,
-                specs,
-                self._communicator,
-                self._zeros_for,
-                present=present,
-                passes=passes,
-                gradients=gradients,
-            )
+            with suppress(NonFiniteGradient):  # told to the ranks that have gradients, which may go on
+                self._step.stand_in(
+                    plan.planner,
+                    specs,
+                    self._communicator,
+                    self._zeros_for,
+                    present=present,
+                    passes=passes,
+                    gradients=gradients,
+                )
 
     def _call_roll(self, answer: int, passes: int = 0, gradients: int = 0) -> tuple[int, int, int]:
         """Returns how many ranks have gradients, and the local passes and gradients before these, of the first one."""
@@ -111,7 +113,7 @@ class Join:
         memory = self._backward.plan.memory
         if memory is not None:
             work = resident_work(bucket, memory)
-            work.sources[0][...] = zero
+            self._communicator.arrays.fill(work.sources[0], zero)
             return work
         flat = self._zeros.get(bucket.dtype)
         if flat is None or flat.size < bucket.size_elements:
@@ -119,6 +121,6 @@ class Join:
             self._zeros[bucket.dtype] = flat
         else:
             flat = flat[: bucket.size_elements]
-            flat[...] = zero
+            self._communicator.arrays.fill(flat, zero)
         parts = [flat[slot.begin : slot.end] for slot in bucket.slots]
         return BucketWork(bucket, parts, parts, [], parts)

@@ -26,7 +26,7 @@ class Zeros:
             array = self._arrays[position]
         else:
             array = self._arrays[position] = communicator.arrays.empty(spec.shape, dtype_of(spec.dtype), None)
-        array[...] = 0
+        communicator.arrays.fill(array, 0)
         return array
 
     def clear(self) -> None:

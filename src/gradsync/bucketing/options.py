@@ -65,9 +65,12 @@ class Options:
         """Returns what ranks must agree on beside op and buckets, in words: part of each bucket's agreement."""
         words = [
             self.wire.settings(),
+            'missing "zero"' if self.missing == "zero" else "",
+            "gradient_as_bucket_view" if self.gradient_as_bucket_view else "",
+            'threshold_bytes "auto"' if self.threshold_bytes == "auto" else "",
             'strategy "group"' if self.strategy == "group" else "",
             f'nonfinite "{self.nonfinite}"' if self.nonfinite != "off" else "",
-            f"clip_norm {self.clip_norm}" if self.clip_norm is not None else "",
+            f"clip_norm {float(self.clip_norm)}" if self.clip_norm is not None else "",
         ]
         return ", ".join(filter(None, words))
 

@@ -20,7 +20,7 @@ class PendingGradient(NamedTuple):
 
     Attributes:
         position: its place in the step.
-        parameter: held until the flush, so that its identity stays its own.
+        parameter: held as long as this is, so that its identity stays its own.
         key: what tells it apart from the others of this process.
         gradient: what was handed over.
         native: the same, as the communicator's array.
@@ -30,7 +30,7 @@ class PendingGradient(NamedTuple):
         target: flat, likewise; the source itself where the result may take its place.
         write_back: where the target's values go afterwards: other layouts, other devices; None where they are there.
         result: what the future gives.
-        recurs: whether the last step had the same array at this place.
+        recurs: whether it is kept for the next step: the last one had this very array here, and it is reduced in place.
     """
 
     position: int

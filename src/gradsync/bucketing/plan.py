@@ -7,12 +7,14 @@ launched, as soon as the next gradient cannot join.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from gradsync.errors import InvalidArgument
+
+_NAMED = 8  # gradients that a message names
 
 
 class GradientSpec(NamedTuple):
@@ -29,6 +31,12 @@ class GradientSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
+
+    @property
+    def label(self) -> str:
+        """The name without the quotes of a string."""
+        is_quoted = self.name[:1] in ("'", '"') and self.name[:1] == self.name[-1:]
+        return self.name[1:-1] if is_quoted else self.name
 
     @property
     def size_elements(self) -> int:
@@ -166,7 +174,12 @@ class BucketPlanner:
         return complete
 
     def flush(self) -> list[Bucket]:
-        """Completes what is open, dtype by dtype in sorted order, and begins a new step."""
+        """Completes what is open, dtype by dtype in sorted order, and begins a new step.
+
+        An empty step says nothing about the next: what is known of the last one stays.
+        """
+        if not self._arrived:
+            return []
         if self._repeating and self._arrived == len(self._steps) and self._rest is not None:
             self._arrived = 0
             return self._rest
@@ -251,3 +264,9 @@ def _filled_bytes(filling: _Filling) -> int:
 def _check_size(name: str, size_bytes: object) -> None:
     if not isinstance(size_bytes, int) or isinstance(size_bytes, bool) or size_bytes < 1:
         raise InvalidArgument(f"{name} must be an integer of at least 1, got {size_bytes!r}")
+
+
+def list_of_names(names: Sequence[str]) -> str:
+    """Returns the first names of a list, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from gradsync.bucketing.plan import Bucket
+from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.flight_recorder import names_text, size_text
 from gradsync.reduction import ReduceOp
@@ -41,9 +41,11 @@ class StepAgreements:
         event = (bucket, self.local_passes, self.local_gradients)  # of a repeated step it is the very same bucket
         return self._next(event, self._describe_bucket, self._summarise_bucket)
 
-    def flush(self, gradients: int, missing: str = "") -> Agreement:
+    def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
         """Returns the agreement that the step ends here, after so many gradients; `missing` names those that are."""
         event = ((gradients, missing), self.local_passes, self.local_gradients)
+        if self._index == 0:  # an empty step says nothing about the next: what is known stays
+            return self._make(event, 0, self._describe_flush, self._summarise_flush)
         return self._next(event, self._describe_flush, self._summarise_flush)
 
     def _next(self, event: tuple[Any, int, int], describe: Any, summarise: Any) -> Agreement:
@@ -53,13 +55,15 @@ class StepAgreements:
             if known == event:
                 return agreement
             del self._known[index:]
-        of_what, *passes = event
-        digest = digest_of(
-            "gradients", index, self._op, of_what.specs if isinstance(of_what, Bucket) else of_what, passes
-        )
-        agreement = Agreement(digest, partial(describe, event), index, partial(summarise, event))
+        agreement = self._make(event, index, describe, summarise)
         self._known.append((event, agreement))
         return agreement
+
+    def _make(self, event: tuple[Any, int, int], index: int, describe: Any, summarise: Any) -> Agreement:
+        of_what, *passes = event
+        content = of_what.specs if isinstance(of_what, Bucket) else of_what
+        digest = digest_of("gradients", index, self._op, content, passes)
+        return Agreement(digest, partial(describe, event), index, partial(summarise, event))
 
     def _describe_bucket(self, event: tuple[Bucket, int, int]) -> str:
         specs = event[0].specs
@@ -72,15 +76,15 @@ class StepAgreements:
     def _summarise_bucket(self, event: tuple[Bucket, int, int]) -> str:
         specs = event[0].specs
         size = size_text(sum(spec.size_bytes for spec in specs))
-        names = names_text([spec.name.strip("'") for spec in specs])
+        names = names_text([spec.label for spec in specs])
         return f"all_reduce({self._op}) {specs[0].dtype} {size} {names}"
 
-    def _describe_flush(self, event: tuple[tuple[int, str], int, int]) -> str:
+    def _describe_flush(self, event: tuple[tuple[int, tuple[str, ...]], int, int]) -> str:
         gradients, missing = event[0]
-        without = f", without one for {missing}" if missing else ""
+        without = f", without one for {list_of_names(missing)}" if missing else ""
         return f"flush ({self._op}) after {_count(gradients, 'gradient')}{without}{_after(event)}"
 
-    def _summarise_flush(self, event: tuple[tuple[int, str], int, int]) -> str:
+    def _summarise_flush(self, event: tuple[tuple[int, tuple[str, ...]], int, int]) -> str:
         return f"flush({self._op}) after {_count(event[0][0], 'gradient')}"
 
 

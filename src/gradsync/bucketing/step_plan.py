@@ -107,6 +107,8 @@ class StepPlan:
         recurs = goes.result is grad is native and goes.target is goes.source and goes.write_back is None
         recurs = recurs and arrivals.has_seen(position, native)
         state = arrays.state(native) if recurs else None
+        if self.memory is not None and goes.result is not grad:  # copied already: what is written to is the place
+            native = self.memory.views[position]
         entry = PendingGradient(position, param, key_of(param), grad, native, state, spec, *goes, recurs)
         arrivals.add(entry, arrays)
         return entry

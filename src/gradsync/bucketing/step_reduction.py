@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, Protocol
+
+import numpy as np
 
 from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
-from gradsync.bucketing.finite_check import FiniteCheck
 from gradsync.bucketing.fixed_plan import FixedPlanner
-from gradsync.bucketing.gradient_norm import GradientNorm, clip_factor, scale
 from gradsync.bucketing.hooked_buckets import HookedBuckets
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
 from gradsync.bucketing.step_agreements import StepAgreements
+from gradsync.bucketing.step_values import StepValues
 from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
@@ -47,8 +47,7 @@ class StepReduction:
         agreements: what the ranks agree on.
         statistics: what has been done.
         roll_call: counts the ranks before the first collective of a step; None where all take part in all of them.
-        norm: of the last step's reduced gradients, before they were clipped; None where nobody asks for it.
-        skip_step: whether the last step's gradients are not finite, where the policy is "skip".
+        values: what is found out about the gradients.
     """
 
     def __init__(self, options: Options) -> None:
@@ -56,17 +55,21 @@ class StepReduction:
         self.agreements = StepAgreements(options.op, options.settings())
         self.statistics = Statistics()
         self.roll_call: RollCall | None = None
-        self.norm: float | None = None
-        self.skip_step = False
+        self.values = StepValues(options)
         self._options = options
         self._hooked: HookedBuckets | None = None
-        self._finite = FiniteCheck(options.nonfinite)
-        self._norm = None if options.clip_norm is None else GradientNorm()
         self._present: int | None = None  # ranks that have gradients for this step, where they have been counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
-        self._results: list[list[Any]] = []  # by bucket, where they may have to be clipped
-        self._buckets_of_last_step = 0
-        self._buckets = 0
+
+    def begin_with(self) -> None:
+        """Lets go of memory that was made for another communicator."""
+        self._options.wire.forget_memory()
+        if self._hooked is not None:
+            self._hooked.reset()
+
+    def can_prepare(self, dtype: np.dtype[Any]) -> bool:
+        """Whether buckets of a dtype are reduced as lists of arrays, which a communicator can prepare."""
+        return self._hooked is None and self._options.strategy == "flat" and not self._options.wire.changes(dtype)
 
     @property
     def is_hooked(self) -> bool:
@@ -91,21 +94,16 @@ class StepReduction:
         """
         started = time.perf_counter()
         op, mean_over = self._mean_over(communicator)
-        self._buckets += 1
-        if self._norm is not None:
-            self._results.append(work.results)
-        completion, watch = None, None
-        if self._finite.policy != "off" or self._norm is not None:
-            watch = BucketWatch(work, self._finite, self._norm, communicator)
+        watch = self.values.watch(work, communicator)
+        completion = None
         if self._hooked is None:
             completion = self._launch(work, communicator, producers, op, mean_over, watch)
             if completion is not None:
                 self._launched.append(completion)
         else:
-            is_last = self._buckets == self._buckets_of_last_step
             try:
                 communicator.agree(self.agreements.bucket(work.bucket))
-                self._hooked.begin(work, communicator, op, mean_over, producers, end, watch, is_last=is_last)
+                self._hooked.begin(work, communicator, op, mean_over, producers, end, watch)
             except CommunicatorClosed:
                 self._hooked.finish()  # raises what an earlier bucket's future has failed with, which has closed it
                 raise
@@ -190,42 +188,33 @@ class StepReduction:
         if completion is not None:
             completion.order()  # the next bucket's zeros go to the same memory
 
-    def end(self, gradients: int, communicator: Communicator) -> None:
+    def end(self, gradients: int, communicator: Communicator) -> Completion | None:
         """Agrees that the step has ended after so many gradients; what the caller queues next sees them reduced.
+
+        Returns:
+            What comes after the end of the buckets, and before the results are final; None where nothing does.
 
         Raises:
             NonFiniteGradient: some rank's are not finite, and the policy is to raise; on all ranks.
         """
-        self.skip_step = False
         self._call_roll()
         if self._hooked is not None:
+            started = time.perf_counter()
             self._hooked.finish()
+            self.statistics.communication_seconds += time.perf_counter() - started
         communicator.agree(self.agreements.flush(gradients))
         for completion in self._launched:
             completion.order()
-        if self._buckets:
-            self._look_at_results(communicator)
+        later = self.values.conclude(communicator)
+        self.statistics.skipped_steps += self.values.skip_step
+        return later
 
     def await_launched(self) -> None:
         """Waits for the end of the step's collectives that run beside the host."""
         for completion in self._launched:
             completion.wait()
 
-    def _look_at_results(self, communicator: Communicator) -> None:
-        verdict = self._finite.conclude(communicator)
-        if verdict.error is not None and self._finite.policy == "raise":
-            raise verdict.error
-        self.skip_step = not verdict.is_finite
-        self.statistics.skipped_steps += self.skip_step
-        if self._norm is None or self._options.clip_norm is None:
-            return
-        self.norm = self._norm.conclude(communicator)
-        factor = clip_factor(self.norm, self._options.clip_norm)
-        if factor < 1.0 and verdict.is_finite:
-            for result in chain.from_iterable(self._results):
-                scale(result, factor, communicator)
-
-    def agree_on_missing(self, gradients: int, missing: str, communicator: Communicator) -> None:
+    def agree_on_missing(self, gradients: int, missing: tuple[str, ...], communicator: Communicator) -> None:
         """Agrees that the step ends after so many gradients because others are missing.
 
         Raises:
@@ -242,15 +231,11 @@ class StepReduction:
         """
         self.agreements.begin_step()
         self._launched.clear()
-        self._results.clear()
-        self._buckets_of_last_step, self._buckets = self._buckets or self._buckets_of_last_step, 0
         self._present = present
 
     def fail(self) -> None:
         """Forgets what was noted of a step that has failed."""
-        self._finite.reset()
-        if self._norm is not None:
-            self._norm.reset()
+        self.values.fail()
         if self._hooked is not None:
             self._hooked.reset()
 

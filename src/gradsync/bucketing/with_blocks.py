@@ -46,9 +46,12 @@ class WithBlocks(ABC):
         the other ranks get RankFailed instead of waiting; after PlanMismatch, which every rank gets, it stays usable,
         unless the error says `broken`.
         """
+        ended = self._backward.ended
         try:
             yield
-            self.flush()
+            # Not once more where the step has ended within the block: with missing="zero" that would be a step of zeros.
+            if not (self._synchronising and self._backward.is_flushed_since(ended)):
+                self.flush()
         except BaseException as error:
             self._give_up("the backward pass", error)
             raise
@@ -125,7 +128,12 @@ class WithBlocks(ABC):
 
     def _give_up(self, what: str, error: BaseException) -> None:
         """Cancels the step, and wakes the ranks that wait for this one; after PlanMismatch, which all get, none."""
-        self._backward.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
+        try:
+            self._backward.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
+        finally:  # a done-callback may end in SystemExit
+            self._wake_others(what, error)
+
+    def _wake_others(self, what: str, error: BaseException) -> None:
         communicator = self._group or get_world()
         told = communicator is None or communicator.world_size == 1 or isinstance(error, _TOLD_TO_ALL)
         if self._synchronising and communicator is not None and not told:

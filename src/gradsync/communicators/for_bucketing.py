@@ -87,7 +87,7 @@ class ForBucketing(CollectiveBase):
                 watch.before(sources)
             if wire is not None:
                 flat = wire.encode(sources, self.arrays)
-                self._keep(*sources, flat)
+                self._keep(*sources, *targets, flat)
                 self._all_reduce_list([flat], [flat], op, agreement)
                 wire.decode(flat, targets, self.arrays)
             elif prepared is not None:
@@ -108,7 +108,8 @@ class ForBucketing(CollectiveBase):
     def prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
         """Works out what stays the same where all_reduce_list gets these very arrays again and again.
 
-        Not collective: ranks that have prepared theirs meet others that have not.
+        Not collective: ranks that have prepared theirs meet others that have not. For the thread that runs the
+        collectives, as close() in another one meanwhile would take the memory away.
 
         Args:
             sources, targets, op: as for all_reduce_list.
@@ -146,7 +147,7 @@ class ForBucketing(CollectiveBase):
             self.agree(agreement)
 
     def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, by rank; for gradsync's own use: joining, consistency.
+        """Returns the numbers of every rank, by rank; for gradsync's own use.
 
         Every rank must call it, with as many numbers.
 
@@ -165,6 +166,10 @@ class ForBucketing(CollectiveBase):
 
     def mark_work(self) -> Any:
         """For bucketing: returns what a stream can wait for to come after the caller's work; None on the CPU."""
+        return None
+
+    def mark_end(self) -> Completion | None:
+        """For bucketing: returns the end of the caller's work so far, for a future; None on the CPU."""
         return None
 
     def follow_work(self, marks: Sequence[Any]) -> None:

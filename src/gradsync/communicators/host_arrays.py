@@ -44,6 +44,12 @@ class ArrayKind(Protocol):
     def empty_flat(self, native: Any) -> Any:
         """Returns room for the flat elements of an array, on the communicator's device."""
 
+    def scratch(self, size: int, dtype: Any) -> Any:
+        """Returns a new flat array for work on the current stream."""
+
+    def fill(self, native: Any, value: Any) -> None:
+        """Sets all elements of an array on the communicator's device."""
+
     def assign(self, native: Any, target: Any) -> None:
         """Copies an array's elements into another one on the communicator's device."""
 
@@ -125,6 +131,14 @@ class HostArrays:
     def empty_flat(self, native: Array) -> Array:
         """See ArrayKind."""
         return np.empty(native.size, native.dtype)
+
+    def scratch(self, size: int, dtype: Any) -> Array:
+        """See ArrayKind."""
+        return np.empty(size, dtype)
+
+    def fill(self, native: Array, value: Any) -> None:
+        """See ArrayKind."""
+        native[...] = value
 
     def assign(self, native: Array, target: Array) -> None:
         """See ArrayKind."""

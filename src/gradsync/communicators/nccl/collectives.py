@@ -90,7 +90,8 @@ class NcclCollectives(Communicator):
     def _all_reduce_group(
         self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
     ) -> None:
-        if self._handle.library.wire(sources[0].dtype).widened is not None:  # cast back after the launch, not before
+        # What travels widened is cast back after the launch, and not before; alone, a rank has nothing to launch.
+        if self.world_size == 1 or self._handle.library.wire(sources[0].dtype).widened is not None:
             self._all_reduce_list(sources, targets, op, agreement)
             return
         self._agree(agreement)

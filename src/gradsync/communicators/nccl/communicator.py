@@ -91,6 +91,11 @@ class NcclCommunicator(NcclCollectives):
     def mark_work(self) -> Any:
         return self._marks.mark()
 
+    def mark_end(self) -> Launch:
+        with self._launching(None) as launch:
+            pass
+        return launch
+
     def follow_work(self, marks: Sequence[Any]) -> None:
         with self._device:
             stream = cupy.cuda.get_current_stream()

@@ -119,21 +119,35 @@ class DeviceArrays:
         """See ArrayKind; on the current stream."""
         if isinstance(native, np.ndarray):
             await_results_in(native)  # see flat
-            target.set(np.asarray(native, order="C"))  # ascontiguousarray would give a 0-d array an axis
-        else:
-            target[...] = native
+        with cupy.cuda.Device(self._device_id):
+            if isinstance(native, np.ndarray):
+                target.set(np.asarray(native, order="C"))  # ascontiguousarray would give a 0-d array an axis
+            else:
+                target[...] = native
+
+    def scratch(self, size: int, dtype: Any) -> Any:
+        """See ArrayKind; not of the stream that results are for: this memory is used on the current one alone."""
+        with cupy.cuda.Device(self._device_id):
+            return cupy.empty(size, dtype)
+
+    def fill(self, native: Any, value: Any) -> None:
+        """See ArrayKind; on the current stream."""
+        with cupy.cuda.Device(self._device_id):
+            native[...] = value
 
     def divide(self, flat: Any, count: int) -> None:
         """See ArrayKind; on the current stream."""
-        parts = flat.view(part_dtype(flat.dtype))
-        cupy.divide(parts, parts.dtype.type(count), out=parts)
+        with cupy.cuda.Device(self._device_id):
+            parts = flat.view(part_dtype(flat.dtype))
+            cupy.divide(parts, parts.dtype.type(count), out=parts)
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
         """See ArrayKind; of two host arrays on the host."""
         if isinstance(source, np.ndarray):
             self._host.multiply(source, factor, out)
         else:
-            device_values.multiply(source, factor, out)
+            with cupy.cuda.Device(self._device_id):
+                device_values.multiply(source, factor, out)
 
     def all_finite(self, flat: Any) -> Any:
         """See ArrayKind."""

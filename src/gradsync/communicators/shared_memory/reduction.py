@@ -27,6 +27,7 @@ from gradsync.communicators.shared_memory.scratch import Scratch
 from gradsync.communicators.shared_memory.slots import Slots
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.communicators.shared_memory.write_back import WriteBack
+from gradsync.errors import CommunicatorClosed
 from gradsync.reduction import Array, ReduceOp
 
 
@@ -84,8 +85,9 @@ class PreparedListReduction:
 
     def run(self, agreement: Agreement) -> None:
         """Reduces what the arrays hold now; see Communicator.all_reduce_list."""
-        if self._way is not None:  # nobody gets here after the communicator's end
-            _run_quietly(self._way, agreement)
+        if self._way is None:
+            raise CommunicatorClosed("a prepared list belongs to a communicator that has ended")
+        _run_quietly(self._way, agreement)
 
     def release(self) -> None:
         """Lets go of the caller's arrays and of the shared memory."""
