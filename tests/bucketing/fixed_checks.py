@@ -215,12 +215,15 @@ def stand_in_for_others(comm: Any, kit_name: str) -> None:
     batches = [5] * (comm.world_size - 1) + [2]
     for missing in ("error", "zero"):
         callback = gs.AllreduceCallback("mean", comm, threshold_bytes=700, parameters=SMALL, missing=missing)
+        arrays = put_all(kit, values_for(comm.rank, 0, SMALL))
         with callback.join() as joined:
             for number in range(batches[comm.rank]):
                 values = shuffled(values_for(comm.rank, number, SMALL), comm.rank, number)
                 if missing == "zero" and number % 2:
                     del values["double"]
-                got = step(callback, put_all(kit, values))
+                for name, each in values.items():
+                    fill(arrays[name], each)
+                got = step(callback, {name: arrays[name] for name in values})
                 got |= {name: on_host(each) for name, each in callback.filled.items()}
                 given = [
                     each for each, n in zip(by_rank(comm.world_size, number, SMALL), batches, strict=True) if number < n

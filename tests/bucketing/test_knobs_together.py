@@ -8,12 +8,11 @@ import callback_hook_checks as checks
 import pytest
 import uneven_checks
 
-from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, on
+from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, Place, on
 
 PLACES = [
     *on(SHM, 1, 2, 3),
-    *on(STAND_IN, 1, 2),
-    *on(STAND_IN_STAGED, 2),
+    *on(STAND_IN, 2),
     *on(STAND_IN_MIXED, 2),
     *on(GPU, 1, 2),
     *on(GPU_MIXED, 2),

@@ -74,7 +74,7 @@ def test_what_is_refused_is_refused_after_gradients_that_came_again(threshold_by
     callback = steady_callback(arrays, threshold_bytes=threshold_bytes)
     for at in range(known + 1):
         callback(at, arrays[at])
-    for array in (arrays[known], np.ones(8)):
+    for array in (arrays[known], np.ones(8), arrays[min(known + 1, 2)]):
         with pytest.raises(gs.InvalidArgument, match=f"{known} was handed over twice before a flush"):
             callback(known, array)
     for array in (arrays[known], arrays[0], base[4:12], base[known * 8 :][:8]):
@@ -87,6 +87,31 @@ def test_what_is_refused_is_refused_after_gradients_that_came_again(threshold_by
         callback(at, array)
     callback.flush()
     assert callback.statistics.gradients == 3 * 5
+
+
+def test_what_came_again_is_refused_after_what_is_new() -> None:
+    base = np.ones(32)
+    arrays = [base[8 * at : 8 * at + 8] for at in range(3)]
+    for new, again, text in [
+        ((0, base[4:12]), (1, arrays[1]), "gradient of 1 shares memory with the gradient of 0"),
+        ((1, np.ones(8)), (1, arrays[1]), "1 was handed over twice"),
+        ((9, arrays[1][:1]), (1, arrays[1]), "gradient of 1 shares memory with the gradient of 9"),
+    ]:
+        callback = steady_callback(arrays)
+        callback(*new)
+        for _ in range(2):
+            with pytest.raises(gs.InvalidArgument, match=text):
+                callback(*again)
+        future = callback(2, arrays[2])
+        callback.flush()
+        assert future.result() is arrays[2]
+        parameters = dict.fromkeys(range(3), ((8,), "float64"))
+        fixed = steady_callback(arrays, parameters=parameters)
+        fixed(0, base[4:12])
+        with pytest.raises(gs.InvalidArgument, match="gradient of 1 shares memory with the gradient of 0"):
+            fixed(1, arrays[1])
+        fixed(1, np.ones(8))
+        fixed(2, arrays[2])
 
 
 def test_an_array_that_came_again_comes_for_another_parameter() -> None:
