@@ -29,7 +29,7 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
 def reduced(comm: Any, hook: Any, values: np.ndarray[Any, Any], op: str = "mean", index: int = 0) -> Any:
     """Hands a hook one bucket, as a callback would, and returns the result on the host."""
     flat = to_device(comm, values)
-    bucket = GradientBucket(index, ("w",), (values.shape,), flat, comm, ReduceOp(op), True)
+    bucket = GradientBucket(index, ("w",), (values.shape,), flat, comm, ReduceOp(op))
     return to_host(result_of(hook(bucket), bucket))
 
 

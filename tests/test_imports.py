@@ -63,7 +63,7 @@ LAYERS = [
     ("bucketing.bucket_watch",),
     ("bucketing.hooked_buckets", "bucketing.step_values"),
     ("bucketing.step_reduction",),
-    ("bucketing.auto_threshold",),
+    ("bucketing.auto_threshold", "bucketing.step_works"),
     ("bucketing.backward_pass",),
     ("bucketing.join", "bucketing.with_blocks"),
     ("bucketing.callback", "bucketing.parameters", "bucketing.tree_broadcast", "consistency", "sharding"),

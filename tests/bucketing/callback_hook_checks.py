@@ -32,10 +32,10 @@ class Recording:
 
     def __init__(self, way: str) -> None:
         self.way = way
-        self.seen: list[tuple[int, tuple[str, ...], bool]] = []
+        self.seen: list[tuple[int, tuple[str, ...]]] = []
 
     def __call__(self, bucket: Any) -> Any:
-        self.seen.append((bucket.index, bucket.names, bucket.is_last))
+        self.seen.append((bucket.index, bucket.names))
         gradients = bucket.gradients()
         assert [gradient.shape for gradient in gradients] == list(bucket.shapes)
         assert bucket.flat.size == sum(gradient.size for gradient in gradients)
@@ -77,10 +77,8 @@ def hand_buckets_to_hooks(comm: Any, kit_name: str) -> None:
             wanted = sent_and_reduced(by_rank(n, number), "mean", options)
             expect_equal(comm, got, wanted, (way, threshold_bytes, is_view, options, number))
             if number != 3:
-                assert [index for index, _, _ in hook.seen] == list(dict.fromkeys(index for index, _, _ in hook.seen))
-                assert {name for _, names, _ in hook.seen for name in names} == {repr(name) for name in SPECS}
-            if number in (1, 2, 4):
-                assert [is_last for _, _, is_last in hook.seen] == [False] * (len(hook.seen) - 1) + [True]
+                assert [index for index, _ in hook.seen] == list(dict.fromkeys(index for index, _ in hook.seen))
+                assert {name for _, names in hook.seen for name in names} == {repr(name) for name in SPECS}
 
 
 def awkward(kit: Any, arrays: dict[str, Any], values: Values) -> dict[str, Any]:

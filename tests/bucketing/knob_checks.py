@@ -130,7 +130,7 @@ def reduce_in_groups(comm: Any, kit_name: str) -> None:
             expect_equal(comm, got, reduced(by_rank(comm.world_size, number)), number)
             for name in got:
                 assert got[name].tobytes() == wanted[name].tobytes(), name
-            if comm.backend == "nccl":
+            if comm.backend == "nccl" and comm.world_size > 1:
                 buckets = group.statistics.all_reduces - buckets
                 sizeable = sum(values[name].size > 0 for name in values)
                 assert calls.count("allReduce") == sizeable

@@ -13,7 +13,6 @@ from typing import Any
 
 from gradsync.bucketing.auto_threshold import AutoThreshold
 from gradsync.bucketing.bucket_hook import BucketHook
-from gradsync.bucketing.bucket_work import BucketWork, resident_work, work_of
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.missing import Zeros
@@ -22,6 +21,7 @@ from gradsync.bucketing.parameter_specs import known_parameters
 from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
+from gradsync.bucketing.step_works import StepWorks
 from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
@@ -39,6 +39,7 @@ class BackwardPass:
     Attributes:
         plan: what is known of the gradients.
         reduction: the collectives of the step.
+        ended: how many steps have, empty ones included.
         filled: after a flush: by parameter, the reduced gradients of those that this rank had none for.
     """
 
@@ -52,12 +53,11 @@ class BackwardPass:
         self._auto = AutoThreshold() if options.threshold_bytes == "auto" else None
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
         self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
-        self._ended = 0  # steps
+        self.ended = 0
         self._leaving: BaseException | None = None  # what a done-callback has ended with: raised when all is done
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket
         self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
-        self._works: dict[int, BucketWork] = {}  # by bucket; of the last step where they may recur
-        self._renewed: set[int] = set()  # the buckets in which some array is not known from the last step
+        self._works = StepWorks(self.plan, self.reduction)
         self._reduced: list[Bucket] = []
 
     @property
@@ -132,7 +132,7 @@ class BackwardPass:
                 plan.ensure_memory(communicator)
             entry = plan.admit(param, grad, communicator)
             complete = plan.planner.add(entry.spec, entry.position)
-            self._renewed.add(plan.planner.placed_in)
+            self._works.renew(plan.planner.placed_in)
         else:
             complete = plan.planner.add(entry.spec, entry.position)
         number = plan.planner.placed_in
@@ -155,14 +155,9 @@ class BackwardPass:
         """Refuses what hand_over would refuse as such; takes nothing."""
         self.plan.check(param, grad, self.plan.arrivals.count, communicator)
 
-    @property
-    def ended(self) -> int:
-        """How many steps have ended, empty ones included."""
-        return self._ended
-
     def is_flushed_since(self, ended: int) -> bool:
         """Whether a step has ended since `ended` was read, and no other has begun: then there is nothing to flush."""
-        is_flushed = self._ended > ended and not self.is_under_way
+        is_flushed = self.ended > ended and not self.is_under_way
         if is_flushed:
             self._flushed_itself = False
         return is_flushed
@@ -258,7 +253,7 @@ class BackwardPass:
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
         end = self._ends[bucket.number]
         try:
-            work = self._work_for(bucket, communicator)
+            work = self._works.of(bucket, communicator)
             completion = self.reduction.reduce(work, communicator, self._producers.get(bucket.number, ()), end)
         except BaseException as error:
             self.fail(error)
@@ -268,7 +263,7 @@ class BackwardPass:
             self._finish(end, None, completion)
 
     def _finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
-        """Ends a bucket for its futures; a done-callback that ends in SystemExit must not keep others from their end."""
+        """Ends a bucket for its futures; a callback that ends in SystemExit must not keep others from theirs."""
         try:
             end.finish(None, error, completion)
         except BaseException as leaving:
@@ -279,40 +274,14 @@ class BackwardPass:
         if leaving is not None:
             raise leaving
 
-    def _work_for(self, bucket: Bucket, communicator: Communicator) -> BucketWork:
-        number = bucket.number
-        known = self._works.get(number)
-        if known is not None and known.bucket is bucket and (known.memory is not None or number not in self._renewed):
-            return known
-        if self.plan.memory is not None:
-            work = self._works[number] = resident_work(bucket, self.plan.memory)
-            return work
-        entries = [self.plan.arrivals.entry(slot.position) for slot in bucket.slots]
-        work = work_of(bucket, entries)
-        if all(entry.recurs for entry in entries):
-            if self.reduction.can_prepare(work.sources[0].dtype):
-                prepared = communicator.prepare_list(work.sources, work.targets, self.reduction.op)
-                work = work._replace(prepared=prepared)
-            self._works[number] = work
-        else:
-            self._works.pop(number, None)
-        return work
-
     def _end_step(self) -> None:
         self.reduction.statistics.gradients += self.plan.arrivals.count
         self.reduction.begin_step()
-        self._ended += 1
-        if self._reduced:  # an empty step says nothing about the next
-            self._forget_other_works()
+        self.ended += 1
+        self._works.end_step(self._reduced)
         self._ends.clear()
         self._producers.clear()
-        self._renewed.clear()
         self._reduced.clear()
-
-    def _forget_other_works(self) -> None:
-        """Lets go of the arrays of buckets that this step did not have."""
-        for number in self._works.keys() - {bucket.number for bucket in self._reduced}:
-            del self._works[number]
 
     def tell_forgotten(self) -> None:
         """Warns when a callback goes, or the program ends, with gradients that were never reduced."""

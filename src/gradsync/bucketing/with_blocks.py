@@ -49,7 +49,7 @@ class WithBlocks(ABC):
         ended = self._backward.ended
         try:
             yield
-            # Not once more where the step has ended within the block: with missing="zero" that would be a step of zeros.
+            # Not once more where the step has ended within: with missing="zero" that would be a step of zeros.
             if not (self._synchronising and self._backward.is_flushed_since(ended)):
                 self.flush()
         except BaseException as error:
