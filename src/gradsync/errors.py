@@ -78,7 +78,10 @@ class PlanMismatch(GradsyncError, RuntimeError):
 
 
 class MissingGradient(PlanMismatch):
-    """A step has ended without gradients for some of the parameters that were told, the same on all ranks."""
+    """A step has ended without gradients for some of the parameters that were told, the same on all ranks.
+
+    A PlanMismatch, because that is what all ranks get where only some have those gradients.
+    """
 
 
 class CollectiveTimeout(GradsyncError, TimeoutError):

@@ -1,8 +1,9 @@
 """AllreduceCallback: takes gradients one by one, reduces them bucket by bucket, resolves their futures.
 
-Here is the state of one backward pass: gradients arrive, the planner says which buckets are complete, a complete
-bucket is reduced at once, the flush reduces the rest. Every bucket, and the flush, is an event on which the ranks agree
-before data moves: that is in step_reduction.py, and what happens when ranks run out of batches in join.py.
+Here is what a program calls. The state of a backward pass is in backward_pass.py: gradients arrive, the plan says which
+buckets are complete, a complete bucket is reduced at once, the flush reduces the rest. Every bucket, and the flush, is
+an event on which the ranks agree before data moves: that is in step_reduction.py. The with-blocks are in
+with_blocks.py, and what happens when ranks run out of batches in join.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _REDUCED.finish(None, None)
 class AllreduceCallback(WithBlocks):
     """Registers in a training loop: call it with each gradient, flush at the end of the backward pass.
 
-    Every rank hands over the same gradients in the same order; ranks that differ get PlanMismatch, all of them, before
+    Every rank hands over the same gradients, without `parameters` in the same order; ranks that differ get PlanMismatch, all of them, before
     data moves (on NCCL, ranks that leave a plan which they have repeated find out too late: PlanMismatch.broken).
     Gradients of one dtype are packed until the threshold is reached; the bucket's all-reduce then starts at once. The
     reduced values are written into the gradient that was handed over, unless it is read-only.
@@ -60,7 +61,8 @@ class AllreduceCallback(WithBlocks):
             raises NonFiniteGradient, which names parameter and rank; "skip": `skip_step` says so, for loss scaling.
             A sum that overflows counts too.
         clip_norm: the Euclidean norm of all reduced gradients of a step that they are scaled down to where it is
-            larger; float("inf") only computes it. `norm` has what it was.
+            larger; float("inf") only computes it. `norm` has what it was. Who looks before the flush, a done-callback
+            too, sees what is not clipped.
         strategy: "flat" packs a bucket; "group" has NCCL reduce its gradients where they lie, in one group of calls.
             Elsewhere than on NCCL the two are the same.
 
@@ -119,7 +121,7 @@ class AllreduceCallback(WithBlocks):
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
         """Hands over one gradient; reduces the bucket that it completes.
 
-        Every rank must call it for the same parameters in the same order. Until the future is done the gradient
+        Every rank must call it for the same parameters, without `parameters` in the same order. Until the future is done the gradient
         belongs to gradsync: do not write to it.
 
         Args:
@@ -127,7 +129,7 @@ class AllreduceCallback(WithBlocks):
                 place in the order).
             grad: array of any shape and layout, with a dtype that the reduce method is defined for, on the
                 communicator's device and made by work on the current stream; NCCL takes host arrays too, and brings
-                their results back.
+                their results back (not where gradients live in buckets: there futures give the device's view).
 
         Returns:
             A future that gives the reduced gradient; not ready until the bucket is full or flushed.

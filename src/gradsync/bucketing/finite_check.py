@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         is_finite: whether all gradients, and what they were reduced to, are finite.
-        error: says where they are not, for the policy "raise", and for the log of "skip"; None where they are.
+        error: says where they are not: raised, or logged; None where they are.
     """
 
     is_finite: bool

@@ -1,0 +1,147 @@
+"""How a step may end: by itself, twice, empty, with a callback that leaves, with its group; and what is left then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from gradsync.bucketing.auto_threshold import AutoThreshold
+from gradsync.bucketing.plan import GradientSpec
+from gradsync.communicators.local import LocalCommunicator
+
+SHAPES = {"a": ((3,), "float32"), "b": ((2, 2), "float32")}
+
+
+def test_a_flush_within_the_block_is_not_followed_by_a_step_of_zeros() -> None:
+    callback = gs.AllreduceCallback(
+        "mean", LocalCommunicator(), parameters=SHAPES, gradient_as_bucket_view=True, missing="zero", nonfinite="skip"
+    )
+    views = callback.gradient_buffers()
+    for names in (("a", "b"), ("a",)):  # flushed by itself, and by the flush
+        for view in views.values():
+            view[...] = np.inf
+        with callback.backward():
+            for name in names:
+                callback(name, views[name])
+            callback.flush()
+        assert np.isinf(views["a"]).all()
+        assert callback.skip_step
+        assert list(callback.filled) == [name for name in SHAPES if name not in names]
+    assert callback.statistics.steps == 2
+
+
+def test_an_empty_step_with_zeros_follows_one_that_flushed_itself() -> None:
+    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=SHAPES, missing="zero")
+    with callback.backward():
+        for name, (shape, dtype) in SHAPES.items():
+            callback(name, np.ones(shape, dtype))
+    with callback.backward():
+        pass
+    assert list(callback.filled) == list(SHAPES)
+    assert callback.statistics.steps == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_done_callback_that_leaves_keeps_no_other_gradient_from_its_end(fails: bool) -> None:
+    callback = gs.AllreduceCallback("sum", LocalCommunicator())
+
+    def leave(_: Any) -> None:
+        raise SystemExit(3)
+
+    gradients = [np.ones(2, dtype) for dtype in ("float32", "float64", "complex64")]
+    futures = [callback(number, gradient) for number, gradient in enumerate(gradients)]
+    for future in futures:
+        future.add_done_callback(leave)
+    with pytest.raises(SystemExit), callback.backward():
+        if fails:
+            raise ValueError("no such batch")
+    assert all(future.done() for future in futures)
+    assert all(isinstance(future.exception(), gs.GradientCancelled) == fails for future in futures)
+    with callback.backward():
+        future = callback(0, gradients[0])
+    assert (future.result() == 1).all()
+
+
+def test_a_group_that_has_ended_does_not_hold_the_callback() -> None:
+    callback = gs.AllreduceCallback("mean")
+    with gs.init_process_group("local", rank=0, world_size=1):
+        future = callback("w", np.ones(2))
+    with gs.init_process_group("local", rank=0, world_size=1):
+        again = callback("w", np.ones(2))
+        callback.flush()
+    with pytest.raises(gs.GradientCancelled, match="the group ended"):
+        future.result()
+    assert (again.result() == 1).all()
+
+
+def test_an_empty_step_leaves_what_is_known() -> None:
+    callback, gradients = gs.AllreduceCallback("mean", LocalCommunicator()), [np.ones(5) for _ in range(4)]
+
+    def step() -> tuple[Any, ...]:
+        for number, gradient in enumerate(gradients):
+            callback(number, gradient)
+        agreements, works = callback._step.agreements, callback._backward._works
+        callback.flush()
+        return tuple(agreements._known), works._known.get(0)
+
+    for _ in range(3):
+        known = step()
+    callback.flush()
+    again = step()
+    assert all(one is other for (_, one), (_, other) in zip(known[0], again[0], strict=True))
+    assert again[1] is known[1]
+
+
+def test_figures_of_the_last_step_go_with_a_failed_one() -> None:
+    callback = gs.AllreduceCallback("sum", LocalCommunicator(), clip_norm=float("inf"), nonfinite="raise")
+    callback("w", np.array([3.0, 4.0]))
+    callback.flush()
+    assert callback.norm == 5
+    callback("w", np.array([np.nan]))
+    with pytest.raises(gs.NonFiniteGradient, match="'w' on rank 0"):
+        callback.flush()
+    assert callback.norm is None
+    assert not callback.skip_step
+
+
+def test_views_of_a_place_in_another_form_are_that_place() -> None:
+    callback = gs.AllreduceCallback("sum", LocalCommunicator(), gradient_as_bucket_view=True)
+    views = callback.gradient_buffers(
+        {"row": ((1, 3), "float32"), "shared": ((2,), "float64"), "too": ((2,), "float64")}
+    )
+    views["row"][...] = 7
+    outside = np.full(2, 2.0)
+    with callback.backward():
+        row = callback("row", views["row"].reshape(-1)[None])
+        copies = [callback(name, outside) for name in ("shared", "too")]  # copied: sharing harms nobody
+    assert row.result().base is views["row"].base
+    assert (row.result() == 7).all()
+    assert [future.result().tolist() for future in copies] == [[2, 2], [2, 2]]
+
+
+def test_a_search_for_a_threshold_ends_where_the_gradients_change_again_and_again() -> None:
+    search, communicator = AutoThreshold(), LocalCommunicator()
+    lists = [[GradientSpec(f"'{name}'", (2**20,), "float32", 4)] * 8 for name in ("generator", "discriminator")]
+    thresholds = [search.next_threshold(lists[number % 2], communicator) for number in range(20)]
+    assert set(thresholds[6:]) == {gs.AllreduceCallback("sum", communicator).threshold_bytes}
+    assert search._is_over
+
+
+def test_what_a_hook_has_lost_of_other_gradients_is_not_added() -> None:
+    hook = gs.hooks.LowRankHook(rank=1)
+    plain = gs.AllreduceCallback("sum", LocalCommunicator())
+    plain.register_hook(hook)
+    rng = np.random.default_rng(0)
+    for name in ("generator", "discriminator"):
+        gradient = rng.normal(size=400).astype(np.float32)
+        fresh = gs.hooks.LowRankHook(rank=1)
+        alone = gs.AllreduceCallback("sum", LocalCommunicator())
+        alone.register_hook(fresh)
+        results = []
+        for callback in (plain, alone):
+            with callback.backward():
+                results.append(callback(name, gradient.copy()))
+        np.testing.assert_array_equal(results[0].result(), results[1].result())
