@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradsync.bucketing.auto_threshold import AutoThreshold
+from gradsync.bucketing.bucket_ends import BucketEnds
 from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
 from gradsync.bucketing.future import GradientFuture
+from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import known_parameters
@@ -22,9 +24,7 @@ from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.step_works import StepWorks
-from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
-from gradsync.completion import Completion
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient
 
 _log = logging.getLogger("gradsync")
@@ -54,11 +54,11 @@ class BackwardPass:
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
         self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
         self.ended = 0
-        self._leaving: BaseException | None = None  # what a done-callback has ended with: raised when all is done
-        self._ends: dict[int, CollectiveEnd] = {}  # by bucket
+        self._ends = BucketEnds()
         self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
         self._works = StepWorks(self.plan, self.reduction)
         self._reduced: list[Bucket] = []
+        self._groups: LaunchGroups | None = None  # of the step that is under way
 
     @property
     def is_under_way(self) -> bool:
@@ -136,14 +136,11 @@ class BackwardPass:
         else:
             complete = plan.planner.add(entry.spec, entry.position)
         number = plan.planner.placed_in
-        end = self._ends.get(number)
-        if end is None:
-            end = self._ends[number] = CollectiveEnd()
         if self._auto is not None and plan.arrivals.count == 1:
             self._auto.begin_step(self.reduction, communicator)
         if communicator.runs_beside_host:
             self._producers.setdefault(number, []).append(communicator.mark_work())
-        future = GradientFuture(entry.spec.name, end, entry.result)
+        future = GradientFuture(entry.spec.name, self._ends[number], entry.result)
         if complete:
             self._reduce_all(complete, communicator)
             if isinstance(plan.arrivals, FixedArrivals) and plan.arrivals.is_complete():
@@ -174,16 +171,15 @@ class BackwardPass:
             if places is not None and self._is_incomplete(places):
                 self._complete(places, communicator)  # and with it, the step
                 return
-            self._reduce_all(self.plan.planner.flush(), communicator)
+            self._reduce_all(self.plan.planner.flush(), communicator, at_end=True)
             later = self.reduction.end(self.plan.arrivals.count, communicator)
             if later is not None:
-                for end in self._ends.values():
-                    end.completion = later
+                self._ends.postpone(later)
             self._end_well(communicator)
         except BaseException as error:
             self.fail(error)
             raise
-        self._raise_leaving()
+        self._ends.raise_leaving()
 
     def _end_well(self, communicator: Communicator) -> None:
         """Keeps of the step what may come again, and learns from it."""
@@ -207,18 +203,14 @@ class BackwardPass:
 
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done get."""
-        ends = list(self._ends.values())
+        ends, self._ends = self._ends, BucketEnds()
         self._flushed_itself = False
         self.plan.planner.reset()
         self.reduction.fail()
         self._end_step()
         self._works.clear()
         self.plan.arrivals.forget()
-        for end in ends:
-            self._finish(end, error, None)
-        if isinstance(error, (SystemExit, KeyboardInterrupt)):
-            self._leaving = None
-        self._raise_leaving()
+        ends.fail(error)
 
     def _is_incomplete(self, places: FixedArrivals) -> bool:
         """Whether gradients are missing; an empty step is one of its own, except where zeros take part in it."""
@@ -245,34 +237,31 @@ class BackwardPass:
         self._flushed_itself = False
         self.filled = filled
 
-    def _reduce_all(self, buckets: Sequence[Bucket], communicator: Communicator) -> None:
-        for bucket in buckets:
-            self._reduce(bucket, communicator)
-        self._raise_leaving()
+    def _reduce_all(self, complete: Sequence[Bucket], communicator: Communicator, *, at_end: bool = False) -> None:
+        """Reduces complete buckets, together where that can be; at the end of the step, what was held for that too."""
+        if self._groups is None:
+            self._groups = self.reduction.launch_groups(self.plan.memory, communicator)
+        for bucket in complete:
+            for ready in self._groups.add(bucket):
+                self._reduce(ready, communicator)
+        for ready in self._groups.flush() if at_end else ():
+            self._reduce(ready, communicator)
+        self._ends.raise_leaving()
 
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
-        end = self._ends[bucket.number]
+        parts = [bucket] if self.plan.memory is None else self.plan.memory.parts(bucket)
         try:
             work = self._works.of(bucket, communicator)
-            completion = self.reduction.reduce(work, communicator, self._producers.get(bucket.number, ()), end)
+            completion = self.reduction.reduce(
+                work, communicator, self._producers.get(bucket.number, ()), self._ends[parts[0].number]
+            )
         except BaseException as error:
             self.fail(error)
             raise
         self._reduced.append(bucket)
         if not self.reduction.is_hooked:
-            self._finish(end, None, completion)
-
-    def _finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
-        """Ends a bucket for its futures; a callback that ends in SystemExit must not keep others from theirs."""
-        try:
-            end.finish(None, error, completion)
-        except BaseException as leaving:
-            self._leaving = self._leaving or leaving
-
-    def _raise_leaving(self) -> None:
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            raise leaving
+            for part in parts:
+                self._ends.finish(part.number, completion)
 
     def _end_step(self) -> None:
         self.reduction.statistics.gradients += self.plan.arrivals.count
@@ -282,6 +271,7 @@ class BackwardPass:
         self._ends.clear()
         self._producers.clear()
         self._reduced.clear()
+        self._groups = None
 
     def tell_forgotten(self) -> None:
         """Warns when a callback goes, or the program ends, with gradients that were never reduced."""

@@ -34,10 +34,11 @@ _REDUCED.finish(None, None)
 class AllreduceCallback(WithBlocks):
     """Registers in a training loop: call it with each gradient, flush at the end of the backward pass.
 
-    Every rank hands over the same gradients, without `parameters` in the same order; ranks that differ get PlanMismatch, all of them, before
-    data moves (on NCCL, ranks that leave a plan which they have repeated find out too late: PlanMismatch.broken).
-    Gradients of one dtype are packed until the threshold is reached; the bucket's all-reduce then starts at once. The
-    reduced values are written into the gradient that was handed over, unless it is read-only.
+    Every rank hands over the same gradients, without `parameters` in the same order; ranks that differ get
+    PlanMismatch, all of them, before data moves (on NCCL, ranks that leave a plan which they have repeated find out too
+    late: PlanMismatch.broken). Gradients of one dtype are packed until the threshold is reached; the bucket's
+    all-reduce then starts at once. The reduced values are written into the gradient that was handed over, unless it is
+    read-only.
 
     Args:
         reduce_method: "sum" or "mean", in any case. "mean" needs floating or complex gradients.
@@ -52,8 +53,9 @@ class AllreduceCallback(WithBlocks):
         missing: what flush() does where a parameter's gradient has not come: "error" raises on all ranks alike; "zero"
             takes zeros, and gives the result in `filled`.
         gradient_as_bucket_view: gradients live inside the buckets. Futures give views of them, from the second step on
-            (or the first, where the parameters are told), which hold their values until the next step. See
-            gradient_buffers().
+            (or the first, where the parameters are told), which hold their values until the next step. On the CPU,
+            where nothing runs beside the program, buckets that lie side by side are reduced together, up to 64 MiB at
+            a time, the last ones in the flush. See gradient_buffers().
         compression: "float16" or "bfloat16": what float32 and float64 gradients travel in. On the CPU they are added up
             in float32, in rank order (over MPI up to 16 ranks), and rounded once; NCCL adds in half precision.
         prescale, postscale: factors of the gradients before, and of the results after the reduction.
@@ -121,8 +123,8 @@ class AllreduceCallback(WithBlocks):
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
         """Hands over one gradient; reduces the bucket that it completes.
 
-        Every rank must call it for the same parameters, without `parameters` in the same order. Until the future is done the gradient
-        belongs to gradsync: do not write to it.
+        Every rank must call it for the same parameters, without `parameters` in the same order. Until the future is
+        done the gradient belongs to gradsync: do not write to it.
 
         Args:
             param: whose gradient it is: any hashable name, or an array (known by identity, and across ranks by its

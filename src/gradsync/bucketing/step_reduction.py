@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradsync.bucketing.bucket_hook import BucketHook
+from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.hooked_buckets import HookedBuckets
+from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
@@ -66,6 +68,16 @@ class StepReduction:
         self._options.wire.forget_memory()
         if self._hooked is not None:
             self._hooked.reset()
+
+    def launch_groups(self, memory: BucketMemory | None, communicator: Communicator) -> LaunchGroups:
+        """Returns what says, in a step, which buckets are reduced together.
+
+        Args:
+            memory: where gradients live in the buckets; None where they do not.
+            communicator: whose ranks reduce them.
+        """
+        as_they_are = self._hooked is None and not self.values.is_watching and not self._options.wire.settings()
+        return LaunchGroups(memory if as_they_are and not communicator.runs_beside_host else None)
 
     def can_prepare(self, dtype: np.dtype[Any]) -> bool:
         """Whether buckets of a dtype are reduced as lists of arrays, which a communicator can prepare."""
@@ -154,6 +166,7 @@ class StepReduction:
         self,
         planner: BucketPlanner | FixedPlanner,
         specs: Sequence[GradientSpec],
+        memory: BucketMemory | None,
         communicator: Communicator,
         zeros: Callable[[Bucket], BucketWork],
         *,
@@ -166,6 +179,7 @@ class StepReduction:
         Args:
             planner: of the callback, between steps.
             specs: the gradients of the step, in the order of their places.
+            memory: where they live in the buckets; None where they do not.
             communicator: whose ranks take part.
             zeros: zeros(bucket) returns the work on an array of them, which the next call may return again.
             present: how many ranks have gradients.
@@ -173,11 +187,13 @@ class StepReduction:
         """
         self.begin_step(present)
         self.agreements.local_passes, self.agreements.local_gradients = passes, gradients
-        for position, spec in enumerate(specs):
-            for bucket in planner.add(spec, position):
-                self._reduce_zeros(zeros(bucket), communicator)
-        for bucket in planner.flush():
-            self._reduce_zeros(zeros(bucket), communicator)
+        complete = [bucket for position, spec in enumerate(specs) for bucket in planner.add(spec, position)]
+        groups = self.launch_groups(memory, communicator)
+        for bucket in [*complete, *planner.flush()]:
+            for ready in groups.add(bucket):
+                self._reduce_zeros(zeros(ready), communicator)
+        for ready in groups.flush():
+            self._reduce_zeros(zeros(ready), communicator)
         self.end(len(specs), communicator)
         self.begin_step()
 

@@ -36,10 +36,15 @@ class StepValues:
         self._results: list[Any] = []  # what may have to be clipped
         self._buckets = 0
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether there is anything to look for."""
+        return self._finite.policy != "off" or self._norm is not None
+
     def watch(self, work: BucketWork, communicator: Communicator) -> BucketWatch | None:
         """Returns what looks at a bucket before and after its reduction; None where there is nothing to look for."""
         self._buckets += 1
-        if self._finite.policy == "off" and self._norm is None:
+        if not self.is_watching:
             return None
         if self._norm is not None:
             self._results += work.results

@@ -1,0 +1,49 @@
+"""The ends of a step's buckets, for which their gradients' futures wait."""
+
+from __future__ import annotations
+
+from gradsync.collective_end import CollectiveEnd
+from gradsync.completion import Completion
+
+
+class BucketEnds(dict[int, CollectiveEnd]):
+    """By bucket number. A done-callback that ends in SystemExit keeps no other gradient from its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._leaving: BaseException | None = None
+
+    def __missing__(self, number: int) -> CollectiveEnd:
+        end = self[number] = CollectiveEnd()
+        return end
+
+    def finish(self, number: int, completion: Completion | None) -> None:
+        """Ends a bucket that was reduced, or whose reduction was launched; raise_leaving has to follow."""
+        self._finish(self[number], None, completion)
+
+    def postpone(self, completion: Completion) -> None:
+        """Has the results that were launched be final at a later end than that of their reduction."""
+        for end in self.values():
+            end.completion = completion
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the buckets that were not reduced."""
+        ends = list(self.values())
+        self.clear()
+        for end in ends:
+            self._finish(end, error, None)
+        if isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._leaving = None
+        self.raise_leaving()
+
+    def raise_leaving(self) -> None:
+        """Raises the first SystemExit, or the like, that a done-callback has ended in."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            raise leaving
+
+    def _finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
+        try:
+            end.finish(None, error, completion)
+        except BaseException as leaving:
+            self._leaving = self._leaving or leaving
