@@ -66,7 +66,7 @@ LAYERS = [
     ("bucketing.step_reduction",),
     ("bucketing.auto_threshold", "bucketing.step_works"),
     ("bucketing.backward_pass",),
-    ("bucketing.join", "bucketing.with_blocks"),
+    ("bucketing.join", "bucketing.with_blocks", "bucketing.forgotten"),
     ("bucketing.callback", "bucketing.parameters", "bucketing.tree_broadcast", "consistency", "sharding"),
     ("mpi_meeting",),
     ("bootstrap", "backend_choice"),

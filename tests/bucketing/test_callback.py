@@ -173,7 +173,7 @@ def test_a_forgotten_flush_is_told(caplog: pytest.LogCaptureFixture) -> None:
     callback("w", np.ones(3))
     del callback
     gc.collect()
-    assert "1 gradients were handed over and never reduced" in caplog.text
+    assert "1 gradient was handed over and never reduced" in caplog.text
     caplog.clear()
     callback = gs.AllreduceCallback("mean", LocalCommunicator())
     with callback.backward():

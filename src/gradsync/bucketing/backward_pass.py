@@ -6,8 +6,6 @@ and for its bucket, is taken as it is. Else it is looked at from all sides first
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,14 +18,13 @@ from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import known_parameters
+from gradsync.bucketing.pending import PendingGradient
 from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.step_works import StepWorks
 from gradsync.communicators.base import Communicator
-from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient
-
-_log = logging.getLogger("gradsync")
+from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
 
 
 class BackwardPass:
@@ -40,6 +37,7 @@ class BackwardPass:
         plan: what is known of the gradients.
         reduction: the collectives of the step.
         ended: how many steps have, empty ones included.
+        told: the last error that every rank has had of a collective here.
         filled: after a flush: by parameter, the reduced gradients of those that this rank had none for.
     """
 
@@ -54,6 +52,8 @@ class BackwardPass:
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
         self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
         self.ended = 0
+        self.told: BaseException | None = None
+        self._is_flushing = False
         self._ends = BucketEnds()
         self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
         self._works = StepWorks(self.plan, self.reduction)
@@ -66,11 +66,7 @@ class BackwardPass:
         return self.plan.arrivals.count > 0
 
     def begin_with(self, communicator: Communicator) -> None:
-        """Begins a step; on another communicator than the last one, all that is known of arrays is forgotten.
-
-        Raises:
-            InvalidArgument: in the middle of a step.
-        """
+        """Makes sure that what is known of arrays is known for this communicator; refuses others within a step."""
         if communicator is self._communicator:
             return
         if self.is_under_way:
@@ -87,11 +83,6 @@ class BackwardPass:
         self._works.clear()
         self._communicator = communicator
 
-    @property
-    def has_bucket_views(self) -> bool:
-        """Whether gradients are to live in the buckets."""
-        return self._options.gradient_as_bucket_view
-
     def use_hook(self, hook: BucketHook | None) -> None:
         """Has a hook reduce the buckets of the steps to come; see AllreduceCallback.register_hook."""
         if hook is not None and self._options.wire.dtype_name is not None:
@@ -104,10 +95,12 @@ class BackwardPass:
 
     def live_in_buckets(self, parameters: Any, communicator: Communicator) -> Any:
         """Makes memory in which gradients live in the buckets; see AllreduceCallback.gradient_buffers."""
+        if not self._options.gradient_as_bucket_view:
+            raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
         self.begin_with(communicator)
         if parameters is not None:
             known = known_parameters(parameters, "gradient_buffers", self._options.op, communicator)
-            self.plan.fix(known)
+            self.plan.fix(known, "what gradient_buffers() was told")
             self._told = parameters
         if self.plan.known_places is None:
             raise InvalidArgument(
@@ -117,19 +110,33 @@ class BackwardPass:
         self._zeros.clear()
         self._works.clear()
         self.plan.forget_memory()
-        self.plan.ensure_memory(communicator)
+        self.ensure_memory(communicator)
         views = [] if self.plan.memory is None else self.plan.memory.views
         return dict(zip(self._told, views, strict=True)) if isinstance(self._told, Mapping) else list(views)
+
+    def ensure_memory(self, communicator: Communicator) -> None:
+        """See StepPlan."""
+        try:
+            self.plan.ensure_memory(communicator)
+        except BaseException as error:
+            self.note_told(error)
+            raise
 
     def hand_over(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
         """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback."""
         if communicator is not self._communicator:
             self.begin_with(communicator)
+        if self._is_flushing:
+            raise InvalidArgument(
+                f"{communicator.label}: a gradient was handed over by a done-callback while its step is being flushed: "
+                "hand it over in the next step"
+            )
+        self._flushed_itself = False
         plan = self.plan
         entry = plan.arrivals.recurring(param, grad, communicator.arrays)
         if entry is None:
             if not self.is_under_way:
-                plan.ensure_memory(communicator)
+                self.ensure_memory(communicator)
             entry = plan.admit(param, grad, communicator)
             complete = plan.planner.add(entry.spec, entry.position)
             self._works.renew(plan.planner.placed_in)
@@ -144,8 +151,10 @@ class BackwardPass:
         if complete:
             self._reduce_all(complete, communicator)
             if isinstance(plan.arrivals, FixedArrivals) and plan.arrivals.is_complete():
-                self.flush(communicator)
-                self._flushed_itself = True
+                try:
+                    self.flush(communicator)
+                finally:
+                    self._flushed_itself = True  # whatever came of it: the caller's flush is not for another step
         return future
 
     def check(self, param: Any, grad: Any, communicator: Communicator) -> None:
@@ -171,14 +180,18 @@ class BackwardPass:
             if places is not None and self._is_incomplete(places):
                 self._complete(places, communicator)  # and with it, the step
                 return
+            self._is_flushing = True
             self._reduce_all(self.plan.planner.flush(), communicator, at_end=True)
             later = self.reduction.end(self.plan.arrivals.count, communicator)
             if later is not None:
                 self._ends.postpone(later)
             self._end_well(communicator)
         except BaseException as error:
+            self.note_told(error)
             self.fail(error)
             raise
+        finally:
+            self._is_flushing = False
         self._ends.raise_leaving()
 
     def _end_well(self, communicator: Communicator) -> None:
@@ -201,15 +214,19 @@ class BackwardPass:
             if threshold != self.plan.threshold_bytes:
                 self.plan.replan(threshold)
 
+    def note_told(self, error: BaseException) -> None:
+        """Notes that an error came from a collective here, so that every rank has it."""
+        if isinstance(error, (PlanMismatch, NonFiniteGradient)):
+            self.told = error
+
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done get."""
         ends, self._ends = self._ends, BucketEnds()
         self._flushed_itself = False
-        self.plan.planner.reset()
         self.reduction.fail()
         self._end_step()
         self._works.clear()
-        self.plan.arrivals.forget()
+        self.plan.fail(error)
         ends.fail(error)
 
     def _is_incomplete(self, places: FixedArrivals) -> bool:
@@ -226,10 +243,10 @@ class BackwardPass:
             self.reduction.agree_on_missing(places.count, names, communicator)
             raise MissingGradient(
                 f"{communicator.label}: no rank has handed over a gradient for {list_of_names(names)}: hand over one "
-                'for each parameter, or use AllreduceCallback(missing="zero")'
+                'for each parameter, or use AllreduceCallback(parameters=..., missing="zero")'
             )
         filled = {}
-        self.plan.ensure_memory(communicator)
+        self.ensure_memory(communicator)
         for parameter in missing:
             zeros = self._zeros.at(places.place_of(parameter.parameter), parameter.spec, self.plan.memory, communicator)
             self.hand_over(parameter.parameter, zeros, communicator)
@@ -256,6 +273,7 @@ class BackwardPass:
                 work, communicator, self._producers.get(bucket.number, ()), self._ends[parts[0].number]
             )
         except BaseException as error:
+            self.note_told(error)
             self.fail(error)
             raise
         self._reduced.append(bucket)
@@ -273,15 +291,7 @@ class BackwardPass:
         self._reduced.clear()
         self._groups = None
 
-    def tell_forgotten(self) -> None:
-        """Warns when a callback goes, or the program ends, with gradients that were never reduced."""
-        arrivals = self.plan.arrivals
+    def waiting(self) -> list[PendingGradient]:
+        """Returns the gradients that have come and were not reduced."""
         reduced = {slot.position for bucket in self._reduced for slot in bucket.slots}
-        waiting = [entry for entry in arrivals.of_step() if entry.position not in reduced]
-        if waiting and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
-            _log.warning(
-                "%d gradients were handed over and never reduced, beginning with the gradient of %s: end each backward "
-                "pass with flush() or `with callback.backward()`",
-                len(waiting),
-                waiting[0].spec.name,
-            )
+        return [entry for entry in self.plan.arrivals.of_step() if entry.position not in reduced]

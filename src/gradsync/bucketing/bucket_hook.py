@@ -22,7 +22,7 @@ class GradientBucket:
 
     Attributes:
         index: number of the bucket in its step, from 0. The same gradients keep it while a step repeats the one before.
-        names: of the gradients, in the order in which they lie in `flat`.
+        names: of the gradients, in the order in which they lie in `flat`: a string as it is, other names as repr().
         shapes: theirs.
         flat: 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to it; it is
             valid until the bucket's result is there.
@@ -64,6 +64,10 @@ def result_of(value: Any, bucket: GradientBucket) -> Array:
     if callable(getattr(value, "result", None)):
         value = value.result()
     what = f"a hook for bucket {bucket.index}"
+    if value is None:
+        raise InvalidArgument(
+            f"{communicator.label}: {what} must return the reduced array, such as bucket.flat, or its future, got None"
+        )
     native = communicator.native_array(value, what)
     if native.size != bucket.flat.size or native.dtype != bucket.flat.dtype:
         raise InvalidArgument(

@@ -15,6 +15,7 @@ from typing import Any
 from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.compression import WireFormat
+from gradsync.bucketing.forgotten import tell_forgotten
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.options import DEFAULT_THRESHOLD_BYTES, Options
 from gradsync.bucketing.pending import display_name
@@ -113,7 +114,7 @@ class AllreduceCallback(WithBlocks):
         )
         super().__init__(group, BackwardPass(options))
         self.statistics = self._step.statistics
-        weakref.finalize(self, self._backward.tell_forgotten)
+        weakref.finalize(self, tell_forgotten, self._backward)
 
     @property
     def threshold_bytes(self) -> int:
@@ -170,8 +171,6 @@ class AllreduceCallback(WithBlocks):
             PlanMismatch, BackendUnavailable (memory), RankFailed, CollectiveTimeout, CommunicatorClosed.
         """
         self._check_between_steps("gradient_buffers()")
-        if not self._backward.has_bucket_views:
-            raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
         return self._backward.live_in_buckets(parameters, self._communicator())
 
     def register_hook(self, hook: BucketHook | None) -> None:
@@ -185,6 +184,8 @@ class AllreduceCallback(WithBlocks):
             InvalidArgument: in the middle of a step, no function, or together with compression.
         """
         self._check_between_steps("register_hook()")
+        if isinstance(hook, type):
+            raise InvalidArgument(f"register_hook() got the class {hook.__name__}: make one, {hook.__name__}()")
         if hook is not None and not callable(hook):
             raise InvalidArgument(f"register_hook() needs a function of a bucket, got {type(hook).__name__}")
         self._backward.use_hook(hook)
@@ -228,7 +229,7 @@ class AllreduceCallback(WithBlocks):
             OSError: the file cannot be written.
         """
         self._check_between_steps("dump_shapes()")
-        specs = self._backward.plan.arrivals.specs
+        specs = self._backward.plan.specs_to_repeat()
         if not specs:
             raise InvalidArgument("dump_shapes() before any step: hand over the gradients of one, and flush")
         write_shapes(path, specs)

@@ -65,7 +65,7 @@ class HookedBuckets:
             watch.before(work.sources)
         flat = self._packed(work, communicator)
         specs = work.bucket.specs
-        names, shapes = tuple([spec.name for spec in specs]), tuple([spec.shape for spec in specs])
+        names, shapes = tuple([spec.label for spec in specs]), tuple([spec.shape for spec in specs])
         bucket = GradientBucket(work.bucket.number, names, shapes, flat, communicator, op)
         value = self._hook(bucket)
         self._under_way.append(_UnderWay(work, bucket, value, communicator.mark_work(), mean_over, end, watch))

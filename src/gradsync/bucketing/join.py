@@ -63,7 +63,7 @@ class Join:
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
         plan = self._backward.plan
-        specs = plan.arrivals.specs or self._told
+        specs = plan.specs_to_repeat() or self._told
         while self._communicator.world_size > 1:
             present, passes, gradients = self._call_roll(_ENDED if specs else _UNABLE)
             if not present:

@@ -42,7 +42,12 @@ class Options:
         _check_word("missing", self.missing, ("error", "zero"))
         _check_word("nonfinite", self.nonfinite, POLICIES)
         if self.clip_norm is not None:
-            clip_factor(1.0, self.clip_norm)  # which refuses what is no norm
+            try:
+                clip_factor(1.0, self.clip_norm)
+            except InvalidArgument:
+                raise InvalidArgument(
+                    f"clip_norm must be a number above 0, or None for no clipping, got {self.clip_norm!r}"
+                ) from None
         if isinstance(self.threshold_bytes, str):
             if self.threshold_bytes != "auto":
                 raise InvalidArgument(

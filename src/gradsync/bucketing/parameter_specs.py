@@ -68,8 +68,10 @@ def dtype_of(name: str) -> np.dtype[Any]:
     """Returns the dtype of that name."""
     try:
         return np.dtype(name)
-    except TypeError:  # NumPy does not know the name of bfloat16 before this is imported
-        import ml_dtypes
+    except TypeError:
+        if name != "bfloat16":
+            raise
+        import ml_dtypes  # which tells NumPy that name
 
         dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
         return dtype
@@ -85,9 +87,10 @@ def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, commun
         else:
             native = communicator.native_array(of, f"{what}, parameter {name}")
             shape, dtype = native.shape, native.dtype
-    except (IndexError, TypeError, ValueError, AttributeError) as error:
+    except (AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
         raise InvalidArgument(
-            f"{communicator.label}: {what} needs an array or (shape, dtype) for parameter {name}, got {of!r}: {error}"
+            f"{communicator.label}: {what} needs an array or (shape, dtype), such as ((3,), 'float32'), for parameter "
+            f"{name}, got {of!r}: {error}"
         ) from error
     check_operation(op, dtype)
     return GradientSpec(name, shape, dtype_name(dtype), dtype.itemsize)

@@ -69,6 +69,11 @@ def accept(
         options: how it is to be reduced.
         accepted_dtypes: those that have passed already; grows.
     """
+    if grad is None:
+        raise InvalidArgument(
+            f"{communicator.label}: the gradient of {display_name(param, position)} is None: hand over none for a "
+            'parameter that a step does not use, with AllreduceCallback(parameters=..., missing="zero")'
+        )
     try:
         native: Array = communicator.native_array(grad, "the gradient")
         if native.dtype not in accepted_dtypes:

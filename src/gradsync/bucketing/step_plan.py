@@ -15,8 +15,9 @@ from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import KnownParameter, known_parameters
 from gradsync.bucketing.pending import Destination, PendingGradient, accept, destination, display_name, key_of
-from gradsync.bucketing.plan import BucketPlanner
+from gradsync.bucketing.plan import BucketPlanner, GradientSpec
 from gradsync.communicators.base import Communicator
+from gradsync.errors import InvalidArgument, NonFiniteGradient
 from gradsync.reduction import Array, dtype_name
 
 
@@ -40,21 +41,34 @@ class StepPlan:
         self.memory: BucketMemory | None = None
         self._options = options
         self._accepted_dtypes: set[Any] = set()
+        self._failed_specs: list[GradientSpec] = []  # of the last step, where that has failed
+        self._is_learned = False  # whether the places are those of an earlier step
         self._is_told = False  # whether `parameters` of the options have been taken
 
     def begin_with(self, communicator: Communicator) -> None:
         """Forgets what was known for another communicator, and takes the parameters that the caller has told."""
+        if self._is_learned:  # of the group before: ranks that are new in this one have not learned it
+            self.arrivals, self._is_learned = Arrivals(), False
+            self.planner = BucketPlanner(self.threshold_bytes, self._options.first_bucket_bytes)
+        if self.threshold_bytes != self._options.first_threshold_bytes:  # likewise
+            self.replan(self._options.first_threshold_bytes)
         self.arrivals.forget()
         self.arrivals.label = communicator.label
         self.memory = None
         self._accepted_dtypes.clear()
         if self._options.parameters is not None and not self._is_told:
-            self.fix(known_parameters(self._options.parameters, "AllreduceCallback", self._options.op, communicator))
+            self.fix(
+                known_parameters(self._options.parameters, "AllreduceCallback", self._options.op, communicator),
+                "the callback's parameters",
+            )
             self._is_told = True
 
-    def fix(self, parameters: list[KnownParameter]) -> None:
-        """Gives each parameter its place for good."""
-        self.arrivals = FixedArrivals(parameters, self.arrivals.label)
+    def fix(self, parameters: list[KnownParameter], origin: str) -> None:
+        """Gives each parameter its place for good; errors say where they come from."""
+        if not parameters:
+            raise InvalidArgument(f"{self.arrivals.label}: {origin} are none: name at least one, or leave them out")
+        self._is_learned = False
+        self.arrivals = FixedArrivals(parameters, origin, self.arrivals.label)
         self.planner = FixedPlanner(
             [parameter.spec for parameter in parameters], self.threshold_bytes, self._options.first_bucket_bytes
         )
@@ -68,7 +82,20 @@ class StepPlan:
     def learn(self) -> None:
         """Gives the parameters of the step that ends their places for good, where gradients shall live in buckets."""
         if self._options.gradient_as_bucket_view and self.arrivals.count and self.known_places is None:
-            self.fix([KnownParameter(entry.parameter, entry.key, entry.spec) for entry in self.arrivals.of_step()])
+            known = [KnownParameter(entry.parameter, entry.key, entry.spec) for entry in self.arrivals.of_step()]
+            self.fix(known, "the first step's gradients, which with gradient_as_bucket_view=True each step repeats")
+            self._is_learned = True
+
+    def specs_to_repeat(self) -> list[GradientSpec]:
+        """Returns the gradients of the last step, as far as all ranks had agreed on them where it failed."""
+        return self.arrivals.specs or self._failed_specs
+
+    def fail(self, error: BaseException) -> None:
+        """Forgets the step, but for what a rank must repeat that stands in for others."""
+        if isinstance(error, NonFiniteGradient) or len(self.arrivals.specs) > self.arrivals.count:
+            self._failed_specs = list(self.arrivals.specs)
+        self.planner.reset()
+        self.arrivals.forget()
 
     def replan(self, threshold_bytes: int) -> None:
         """Plans the steps to come with another threshold."""

@@ -189,13 +189,18 @@ class StepReduction:
         self.agreements.local_passes, self.agreements.local_gradients = passes, gradients
         complete = [bucket for position, spec in enumerate(specs) for bucket in planner.add(spec, position)]
         groups = self.launch_groups(memory, communicator)
-        for bucket in [*complete, *planner.flush()]:
-            for ready in groups.add(bucket):
+        try:
+            for bucket in [*complete, *planner.flush()]:
+                for ready in groups.add(bucket):
+                    self._reduce_zeros(zeros(ready), communicator)
+            for ready in groups.flush():
                 self._reduce_zeros(zeros(ready), communicator)
-        for ready in groups.flush():
-            self._reduce_zeros(zeros(ready), communicator)
-        self.end(len(specs), communicator)
-        self.begin_step()
+            self.end(len(specs), communicator)
+        except BaseException:
+            self.fail()
+            raise
+        finally:
+            self.begin_step()
 
     def _reduce_zeros(self, work: BucketWork, communicator: Communicator) -> None:
         completion = self.reduce(work, communicator, [communicator.mark_work()], CollectiveEnd())

@@ -66,6 +66,7 @@ class StepValues:
         verdict = self._finite.conclude(communicator)
         if verdict.error is not None:
             if self._finite.policy == "raise":
+                self.fail()
                 raise verdict.error
             _log.info("this step is one to skip: %s", verdict.error)
         self.skip_step = not verdict.is_finite

@@ -11,9 +11,7 @@ from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.join import Join
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world
-from gradsync.errors import GradientCancelled, InvalidArgument, NonFiniteGradient, PlanMismatch, describe
-
-_TOLD_TO_ALL = (PlanMismatch, NonFiniteGradient)  # every rank gets them, and can go on
+from gradsync.errors import GradientCancelled, InvalidArgument, describe
 
 
 class WithBlocks(ABC):
@@ -43,8 +41,8 @@ class WithBlocks(ABC):
         """Surrounds a backward pass: flushes at its end.
 
         When the body raises, the futures that are not done are cancelled, and the communicator is aborted, so that
-        the other ranks get RankFailed instead of waiting; after PlanMismatch, which every rank gets, it stays usable,
-        unless the error says `broken`.
+        the other ranks get RankFailed instead of waiting. After PlanMismatch and NonFiniteGradient of the callback's
+        own collectives, which every rank gets, it stays usable, unless the error says `broken`.
         """
         ended = self._backward.ended
         try:
@@ -109,12 +107,16 @@ class WithBlocks(ABC):
             )
         communicator = self._communicator()
         self._backward.begin_with(communicator)
-        self._backward.plan.ensure_memory(communicator)  # now: ranks without batches come no further
+        self._backward.ensure_memory(communicator)  # now: ranks without batches come no further
         joined = self._step.roll_call = Join(self._backward, communicator, parameters)
         try:
             yield joined
             self._check_between_steps("the end of join()")
-            joined.stand_in()
+            try:
+                joined.stand_in()
+            except BaseException as error:
+                self._backward.note_told(error)
+                raise
         except BaseException as error:
             self._give_up("join()", error)
             raise
@@ -135,6 +137,6 @@ class WithBlocks(ABC):
 
     def _wake_others(self, what: str, error: BaseException) -> None:
         communicator = self._group or get_world()
-        told = communicator is None or communicator.world_size == 1 or isinstance(error, _TOLD_TO_ALL)
+        told = communicator is None or communicator.world_size == 1 or error is self._backward.told
         if self._synchronising and communicator is not None and not told:
             communicator.abort(f"in {what}: {describe(error)}")

@@ -167,7 +167,8 @@ class HostArrays:
 
     def state(self, native: Array) -> Any:
         """See ArrayKind."""
-        return native.flags.writeable  # NumPy does not let an array that others view have its memory exchanged
+        # NumPy does not let an array that others view have its memory exchanged, but all else of it.
+        return native.flags.writeable, native.dtype, native.shape
 
     def byte_bounds(self, native: Array) -> tuple[int, int]:
         """See ArrayKind."""

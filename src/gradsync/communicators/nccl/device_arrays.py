@@ -165,7 +165,9 @@ class DeviceArrays:
 
     def state(self, native: Any) -> Any:
         """See ArrayKind; the memory of a CuPy array can be exchanged."""
-        return native.flags.writeable if isinstance(native, np.ndarray) else native.data.ptr
+        if isinstance(native, np.ndarray):
+            return self._host.state(native)
+        return native.data.ptr, native.dtype, native.shape
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """See ArrayKind. The addresses of the host and of all devices are one space (CUDA's unified addressing)."""
