@@ -65,7 +65,7 @@ class Comparison:
         ]
         if options.quick:
             workloads = [workload.quick() for workload in workloads]
-        blocks = QUICK_BLOCKS if options.quick else BLOCKS
+        blocks = QUICK_BLOCKS if options.quick else options.blocks
         console = Console()
         console.width = max(console.width, TABLE_WIDTH)
         try:
@@ -94,6 +94,7 @@ class Comparison:
             default=SYSTEMS,
             help="systems; gradsync always; writes likewise",
         )
+        parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"of each contender [{BLOCKS}]")
         parser.add_argument("--output", type=Path, help=f"where the JSON goes [benchmarks/results/{self.name}.json]")
         return parser.parse_args()
 
