@@ -191,6 +191,20 @@ def division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Arra
     return np.multiply if by_multiplication else np.divide, operand
 
 
+def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
+    """Returns the parts of two arrays, where they are complex: multiplied by a complex number, infinity would be NaN.
+
+    Args:
+        source, out: arrays of one shape, NumPy's or CuPy's; both complex, or none.
+    """
+    part, out_part = part_dtype(source.dtype), part_dtype(out.dtype)
+    if part is source.dtype:
+        return [(source, out)]
+    if source.flags.c_contiguous and out.flags.c_contiguous:
+        return [(source.reshape(-1).view(part), out.reshape(-1).view(out_part))]
+    return [(source.real, out.real), (source.imag, out.imag)]
+
+
 @lru_cache(maxsize=64)
 def part_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype of the parts of complex numbers, and any other dtype as it is.

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.bucketing.plan import GradientSpec, plan_buckets
-from gradsync.bucketing.threshold_tuner import CANDIDATES_BYTES, DEFAULT_BYTES, MAX_STEPS, MIB, ThresholdTuner
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, GradientSpec, plan_buckets
+from gradsync.bucketing.threshold_tuner import CANDIDATES_BYTES, MAX_STEPS, MIB, ThresholdTuner
 
 Cost = Callable[[list[GradientSpec], int], float]
 
@@ -23,11 +23,11 @@ def specs_of(sizes: list[int]) -> list[GradientSpec]:
 def tune(specs: list[GradientSpec], seconds: Callable[[int, int, bool], float], world_size: int = 2) -> tuple[int, int]:
     """Runs a training: seconds(rank, threshold, warm) is a step's time. Returns the threshold and the steps it took."""
     tuners = [ThresholdTuner() for _ in range(world_size)]
-    assert {tuner.threshold_bytes for tuner in tuners} == {DEFAULT_BYTES}
+    assert {tuner.threshold_bytes for tuner in tuners} == {DEFAULT_THRESHOLD_BYTES}
     steps = 1
     for tuner in tuners:
         tuner.begin(specs)
-    before = DEFAULT_BYTES
+    before = DEFAULT_THRESHOLD_BYTES
     while not tuners[0].is_measured:
         thresholds = {tuner.threshold_bytes for tuner in tuners}
         assert len(thresholds) == 1, "ranks in one step with different thresholds"
@@ -93,13 +93,13 @@ def test_the_slowest_rank_counts() -> None:
     slow = {(0, MIB): 9.0, (1, 100 * MIB): 9.0, (0, 3 * MIB): 2.0, (1, 3 * MIB): 2.0}
     assert tune(specs, lambda rank, threshold, warm: slow.get((rank, threshold), 5.0))[0] == 3 * MIB
     lonely = {(0, MIB): 0.1, (1, MIB): 6.0}  # fastest on one rank only
-    assert tune(specs, lambda rank, threshold, warm: lonely.get((rank, threshold), 5.0))[0] == DEFAULT_BYTES
+    assert tune(specs, lambda rank, threshold, warm: lonely.get((rank, threshold), 5.0))[0] == DEFAULT_THRESHOLD_BYTES
 
 
 def test_ties_go_to_the_default() -> None:
     specs = specs_of([250_000] * 200)
-    assert tune(specs, lambda rank, threshold, warm: 1.0)[0] == DEFAULT_BYTES
-    for gain, decision in ((0.981, DEFAULT_BYTES), (0.97, 100 * MIB)):
+    assert tune(specs, lambda rank, threshold, warm: 1.0)[0] == DEFAULT_THRESHOLD_BYTES
+    for gain, decision in ((0.981, DEFAULT_THRESHOLD_BYTES), (0.97, 100 * MIB)):
         assert tune(specs, lambda r, threshold, w, gain=gain: gain if threshold == 100 * MIB else 1.0)[0] == decision
 
 
@@ -122,8 +122,8 @@ def test_equal_plans_are_tried_once() -> None:
     for sizes in ([], [5], [10**8]):  # nothing to choose from
         tuner = ThresholdTuner()
         tuner.begin(specs_of(sizes))
-        assert (tuner.candidates, tuner.total_steps, tuner.is_measured) == ((DEFAULT_BYTES,), 1, True)
-        assert tuner.decide([tuner.figures()] * 3) == tuner.threshold_bytes == DEFAULT_BYTES
+        assert (tuner.candidates, tuner.total_steps, tuner.is_measured) == ((DEFAULT_THRESHOLD_BYTES,), 1, True)
+        assert tuner.decide([tuner.figures()] * 3) == tuner.threshold_bytes == DEFAULT_THRESHOLD_BYTES
 
 
 @given(models)

@@ -16,8 +16,7 @@ import pytest
 import gradsync as gs
 from contract import assert_equal_to_reference, contribution, exactly_reduced, expect
 from contract_resident import agreed, make, reduce_values
-from gradsync.communicators.shared_memory import huge_pages
-from gradsync.communicators.shared_memory import resident as shared_resident
+from gradsync.communicators.shared_memory import handover, huge_pages
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import ReduceOp
 from rank_processes import run_ranks, run_ranks_for_outcomes
@@ -167,7 +166,7 @@ def fail_to_allocate(comm: Any, where: str) -> str:
     """The last rank, or the first, has no memory; all hear of it, and go on."""
     failing = 0 if where == "create_segment" else comm.world_size - 1
     before = len(os.listdir("/proc/self/fd"))
-    kept = getattr(shared_resident, where)
+    kept = getattr(handover, where)
     if comm.rank == failing:
 
         def refuse(*arguments: Any, **_: Any) -> int:
@@ -175,11 +174,11 @@ def fail_to_allocate(comm: Any, where: str) -> str:
                 os.close(arguments[0])
             raise BackendUnavailable("there is not enough memory")
 
-        setattr(shared_resident, where, refuse)
+        setattr(handover, where, refuse)
     started = time.monotonic()
     error = expect(gs.BackendUnavailable, lambda: make(comm, 4 * SIZE))
     assert time.monotonic() - started < 10
-    setattr(shared_resident, where, kept)
+    setattr(handover, where, kept)
     text = str(error)
     del error
     gc.collect()
@@ -203,7 +202,7 @@ def die_while_making(comm: Any, failing: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        shared_resident.create_segment = shared_resident.take_segment = die  # type: ignore[assignment]
+        handover.create_segment = handover.take_segment = die  # type: ignore[assignment]
     make(comm, 4 * SIZE)
 
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from gradsync.bench.thresholds import MEGABYTE, TOLERANCE, Row, best, recommend
-from gradsync.bucketing.options import DEFAULT_THRESHOLD_BYTES
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 
 _HEADINGS = ("threshold", "step", "quartiles", "all-reduces", "bus", "pack only", "of step")
 _BAR_CHARACTERS = 40

@@ -154,12 +154,15 @@ class Arrivals:
     def _register(self, entry: PendingGradient, arrays: ArrayKind) -> None:
         """Makes sure that no two gradients of the step have one parameter, or memory in common."""
         if entry.key in self._keys:
-            raise InvalidArgument(
-                f"{self.label}: {entry.spec.name} was handed over twice before a flush: add its gradients up first, or "
-                "end each pass with flush() or `with callback.backward()`"
-            )
+            raise self._twice(entry.spec.name)
         try:
             self._memory.claim(entry.native, entry.spec.name, arrays)
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.label}: {error}") from None
         self._keys.add(entry.key)
+
+    def _twice(self, name: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"{self.label}: {name} was handed over twice before a flush: add its gradients up first, or end each pass "
+            "with flush() or `with callback.backward()`"
+        )

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-from gradsync.bucketing.options import DEFAULT_THRESHOLD_BYTES
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.threshold_tuner import ThresholdTuner
@@ -21,7 +20,6 @@ _log = logging.getLogger("gradsync")
 _EVENT = 'the choice of a threshold (threshold_bytes="auto")'
 _AGREEMENT = Agreement(digest_of(_EVENT), lambda: _EVENT)
 
-
 _MOST_SEARCHES = 5
 
 
@@ -32,7 +30,7 @@ class AutoThreshold:
     """
 
     def __init__(self) -> None:
-        self._tuner = ThresholdTuner(default_bytes=DEFAULT_THRESHOLD_BYTES)
+        self._tuner = ThresholdTuner()
         self._searches = 0
         self._specs: list[GradientSpec] = []
         self._is_over = False
@@ -62,7 +60,7 @@ class AutoThreshold:
         if self._is_over:
             return self._tuner.threshold_bytes
         if list(specs) != self._specs:
-            self._tuner, self._specs = ThresholdTuner(default_bytes=DEFAULT_THRESHOLD_BYTES), list(specs)
+            self._tuner, self._specs = ThresholdTuner(), list(specs)
             self._searches += 1
             if self._searches > _MOST_SEARCHES:
                 self._is_over = True

@@ -150,7 +150,8 @@ class BackwardPass:
         future = GradientFuture(entry.spec.name, self._ends[number], entry.result)
         if complete:
             self._reduce_all(complete, communicator)
-            if isinstance(plan.arrivals, FixedArrivals) and plan.arrivals.is_complete():
+            places = plan.known_places
+            if places is not None and places.is_complete():
                 try:
                     self.flush(communicator)
                 finally:
@@ -258,10 +259,7 @@ class BackwardPass:
         """Reduces complete buckets, together where that can be; at the end of the step, what was held for that too."""
         if self._groups is None:
             self._groups = self.reduction.launch_groups(self.plan.memory, communicator)
-        for bucket in complete:
-            for ready in self._groups.add(bucket):
-                self._reduce(ready, communicator)
-        for ready in self._groups.flush() if at_end else ():
+        for ready in self._groups.take(complete, at_end=at_end):
             self._reduce(ready, communicator)
         self._ends.raise_leaving()
 

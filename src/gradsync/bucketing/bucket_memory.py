@@ -14,11 +14,10 @@ from gradsync.bucketing.parameter_specs import dtype_of
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
+from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
-
-_ALIGNMENT_BYTES = 64  # a cache line: buckets share none
 
 
 class Stretch(NamedTuple):
@@ -51,7 +50,7 @@ class BucketMemory:
         self._merged: dict[tuple[int, int], Bucket] = {}  # by the numbers of the first and the last
         end = 0
         for bucket in planner.buckets:
-            begin = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            begin = -(-end // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
             end = begin + bucket.size_bytes
             self._stretches[bucket.number] = Stretch(begin, end)
         self._arrays = communicator.arrays

@@ -17,8 +17,9 @@ from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.forgotten import tell_forgotten
 from gradsync.bucketing.future import GradientFuture
-from gradsync.bucketing.options import DEFAULT_THRESHOLD_BYTES, Options
+from gradsync.bucketing.options import Options
 from gradsync.bucketing.pending import display_name
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 from gradsync.bucketing.shapes_file import write_shapes
 from gradsync.bucketing.with_blocks import WithBlocks
 from gradsync.collective_end import CollectiveEnd

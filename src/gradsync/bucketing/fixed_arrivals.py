@@ -51,10 +51,7 @@ class FixedArrivals(Arrivals):
                 f"{list_of_names([parameter.spec.name for parameter in self._parameters])}"
             )
         if self._has_come[position]:
-            raise InvalidArgument(
-                f"{self.label}: {self.specs[position].name} was handed over twice before a flush: add its gradients up "
-                "first, or end each pass with flush() or `with callback.backward()`"
-            )
+            raise self._twice(self.specs[position].name)
         return position
 
     def spec(self, position: int, name: str, native: Array, dtype: str) -> GradientSpec:

@@ -7,6 +7,8 @@ launch alone, so that all ranks merge alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.plan import Bucket
 
@@ -25,6 +27,13 @@ class LaunchGroups:
         self._memory = memory
         self._held: list[Bucket] = []
         self._held_bytes = 0
+
+    def take(self, complete: Iterable[Bucket], *, at_end: bool = False) -> Iterator[Bucket]:
+        """Takes complete buckets, and gives what is to be reduced now; at the end of a step, what was held too."""
+        for bucket in complete:
+            yield from self.add(bucket)
+        if at_end:
+            yield from self.flush()
 
     def add(self, bucket: Bucket) -> list[Bucket]:
         """Takes a complete bucket, and returns what can be reduced now."""

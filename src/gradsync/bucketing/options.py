@@ -11,10 +11,9 @@ import numpy as np
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.finite_check import POLICIES
 from gradsync.bucketing.gradient_norm import clip_factor
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, dtype_name
-
-DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 
 
 @dataclass(frozen=True)

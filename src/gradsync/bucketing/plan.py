@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from gradsync.errors import InvalidArgument
 
+DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
+
 _NAMED = 8  # gradients that a message names
 
 

@@ -190,10 +190,7 @@ class StepReduction:
         complete = [bucket for position, spec in enumerate(specs) for bucket in planner.add(spec, position)]
         groups = self.launch_groups(memory, communicator)
         try:
-            for bucket in [*complete, *planner.flush()]:
-                for ready in groups.add(bucket):
-                    self._reduce_zeros(zeros(ready), communicator)
-            for ready in groups.flush():
+            for ready in groups.take([*complete, *planner.flush()], at_end=True):
                 self._reduce_zeros(zeros(ready), communicator)
             self.end(len(specs), communicator)
         except BaseException:

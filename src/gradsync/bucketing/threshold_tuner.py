@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log
 
-from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, Bucket, GradientSpec, plan_buckets
 from gradsync.errors import InvalidArgument
 
 MIB = 1024**2
-DEFAULT_BYTES = 10 * MIB
 #: About three times as much each; between them the time of a step changes little.
 CANDIDATES_BYTES = (MIB // 4, 1 * MIB, 3 * MIB, 10 * MIB, 32 * MIB, 100 * MIB)
 
@@ -43,7 +42,9 @@ class ThresholdTuner:
         InvalidArgument: no candidates, more than six, or one that is no integer of at least 1.
     """
 
-    def __init__(self, candidates: Sequence[int] = CANDIDATES_BYTES, default_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(
+        self, candidates: Sequence[int] = CANDIDATES_BYTES, default_bytes: int = DEFAULT_THRESHOLD_BYTES
+    ) -> None:
         for threshold in (*candidates, default_bytes):
             if not isinstance(threshold, int) or isinstance(threshold, bool) or threshold < 1:
                 raise InvalidArgument(f"a threshold must be an integer of at least 1 (bytes), got {threshold!r}")

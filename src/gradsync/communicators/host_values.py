@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype, product_dtype
+from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype, part_pairs, product_dtype
 
 # Half a megabyte of float32. NumPy takes about 1 us to begin with a piece, and some 25 us to go over it.
 _PIECE_ELEMENTS = 2**17
@@ -34,7 +34,7 @@ def multiply(source: Array, factor: float, out: Array) -> None:
             if out is not source:
                 np.copyto(out, source, casting="unsafe")
             return
-        for values, target in _parts(source, out):
+        for values, target in part_pairs(source, out):
             wide = product_dtype(values.dtype, target.dtype)
             np.multiply(values, wide.type(factor), out=target, dtype=wide, casting="unsafe")
 
@@ -66,16 +66,6 @@ def _is_floating(dtype: np.dtype[Any]) -> bool:
 
 def _pieces(flat: Array) -> Iterator[Array]:
     return (flat[begin : begin + _PIECE_ELEMENTS] for begin in range(0, flat.size, _PIECE_ELEMENTS))
-
-
-def _parts(source: Array, out: Array) -> list[tuple[Array, Array]]:
-    """Returns what is multiplied: multiplied by a complex number, infinity would become NaN."""
-    part, out_part = part_dtype(source.dtype), part_dtype(out.dtype)
-    if part is source.dtype:
-        return [(source, out)]
-    if source.flags.c_contiguous and out.flags.c_contiguous:
-        return [(source.reshape(-1).view(part), out.reshape(-1).view(out_part))]
-    return [(source.real, out.real), (source.imag, out.imag)]
 
 
 def _finite(piece: Array) -> bool:

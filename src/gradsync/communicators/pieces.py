@@ -10,6 +10,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+CACHE_LINE_BYTES = 64
+
 
 class Piece(NamedTuple):
     """Elements [begin, end) of one array."""
@@ -37,7 +39,10 @@ def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece,
     return tuple(pieces)
 
 
-_CACHE_LINE_BYTES = 64
+def line_bounds(total: int, itemsize: int, world_size: int) -> list[int]:
+    """Divides so many elements among ranks: rank r has [bounds[r], bounds[r + 1]), and no two write into one line."""
+    line = max(1, CACHE_LINE_BYTES // itemsize)
+    return [min(total, -(-total * rank // world_size // line) * line) for rank in range(world_size)] + [total]
 
 
 @lru_cache(maxsize=256)
@@ -49,9 +54,8 @@ def share_of(sizes: tuple[int, ...], itemsize: int, rank: int, world_size: int) 
         itemsize: bytes of an element; shares begin on cache lines.
         rank, world_size: whose share.
     """
-    total, line = sum(sizes), max(1, _CACHE_LINE_BYTES // itemsize)
-    begin, end = (min(total, -(-total * r // world_size // line) * line) for r in (rank, rank + 1))
-    return pieces_between(sizes, begin, total if rank == world_size - 1 else end)
+    bounds = line_bounds(sum(sizes), itemsize, world_size)
+    return pieces_between(sizes, bounds[rank], bounds[rank + 1])
 
 
 @lru_cache(maxsize=256)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import Array
 
 _BYTE = np.dtype(np.uint8)
-_LINE_BYTES = 64
 
 
 class ResidentMemory:
@@ -53,10 +53,10 @@ def aligned_zeros(arrays: ArrayKind, size_bytes: int, who: str) -> Array:
         BackendUnavailable: there is not so much memory.
     """
     try:
-        room: Array = arrays.empty((size_bytes + _LINE_BYTES,), _BYTE, None)
+        room: Array = arrays.empty((size_bytes + CACHE_LINE_BYTES,), _BYTE, None)
     except MemoryError as error:
         raise BackendUnavailable(f"{who} cannot allocate {size_bytes} bytes: {error}") from error
-    begin = -arrays.byte_bounds(room)[0] % _LINE_BYTES
+    begin = -arrays.byte_bounds(room)[0] % CACHE_LINE_BYTES
     data = room[begin : begin + size_bytes]
     data[...] = 0
     return data

@@ -98,9 +98,7 @@ class NcclCommunicator(NcclCollectives):
 
     def follow_work(self, marks: Sequence[Any]) -> None:
         with self._device:
-            stream = cupy.cuda.get_current_stream()
-            for event in {id(event): event for event in marks}.values():
-                stream.wait_event(event)
+            _follow(cupy.cuda.get_current_stream(), marks)
 
     def close(self) -> None:
         """See Communicator.close; waits for what is queued, and raises a failure that no call has told yet."""
@@ -222,8 +220,7 @@ class NcclCommunicator(NcclCollectives):
 
     def _order_after_others(self, stream: Any, producers: Sequence[Any]) -> None:
         """Makes a stream wait for the work that its inputs come from, and for the collective before."""
-        for event in {id(event): event for event in producers}.values():
-            stream.wait_event(event)
+        _follow(stream, producers)
         self._order.follow(stream)
 
     def _take_into_care(self, launch: Launch, stream: Any) -> None:
@@ -273,3 +270,9 @@ class NcclCommunicator(NcclCollectives):
                 self._begin_abort(describe(error))
             return error
         return None
+
+
+def _follow(stream: Any, marks: Sequence[Any]) -> None:
+    """Makes a stream wait for marked work; for each mark once, as the gradients of a bucket share theirs."""
+    for event in {id(event): event for event in marks}.values():
+        stream.wait_event(event)

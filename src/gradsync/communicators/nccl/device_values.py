@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 
 from gradsync.communicators.nccl.value_kernels import SOURCE, THREADS_PER_BLOCK, blocks_for
-from gradsync.reduction import dtype_name, part_dtype, product_dtype
+from gradsync.reduction import dtype_name, part_dtype, part_pairs, product_dtype
 
 _WITH_KERNELS = ("float16", "bfloat16", "float32", "float64")
 
@@ -24,7 +24,7 @@ def multiply(source: Any, factor: float, out: Any) -> None:
         if out is not source:
             cupy.copyto(out, source, casting="unsafe")
         return
-    for values, target in _parts(source, out):
+    for values, target in part_pairs(source, out):
         wide = product_dtype(values.dtype, target.dtype)
         with np.errstate(over="ignore"):  # of the factor, in float32
             scale = wide.type(factor)
@@ -64,13 +64,3 @@ def _launch(kernel: str, values: Any, result: Any) -> None:
 def _kernels() -> Any:
     """Compiled for each device when a kernel is first asked for there."""
     return cupy.RawModule(code=SOURCE)
-
-
-def _parts(source: Any, out: Any) -> list[tuple[Any, Any]]:
-    """Returns what is multiplied: multiplied by a complex number, infinity would become NaN."""
-    part, out_part = part_dtype(source.dtype), part_dtype(out.dtype)
-    if part is source.dtype:
-        return [(source, out)]
-    if source.flags.c_contiguous and out.flags.c_contiguous:
-        return [(source.reshape(-1).view(part), out.reshape(-1).view(out_part))]
-    return [(source.real, out.real), (source.imag, out.imag)]

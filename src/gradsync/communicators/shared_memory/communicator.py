@@ -24,6 +24,7 @@ from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.channels import SharedChannels
+from gradsync.communicators.shared_memory.handover import Handover
 from gradsync.communicators.shared_memory.layout import (
     CHUNK_BYTES,
     ROUND_BYTES,
@@ -35,7 +36,7 @@ from gradsync.communicators.shared_memory.movement import SharedMovement
 from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
 from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
 from gradsync.communicators.shared_memory.reduction import ListReduction, PreparedListReduction
-from gradsync.communicators.shared_memory.resident import Handover, Range, ResidentReduction, SharedResidentMemory
+from gradsync.communicators.shared_memory.resident import Range, ResidentReduction, SharedResidentMemory
 from gradsync.communicators.shared_memory.rings import SharedRings
 from gradsync.communicators.shared_memory.scratch import Scratch
 from gradsync.communicators.shared_memory.segment import (

@@ -7,42 +7,22 @@ meeting of small lists (reduction.py) from the smallest ranges on.
 
 from __future__ import annotations
 
-import mmap
-import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.pieces import cuts
+from gradsync.communicators.pieces import cuts, line_bounds
 from gradsync.communicators.resident import ResidentMemory
-from gradsync.communicators.shared_memory.huge_pages import HUGE_PAGE_BYTES, take_huge_pages
-from gradsync.communicators.shared_memory.rings import CACHE_LINE_BYTES
-from gradsync.communicators.shared_memory.segment import (
-    SegmentOffer,
-    create_segment,
-    map_segment,
-    populate,
-    reserve,
-    take_segment,
-)
+from gradsync.communicators.shared_memory.calls import Call, run
 from gradsync.communicators.shared_memory.workplace import Workplace
-from gradsync.errors import BackendUnavailable
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, divide_into
 
 # What is reduced before it is written to the others: it is still in the cache then.
 _CHUNK_BYTES = 384 * 1024
-# From here on memory lies on huge pages, as far as they can be had within a time.
-_HUGE_FROM_BYTES = 4 * HUGE_PAGE_BYTES
-_SECONDS_PER_HUGE_PAGE = 10e-3  # on average; on an idle machine it is one or two
 _HALF_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of half precision, in two arrays of float32
 _MAX_PREPARED = 1024
-_TICKET_WORDS = 12
-
-#: One call of NumPy with its arguments.
-Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Range(NamedTuple):
@@ -71,9 +51,9 @@ class SharedResidentMemory(ResidentMemory):
     def __init__(self, parts: Sequence[Array], rank: int) -> None:
         super().__init__(parts[rank])
         self.parts = parts
-        self._prepared: dict[Range, list[Step]] = {}
+        self._prepared: dict[Range, list[Call]] = {}
 
-    def prepared(self, key: Range, prepare: Callable[[SharedResidentMemory, Range], list[Step]]) -> list[Step]:
+    def prepared(self, key: Range, prepare: Callable[[SharedResidentMemory, Range], list[Call]]) -> list[Call]:
         """Returns what `prepare` makes for a range; a training loop has the same ranges in every step."""
         steps = self._prepared.get(key)
         if steps is None:
@@ -100,25 +80,21 @@ class ResidentReduction:
         """Reduces a range in place; see Communicator.all_reduce_resident."""
         steps = memory.prepared(key, self._prepare)
         self._barrier.meet(agreement)
-        for function, arguments in steps:
-            function(*arguments)
+        run(steps)
         self._barrier.meet(agreement)
 
-    def _prepare(self, memory: SharedResidentMemory, key: Range) -> list[Step]:
+    def _prepare(self, memory: SharedResidentMemory, key: Range) -> list[Call]:
         """Lists the calls that reduce this rank's slice: for each chunk the arithmetic of reduce_into."""
         itemsize, size_bytes = key.dtype.itemsize, key.end_bytes - key.begin_bytes
-        low, high = [
-            min(-(-size_bytes * rank // self._world_size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES, size_bytes)
-            for rank in (self._rank, self._rank + 1)
-        ]
-        steps: list[Step] = []
+        low, high = line_bounds(size_bytes, 1, self._world_size)[self._rank : self._rank + 2]
+        steps: list[Call] = []
         first, step = key.begin_bytes + low, _chunk_elements(key.dtype) * itemsize
         for begin, end in cuts(high - low, step):
             parts = [part[first + begin : first + end].view(key.dtype) for part in memory.parts]
             steps += self._chunk(parts, key)
         return steps
 
-    def _chunk(self, parts: Sequence[Array], key: Range) -> list[Step]:
+    def _chunk(self, parts: Sequence[Array], key: Range) -> list[Call]:
         """Returns the calls for one chunk, given its elements in the parts of all ranks."""
         # Rank 0's or rank 1's: in rank order, it has been read when the first sum is written. The own one where that
         # can be.
@@ -129,11 +105,11 @@ class ResidentReduction:
         # Between places that lie alike within their pages, NumPy's own way of copying is the fastest (host_copy.py).
         return [*steps, *((np.copyto, (part, result)) for part in parts if part is not result)]
 
-    def _sum(self, parts: Sequence[Array], result: Array, op: ReduceOp) -> list[Step]:
+    def _sum(self, parts: Sequence[Array], result: Array, op: ReduceOp) -> list[Call]:
         """Returns the calls that reduce_into would make."""
         ufunc, is_half = UFUNCS[op], accumulation_dtype(result.dtype) != result.dtype
         total, addend = self._room(result.size) if is_half else (result, result)
-        steps: list[Step] = [(np.copyto, (total, parts[0]))] if is_half else []
+        steps: list[Call] = [(np.copyto, (total, parts[0]))] if is_half else []
         for number, part in enumerate(parts[1:]):
             if is_half:
                 # By itself: a ufunc that is given another dtype casts piece by piece, in memory that it allocates.
@@ -153,114 +129,3 @@ class ResidentReduction:
 
 def _chunk_elements(dtype: np.dtype[Any]) -> int:
     return _CHUNK_BYTES // dtype.itemsize if accumulation_dtype(dtype) == dtype else _HALF_CHUNK_ELEMENTS
-
-
-class Handover(NamedTuple):
-    """How the ranks of a communicator come to the memory that one of them makes.
-
-    Attributes:
-        workplace: this rank's.
-        share: share(numbers) returns the numbers of all ranks, by rank.
-        look_for_failures: look_for_failures(ranks) raises why it would be in vain to wait for them.
-        timeout_seconds: how long to wait for them.
-    """
-
-    workplace: Workplace
-    share: Callable[[Sequence[int]], list[list[int]]]
-    look_for_failures: Callable[[list[int]], None]
-    timeout_seconds: float
-
-    def make_memory(self, size_bytes: int) -> SharedResidentMemory:
-        """Makes resident memory; every rank must call it.
-
-        Raises:
-            BackendUnavailable: this rank cannot have it, or no rank can.
-        """
-        rank, world_size = self.workplace.rank, self.workplace.world_size
-        is_large = size_bytes >= _HUGE_FROM_BYTES
-        page_bytes = HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
-        part_bytes = max(-(-size_bytes // page_bytes), 1) * page_bytes
-        begin, end = rank * part_bytes, (rank + 1) * part_bytes
-        descriptor = self._offer(part_bytes * world_size) if rank == 0 else self._take()
-        try:
-            # Each rank its own, at once, and where the memory is near its processor.
-            reserve(descriptor, begin, end)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        mapping = map_segment(descriptor, on_huge_pages=is_large)
-        if is_large:
-            take_huge_pages(mapping, begin, end, part_bytes // page_bytes * _SECONDS_PER_HUGE_PAGE)
-        populate(mapping, begin, end)
-        whole = np.frombuffer(mapping, np.uint8).reshape(world_size, part_bytes)
-        return SharedResidentMemory([part[:size_bytes] for part in whole], rank)
-
-    def _offer(self, size_bytes: int) -> int:
-        """Returns the descriptor of new memory that all the others have taken.
-
-        Raises:
-            BackendUnavailable: there is no such memory, or another rank could not take it.
-        """
-        try:
-            descriptor, offer = _open_offer(size_bytes)
-        except BackendUnavailable:
-            self.share(_as_words(b""))
-            raise
-        try:
-            self.share(_as_words(offer.ticket))
-            self._serve(offer, descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        finally:
-            offer.close()
-        return descriptor
-
-    def _serve(self, offer: SegmentOffer, descriptor: int) -> None:
-        barrier, peers = self.workplace.barrier, self.workplace.peers()
-        deadline = time.monotonic() + self.timeout_seconds
-        served = 0
-
-        def look_around() -> None:
-            # Who has gone on to the next meeting has taken the memory, or will not come for it.
-            behind = [peer for peer in peers if not barrier.is_ahead(peer)]
-            if len(peers) - len(behind) > served:
-                raise BackendUnavailable("another rank could not take the shared memory")
-            self.look_for_failures(behind)
-
-        while served < len(peers):
-            offer.serve(descriptor, 1, deadline, look_around)
-            served += 1
-
-    def _take(self) -> int:
-        """Returns the descriptor that rank 0 offers.
-
-        Raises:
-            BackendUnavailable: it has none to offer, or this rank cannot take it.
-        """
-        ticket = _as_bytes(self.share(_as_words(b""))[0])
-        if not ticket:
-            raise BackendUnavailable("the first rank could not make the shared memory")
-        try:
-            return take_segment(ticket, self.timeout_seconds)
-        except OSError as error:
-            raise BackendUnavailable(f"cannot take the shared memory: {error}") from error
-
-
-def _open_offer(size_bytes: int) -> tuple[int, SegmentOffer]:
-    descriptor = create_segment(size_bytes, [])
-    try:
-        return descriptor, SegmentOffer()
-    except OSError as error:
-        os.close(descriptor)
-        raise BackendUnavailable(f"cannot offer the shared memory to the other ranks: {error}") from error
-
-
-def _as_words(ticket: bytes) -> list[int]:
-    """Returns a ticket as numbers, as many for every ticket: its length first."""
-    padded = ticket.ljust(8 * _TICKET_WORDS, b"\0")
-    return [len(ticket), *np.frombuffer(padded, np.int64).tolist()]
-
-
-def _as_bytes(words: Sequence[int]) -> bytes:
-    return np.array(words[1:], np.int64).tobytes()[: words[0]]

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.reduction import Array
 
 #: Regions up to here lie at one of two places, in turn.
 HOT_BYTES = 16 * 1024
-CACHE_LINE_BYTES = 64
 
 _LONG_BYTES = 16 * 1024**2  # what the others together read before a place is written again: some times their caches
 _REGIONS_OF_A_SHORT_RING = 4  # of the largest: three, so that those of two rounds never meet, and one to stay fast

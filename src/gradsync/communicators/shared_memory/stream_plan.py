@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from gradsync.communicators.pieces import Piece, cuts, pieces_between
-
-_CACHE_LINE_BYTES = 64
+from gradsync.communicators.pieces import Piece, cuts, line_bounds, pieces_between
 
 #: Chunks between their publication and the end of their delivery: as many slots has a rank.
 CHUNKS_IN_FLIGHT = 4
@@ -98,12 +96,10 @@ def plan_stream(
     def cut(whole: list[Stretch], of_one: int) -> tuple[Stretch, ...]:
         return tuple(part for one in whole for part in worth_a_call(one, itemsize, of_one, lengths.gathered))
 
-    line = max(1, _CACHE_LINE_BYTES // itemsize)
     chunks = []
     for begin, end in cuts(sum(sizes), lengths.chunk):
         length = end - begin
-        bounds = [min(length, -(-length * r // world_size // line) * line) for r in range(world_size)] + [length]
-        low, high = bounds[rank], bounds[rank + 1]
+        low, high = line_bounds(length, itemsize, world_size)[rank : rank + 2]
         before, own, after = (
             Stretch(a, b, pieces_between(sizes, begin + a, begin + b))
             for a, b in ((0, low), (low, high), (high, length))
