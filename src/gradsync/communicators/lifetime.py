@@ -200,6 +200,7 @@ class Lifetime:
         """
         if self._untold is not None:
             error, self._untold = self._untold, None
+            self._communicator.family.note_told(error)
             raise error
         if self.ended_because is not None:
             raise self.ended_error(what)
