@@ -1,5 +1,7 @@
 """What a person reads of a sweep: aligned, marked, in units."""
 
+from dataclasses import replace
+
 import pytest
 
 from gradsync.bench.measurement import Seconds
@@ -65,12 +67,20 @@ def flowing(text):
 )
 def test_thresholds_are_written_as_code(threshold, code):
     only = Row(Contender(threshold, 1), Seconds(1.0, 1.0, 1.0, 2), None, 0.0)
-    assert f"threshold_bytes={code})" in recommendation([only])
+    slower = Row(Contender(threshold // 2, 2), Seconds(2.0, 2.0, 2.0, 2), None, 0.0)
+    assert f"threshold_bytes={code})" in recommendation([only, slower])
+
+
+def test_one_threshold_alone_is_not_recommended():
+    text = flowing(recommendation(ROWS[:1]))
+    assert text.startswith("Nothing to choose: the thresholds all make the same 54 bucket(s)")
+    assert "recommended" not in bar_chart(ROWS[:1])
 
 
 def test_a_restless_machine_is_told():
     restless = Row(Contender(MEGABYTE, 1), Seconds(0.02, 0.018, 0.03, 9), None, 0.0)
-    assert "lie 60 % apart; within them all thresholds do alike" in flowing(recommendation([restless]))
+    alike = replace(restless, contender=Contender(2 * MEGABYTE, 1))
+    assert "lie 60 % apart; within them all thresholds do alike" in flowing(recommendation([restless, alike]))
     assert "lie 60 % apart; within them do alike: 1 MB, 10 MB." in flowing(
         recommendation([restless, Row(Contender(10 * MEGABYTE, 1), Seconds(0.03, 0.03, 0.03, 9), None, 0.0), ROWS[0]])
     )

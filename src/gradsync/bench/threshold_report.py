@@ -60,13 +60,18 @@ def bar_chart(rows: Sequence[Row]) -> str:
     for row, name, shown in zip(rows, names, times, strict=True):
         length = round(_BAR_CHARACTERS * row.seconds.median / longest) if longest else 0
         bar = f"{name:>{max(map(len, names))}}  {'#' * max(length, 1):<{_BAR_CHARACTERS}}"
-        mark = "  <- recommended" if row is chosen else ""
+        mark = "  <- recommended" if row is chosen and len(rows) > 1 else ""
         lines.append(f"{bar}  {shown:>{max(map(len, times))}}{mark}")
     return "\n".join(lines)
 
 
 def recommendation(rows: Sequence[Row]) -> str:
     """Returns which threshold to take, why, how to write it, and how far the timings carry."""
+    if len(rows) == 1:
+        return wrapped(
+            f"Nothing to choose: the thresholds all make the same {rows[0].contender.all_reduces} bucket(s) of these "
+            "gradients, or there is only one of them. --thresholds names others."
+        )
     chosen, fastest = recommend(rows), best(rows)
     threshold, percent = chosen.contender.threshold_bytes, f"{100 * TOLERANCE:.0f} %"
     time = f"{milliseconds(fastest.seconds.median)} per step"

@@ -157,7 +157,7 @@ def mismatch(
         broken: a rank had launched its collective when another one found the difference.
     """
     index = None if agreement is None else agreement.event
-    where = "" if index is None else f", event {index} of this step"
+    where = "" if index is None else f", number {index + 1} of this step"
     shown = "".join(f"\n  rank {rank}: {d.headline}" for rank, d in sorted(descriptions.items()))
     if any(d.lines for d in descriptions.values()):
         first = min(d.first for d in descriptions.values())
@@ -165,7 +165,7 @@ def mismatch(
         shown += f"\n  first difference, {item.format(first)}:"
         for rank, d in sorted(descriptions.items()):
             shown += f"\n    rank {rank}: {d.lines[0] if d.lines else '(nothing)'}"
-    shown += _advice([description.headline for description in descriptions.values()])
+    shown += _advice(list(descriptions.values()), index is not None)
     return PlanMismatch(
         f"{label}: the ranks disagree on the next collective{where}; {_BROKEN if broken else _UNHARMED}:{shown}",
         index=index,
@@ -174,9 +174,23 @@ def mismatch(
     )
 
 
-def _advice(headlines: Sequence[str]) -> str:
-    """Returns what to do where nothing but the rows of a gather differs."""
+def _advice(descriptions: Sequence[Description], is_of_a_step: bool) -> str:
+    """Returns what to do: where nothing but the rows of a gather differs, and where the gradients of a step do."""
+    headlines = [description.headline for description in descriptions]
     but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines}
     if len(but_for_rows) == 1 and but_for_rows.pop().startswith(("all_gather of", "gather of")):
         return '\n  pass sizes="ask", or the rows of each rank, where these may differ'
+    if not is_of_a_step:
+        return ""
+    lines = [description.lines for description in descriptions]
+    if all(lines) and len(set(map(frozenset, lines))) == 1:
+        return (
+            "\n  the gradients are the same, their order is not: hand them over in one order on all ranks, or tell the "
+            "callback `parameters`, and each may come when it will"
+        )
+    if any(lines) and not all(lines):  # a rank is at its flush, or its bucket ends here
+        return (
+            "\n  some ranks have handed over fewer gradients than others: with `parameters` the callback names those "
+            'that are missing, and missing="zero" goes on without them'
+        )
     return ""
