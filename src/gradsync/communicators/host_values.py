@@ -16,6 +16,8 @@ from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype
 
 # Half a megabyte of float32. NumPy takes about 1 us to begin with a piece, and some 25 us to go over it.
 _PIECE_ELEMENTS = 2**17
+# Of values that are widened first: a step allocates no more than some 64 KB at a time.
+_WIDENED_PIECE_ELEMENTS = 2**14
 # Short rows round little: a sum of 1024 squares in float32 is right to 2e-7.
 _ROW_ELEMENTS = 2**10
 # Below it, squares too small for float32 (2**-149 each is the least) could be a visible part of the sum of a row.
@@ -57,15 +59,17 @@ def sum_of_squares(flat: Array) -> float:
     parts = flat.view(part)
     wide = accumulation_dtype(part) if _is_floating(part) else np.dtype(np.float64)
     with np.errstate(all="ignore"):
-        return float(sum(_sum_of_squares(piece.astype(wide, copy=False)) for piece in _pieces(parts)))
+        if wide == part:
+            return float(sum(map(_sum_of_squares, _pieces(parts))))
+        return float(sum(_sum_of_squares(piece.astype(wide)) for piece in _pieces(parts, _WIDENED_PIECE_ELEMENTS)))
 
 
 def _is_floating(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f" or dtype_name(dtype) in _INFINITY_BITS
 
 
-def _pieces(flat: Array) -> Iterator[Array]:
-    return (flat[begin : begin + _PIECE_ELEMENTS] for begin in range(0, flat.size, _PIECE_ELEMENTS))
+def _pieces(flat: Array, elements: int = _PIECE_ELEMENTS) -> Iterator[Array]:
+    return (flat[begin : begin + elements] for begin in range(0, flat.size, elements))
 
 
 def _finite(piece: Array) -> bool:
