@@ -119,9 +119,9 @@ def test_parameters_that_are_none_are_refused() -> None:
         ([np.ones(2)] * 2, "the same parameter twice"),
     ]:
         with pytest.raises(gs.InvalidArgument, match=text):
-            gs.AllreduceCallback("mean", comm, parameters=parameters)("a", np.ones(2))
+            gs.AllreduceCallback("mean", comm, parameters=parameters)
     with pytest.raises(gs.UnsupportedDtype, match="mean is not defined for dtype int32"):
-        gs.AllreduceCallback("mean", comm, parameters={"a": ((2,), "int32")})("a", np.ones(2))
+        gs.AllreduceCallback("mean", comm, parameters={"a": ((2,), "int32")})
 
 
 def test_many_missing_names_are_counted() -> None:

@@ -116,6 +116,8 @@ class AllreduceCallback(WithBlocks):
         super().__init__(group, BackwardPass(options))
         self.statistics = self._step.statistics
         weakref.finalize(self, tell_forgotten, self._backward)
+        if parameters is not None and (group is not None or get_world() is not None):
+            self._backward.begin_with(self._communicator())  # else wrong ones were told with the first gradient
 
     @property
     def threshold_bytes(self) -> int:
