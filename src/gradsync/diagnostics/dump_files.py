@@ -183,4 +183,5 @@ def what_text(facts: dict[str, Any]) -> str:
     if "bucket" not in facts:
         return str(facts["what"])
     names = names_text(facts["gradients"], shown=1)
-    return f"{facts['collective']}({facts['detail']}) of bucket {facts['bucket']} {names}"
+    which = f"bucket {facts['bucket']}" if facts["bucket"] >= 0 else "several buckets"  # side by side in memory
+    return f"{facts['collective']}({facts['detail']}) of {which} {names}"
