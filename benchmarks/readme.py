@@ -1,6 +1,6 @@
 """Writes into the pages what can be made: example files, the output of commands, and tables of measured figures.
 
-    python benchmarks/readme.py          # rewrites README.md and docs/gradients.md
+    python benchmarks/readme.py          # rewrites README.md and the pages under docs that have such parts
     python benchmarks/readme.py --check  # exit code 1 when one of them is not what it would write
 
 Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +26,9 @@ from comparison_tables import comparison, knobs, lists, thresholds
 from contract_coverage import coverage
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md", ROOT / "docs" / "tracing.md")
+#: What the commands of the pages leave behind, for the next command of the page.
+LEFT_BEHIND = ("dumps", "traced", "trace.json")
 RESULTS = ROOT / "benchmarks" / "results"
 
 #: Patterns, and what stands in the README in their place.
@@ -41,6 +44,8 @@ SAME_EVERYWHERE = [
     (r"\bprocess \d+ \(python[\d.]*\)", "process 4200 (python)"),
     (r"\b(done in|failed after) [\d.]+ \w+", r"\1 0.1 ms"),
     (r"(?<=, )[\d.]+ m?s ago", "6.0 s ago"),
+    (r"(?<=, )[\d.]+ [mu]?s before the dump", "9.0 ms before the dump"),
+    (r"(?<=, for )[\d.]+ m?s; dumped", "6.0 s; dumped"),
     (r"\brunning for [\d.]+ m?s", "running for 6.0 s"),
     (r"\bsince [\d.]+ s\b", "since 5 s"),
     (r"\bwaited [\d.]+ s\b", "waited 6 s"),
@@ -49,6 +54,22 @@ SAME_EVERYWHERE = [
 
 def render(text: str) -> str:
     """Returns a page with everything between its markers made anew."""
+    _clean_up()
+    try:
+        return _made_anew(text)
+    finally:
+        _clean_up()
+
+
+def _clean_up() -> None:
+    for name in LEFT_BEHIND:
+        if (ROOT / name).is_dir():
+            shutil.rmtree(ROOT / name)
+        else:
+            (ROOT / name).unlink(missing_ok=True)
+
+
+def _made_anew(text: str) -> str:
     text = re.sub(
         r"(<!-- file: (\S+) -->\n```python\n).*?(```\n)",
         lambda m: m[1] + (ROOT / m[2]).read_text() + m[3],

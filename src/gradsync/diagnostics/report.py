@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
 from gradsync.divergence import Divergence, Wait, circle, circle_text, compared, first_divergence
 from gradsync.flight_recorder import seconds_text
 from gradsync.rendezvous.rank_names import name_ranks
-
-_SHOWN_LINES = 4
 
 
 def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
@@ -68,17 +67,25 @@ def _differences(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
     if divergence is None:
         return []
     lines = [divergence.text()]
-    for call, ranks in divergence.sides:
-        if len({side.what for side, _ in divergence.sides}) < len(divergence.sides):  # in the same words
-            lines += [f"  {name_ranks(ranks)}: {line}" for line in _description(of_ranks[ranks[0]], call.digest)]
+    if len({call.what for call, _ in divergence.sides}) < len(divergence.sides):  # in the same words
+        lines += _first_different_lines(of_ranks, divergence)
     return lines
 
 
+def _first_different_lines(of_ranks: dict[int, DumpedGroup], divergence: Divergence) -> list[str]:
+    """Returns where the ranks' descriptions of a collective part: the first line that is not the same for all."""
+    told = [(ranks, _description(of_ranks[ranks[0]], call.digest)) for call, ranks in divergence.sides]
+    for lines in zip_longest(*(description for _, description in told), fillvalue="(nothing)"):
+        if len(set(lines)) > 1:
+            return [f"  {name_ranks(ranks)}: {line}" for (ranks, _), line in zip(told, lines, strict=True)]
+    return []
+
+
 def _description(group: DumpedGroup, digest: int) -> list[str]:
-    """Returns the first lines of what the ranks had to agree on about a collective."""
+    """Returns what the ranks had to agree on about a collective, line by line."""
     for call in group.calls:
         if call.digest == digest:
-            return list(call.facts.get("description", ()))[:_SHOWN_LINES]
+            return list(call.facts.get("description", ()))
     return []
 
 
@@ -104,15 +111,18 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 def _whereabouts(dump: Dump) -> list[str]:
     """Returns what one rank does, and for how long."""
-    who = f"rank {dump.rank} (pid {dump.pid} on {dump.host}, {dump.reason})"
+    who = f"rank {dump.rank} (pid {dump.pid} on {dump.host})"
     running = [(group, call) for group in dump.groups.values() for call in group.calls if call.state == "runs"]
     if running:
-        return [f"{who} is in {_running(group, call, dump.at)}" for group, call in running]
+        return [
+            f"{who} is in {_running(group, call, dump.at)}; dumped because: {dump.reason}" for group, call in running
+        ]
     last = max((call for group in dump.groups.values() for call in group.calls), key=_end, default=None)
     if last is None:
-        return [f"{who} has begun no collective"]
+        return [f"{who} has begun no collective; dumped because: {dump.reason}"]
     verb = "has failed in" if last.state == "failed" else "is outside of collectives, after"
-    return [f"{who} {verb} {last.what}, {seconds_text(max(dump.at - _end(last), 0.0))} before the dump"]
+    ago = seconds_text(max(dump.at - _end(last), 0.0))
+    return [f"{who} {verb} {last.what}, {ago} before the dump; dumped because: {dump.reason}"]
 
 
 def _running(group: DumpedGroup, call: DumpedCall, at: float) -> str:
