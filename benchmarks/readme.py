@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,19 @@ def rendezvous_scale(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def steady_cost(results: dict[str, Any], of: Sequence[str]) -> list[str]:
+    """Returns the lines of a table of what some of the things that were measured cost in a step of each model."""
+    lines = ["| step | of | cost | 95 % interval | counted |", "| --- | --- | --- | --- | --- |"]
+    for found in results["results"]:
+        step = f"{found['model']}, {1e3 * found['step_seconds']['median']:.3g} ms"
+        for cost in found["costs"]:
+            if cost["of"] in of:
+                counted = "" if cost["counted"] is None else f"{cost['counted']:.3%}"
+                interval = f"{cost['low']:.2%} to {cost['high']:.2%}"
+                lines.append(f"| {step} | {cost['of']} | {cost['median']:.2%} | {interval} | {counted} |")
+    return lines
+
+
 def _phase(*names: str) -> Callable[[dict[str, Any]], str]:
     return lambda of_one: _wall_and_cpu([of_one["phases"][name] for name in names])
 
@@ -281,6 +294,8 @@ LAYOUTS = {
     "detection": detection,
     "partition": partition,
     "contract": coverage,
+    "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
+    "steady_cost.debug": lambda results: steady_cost(results, ("debug mode", "tracing")),
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
 METHODS = {
@@ -309,6 +324,13 @@ METHODS = {
         "processor time",
     ),
     "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
+    "steady_cost": (
+        METHOD[0],
+        "medians over rounds in which all take turns, with their 95 % interval: where that includes 0, nothing was found "
+        "above the noise. Counted: timed alone, over the time of a step; the better figure for heartbeats, which few "
+        "steps meet. Made by `python benchmarks/steady_cost.py`",
+    ),
+    "steady_cost.debug": (METHOD[0], "medians over rounds in which all take turns, with their 95 % interval"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 

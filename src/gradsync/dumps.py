@@ -181,11 +181,12 @@ def _entry(entry: Entry, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rank() -> int | None:
-    """Returns the number of this process in the world: as its communicators have it, else as its launcher says."""
-    for recorder in recorders():
-        if recorder.place is not None:
-            return recorder.place.ranks[recorder.place.rank]
+    """Returns the number of this process in the world: as its largest group has it, else as its launcher says."""
+    places = [recorder.place for recorder in recorders() if recorder.place is not None]
+    largest = max(places, key=lambda place: len(place.ranks), default=None)
     text = value_of(os.environ, RANK) or value_of(os.environ, "RANK") or ""
+    if largest is not None and (len(largest.ranks) > 1 or not text.isdecimal()):
+        return largest.ranks[largest.rank]
     return int(text) if text.isascii() and text.isdecimal() else None
 
 

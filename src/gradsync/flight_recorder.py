@@ -116,7 +116,7 @@ class FlightRecorder:
         self.place = place
         self.begun = 0
         self._noted = 0  # with messages
-        self._size = flight_recorder_entries() if entries is None else entries
+        self._size = max(flight_recorder_entries(), _least_entries) if entries is None else entries
         self._ring: list[Running | None] = [None] * self._size
         self._running: Running | None = None
         if place is not None:
@@ -171,6 +171,7 @@ class FlightRecorder:
         return "\n".join([entry.describe(now) for entry in newest])
 
 
+_least_entries = 0
 _in_use: WeakSet[FlightRecorder] = WeakSet()
 _latest: deque[FlightRecorder] = deque(maxlen=_REMEMBERED_RECORDERS)
 
@@ -183,6 +184,14 @@ def recorders() -> list[FlightRecorder]:
         except RuntimeError:  # another thread has just made one
             continue
     return list(_latest.copy())
+
+
+def remember_at_least(entries: int) -> None:
+    """Has this process's recorders, and those to come, remember at least so many; 0 lets those to come be as ever."""
+    global _least_entries
+    _least_entries = entries
+    for recorder in recorders():
+        recorder.remember(entries)
 
 
 def _forget_after_fork() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any, NamedTuple
 
-from gradsync.flight_recorder import FlightRecorder, recorders
+from gradsync.flight_recorder import FlightRecorder, remember_at_least
 
 #: How many collectives a recorder remembers while somebody traces.
 TRACED_ENTRIES = 16_384
@@ -133,8 +133,7 @@ def start() -> Tracer:
     """Begins to trace, unless somebody does already; returns the tracer."""
     global active
     if active is None:
-        for recorder in recorders():
-            recorder.remember(TRACED_ENTRIES)
+        remember_at_least(TRACED_ENTRIES)
         active = Tracer()
     return active
 
@@ -143,3 +142,4 @@ def stop() -> None:
     """Ends that."""
     global active
     active = None
+    remember_at_least(0)

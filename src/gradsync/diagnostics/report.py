@@ -18,8 +18,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
         dumps: one for each rank.
         earlier: others that were found and left out.
     """
-    names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
-    groups = {name: {_rank(dump): dump.groups[name] for dump in dumps if name in dump.groups} for name in names}
+    groups = _groups(dumps)
     lines = [line for name, of_ranks in groups.items() for line in _differences(name, of_ranks)]
     round_about = circle(waits(dumps))
     if round_about is not None:
@@ -35,10 +34,9 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
 
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
     """Returns the first difference of each group that has one."""
-    names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     found = [
-        first_divergence(name, [dump.groups[name].history(_rank(dump)) for dump in dumps if name in dump.groups])
-        for name in names
+        first_divergence(name, [group.history(rank) for rank, group in of_ranks.items()])
+        for name, of_ranks in _groups(dumps).items()
     ]
     return [divergence for divergence in found if divergence is not None]
 
@@ -60,6 +58,20 @@ def waits(dumps: Iterable[Dump]) -> list[Wait]:
         for call in group.calls
         if call.state == "runs" and not call.is_message
     ]
+
+
+def _groups(dumps: Sequence[Dump]) -> dict[str, dict[int, DumpedGroup]]:
+    """Returns the groups by name and rank; a rank's own, of itself alone, only where there is but one rank."""
+    names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
+    groups = {
+        name: {
+            _rank(dump): dump.groups[name]
+            for dump in dumps
+            if name in dump.groups and (len(dump.groups[name].ranks) > 1 or len(dumps) == 1)
+        }
+        for name in names
+    }
+    return {name: of_ranks for name, of_ranks in groups.items() if of_ranks}
 
 
 def _differences(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
