@@ -217,7 +217,7 @@ def steady_cost(results: dict[str, Any], of: Sequence[str]) -> list[str]:
             if cost["of"] in of:
                 counted = "" if cost["counted"] is None else f"{cost['counted']:.3%}"
                 interval = f"{cost['low']:.2%} to {cost['high']:.2%}"
-                lines.append(f"| {step} | {cost['of']} | {cost['median']:.2%} | {interval} | {counted} |")
+                lines.append(f"| {step} | {cost['of']} | {cost['excess']:.2%} | {interval} | {counted} |")
     return lines
 
 
@@ -326,11 +326,11 @@ METHODS = {
     "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
     "steady_cost": (
         METHOD[0],
-        "medians over rounds in which all take turns, with their 95 % interval: where that includes 0, nothing was found "
+        "lower quartiles of steps that take turns, with a 95 % interval: where that includes 0, nothing was found "
         "above the noise. Counted: timed alone, over the time of a step; the better figure for heartbeats, which few "
         "steps meet. Made by `python benchmarks/steady_cost.py`",
     ),
-    "steady_cost.debug": (METHOD[0], "medians over rounds in which all take turns, with their 95 % interval"),
+    "steady_cost.debug": (METHOD[0], "lower quartiles of steps that take turns, with a 95 % interval"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 
