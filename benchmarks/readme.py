@@ -1,6 +1,6 @@
 """Writes into the pages what can be made: example files, the output of commands, and tables of measured figures.
 
-    python benchmarks/readme.py          # rewrites README.md and docs/gradients.md
+    python benchmarks/readme.py          # rewrites README.md and the pages under docs that have such parts
     python benchmarks/readme.py --check  # exit code 1 when one of them is not what it would write
 
 Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
@@ -13,11 +13,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from comparison_tables import comparison, knobs, lists, thresholds
 from contract_coverage import coverage
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md", ROOT / "docs" / "tracing.md")
+#: What the commands of the pages leave behind, for the next command of the page.
+LEFT_BEHIND = ("dumps", "traced", "trace.json")
 RESULTS = ROOT / "benchmarks" / "results"
 
 #: Patterns, and what stands in the README in their place.
@@ -41,6 +44,8 @@ SAME_EVERYWHERE = [
     (r"\bprocess \d+ \(python[\d.]*\)", "process 4200 (python)"),
     (r"\b(done in|failed after) [\d.]+ \w+", r"\1 0.1 ms"),
     (r"(?<=, )[\d.]+ m?s ago", "6.0 s ago"),
+    (r"(?<=, )[\d.]+ [mu]?s before the dump", "9.0 ms before the dump"),
+    (r"(?<=, for )[\d.]+ m?s; dumped", "6.0 s; dumped"),
     (r"\brunning for [\d.]+ m?s", "running for 6.0 s"),
     (r"\bsince [\d.]+ s\b", "since 5 s"),
     (r"\bwaited [\d.]+ s\b", "waited 6 s"),
@@ -49,6 +54,22 @@ SAME_EVERYWHERE = [
 
 def render(text: str) -> str:
     """Returns a page with everything between its markers made anew."""
+    _clean_up()
+    try:
+        return _made_anew(text)
+    finally:
+        _clean_up()
+
+
+def _clean_up() -> None:
+    for name in LEFT_BEHIND:
+        if (ROOT / name).is_dir():
+            shutil.rmtree(ROOT / name)
+        else:
+            (ROOT / name).unlink(missing_ok=True)
+
+
+def _made_anew(text: str) -> str:
     text = re.sub(
         r"(<!-- file: (\S+) -->\n```python\n).*?(```\n)",
         lambda m: m[1] + (ROOT / m[2]).read_text() + m[3],
@@ -187,6 +208,19 @@ def rendezvous_scale(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def steady_cost(results: dict[str, Any], of: Sequence[str]) -> list[str]:
+    """Returns the lines of a table of what some of the things that were measured cost in a step of each model."""
+    lines = ["| step | of | cost | 95 % interval | counted |", "| --- | --- | --- | --- | --- |"]
+    for found in results["results"]:
+        step = f"{found['model']}, {1e3 * found['step_seconds']['median']:.3g} ms"
+        for cost in found["costs"]:
+            if cost["of"] in of:
+                counted = "" if cost["counted"] is None else f"{cost['counted']:.3%}"
+                interval = f"{cost['low']:.2%} to {cost['high']:.2%}"
+                lines.append(f"| {step} | {cost['of']} | {cost['excess']:.2%} | {interval} | {counted} |")
+    return lines
+
+
 def _phase(*names: str) -> Callable[[dict[str, Any]], str]:
     return lambda of_one: _wall_and_cpu([of_one["phases"][name] for name in names])
 
@@ -260,6 +294,8 @@ LAYOUTS = {
     "detection": detection,
     "partition": partition,
     "contract": coverage,
+    "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
+    "steady_cost.debug": lambda results: steady_cost(results, ("debug mode", "tracing")),
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
 METHODS = {
@@ -288,6 +324,13 @@ METHODS = {
         "processor time",
     ),
     "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
+    "steady_cost": (
+        METHOD[0],
+        "lower quartiles of steps that take turns, with a 95 % interval: where that includes 0, nothing was found "
+        "above the noise. Counted: timed alone, over the time of a step; the better figure for heartbeats, which few "
+        "steps meet. Made by `python benchmarks/steady_cost.py`",
+    ),
+    "steady_cost.debug": (METHOD[0], "lower quartiles of steps that take turns, with a 95 % interval"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 

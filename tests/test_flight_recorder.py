@@ -92,6 +92,31 @@ def test_what_is_handed_over_may_outlive_its_place() -> None:
     assert recorder.hand_over() is None
 
 
+@given(st.integers(0, 20), st.integers(1, 8), st.integers(1, 16))
+def test_more_room_forgets_nothing(begun: int, size: int, more: int) -> None:
+    recorder = FlightRecorder("world", size)
+    for number in range(1, begun + 1):
+        recorder.begin(Text(number))
+    known = recorder.entries()
+    recorder.remember(more)
+    assert recorder.entries() == known
+    for number in range(begun + 1, begun + 4):
+        recorder.begin(Text(number))
+        assert recorder.last is not None
+        assert recorder.last.number == number
+    recorder.end()
+    wanted = min(begun + 3, min(begun, size) + 3, max(size, more))
+    assert [entry.number for entry in recorder.entries()] == list(range(begun + 4 - wanted, begun + 4))
+
+
+def test_those_to_come_remember_more_while_somebody_wants_it() -> None:
+    flight_recorder.remember_at_least(1000)
+    more = FlightRecorder("world")
+    flight_recorder.remember_at_least(0)
+    sizes = [recorder._size for recorder in (more, FlightRecorder("world"), FlightRecorder("world", 3))]
+    assert sizes == [1000, 64, 3]
+
+
 def test_it_reads_like_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 100.0012, 101.0, 101.5, 102.0, 402.0])
     monkeypatch.setattr(flight_recorder, "monotonic", lambda: next(clock))

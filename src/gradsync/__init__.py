@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from gradsync.communicators.base import Communicator as Communicator
     from gradsync.communicators.collectives.non_member import NonMember as NonMember
     from gradsync.consistency import check_consistency as check_consistency
+    from gradsync.dumps import dump_flight_recorder as dump_flight_recorder
+    from gradsync.dumps import trace as trace
     from gradsync.errors import AuthenticationError as AuthenticationError
     from gradsync.errors import BackendUnavailable as BackendUnavailable
     from gradsync.errors import CollectiveTimeout as CollectiveTimeout
     from gradsync.errors import CommunicatorClosed as CommunicatorClosed
     from gradsync.errors import FutureNotReady as FutureNotReady
     from gradsync.errors import GradientCancelled as GradientCancelled
+    from gradsync.errors import GradientChanged as GradientChanged
     from gradsync.errors import GradsyncError as GradsyncError
     from gradsync.errors import InvalidArgument as InvalidArgument
     from gradsync.errors import MissingGradient as MissingGradient
@@ -57,10 +60,10 @@ if TYPE_CHECKING:
     from gradsync.process_group import init_process_group as init_process_group
     from gradsync.process_group import is_distributed as is_distributed
     from gradsync.process_group import is_initialized as is_initialized
-    from gradsync.process_group import is_launched as is_launched
     from gradsync.process_group import new_group as new_group
     from gradsync.sharding import shard_indices as shard_indices
     from gradsync.synchronising import synchronized as synchronized
+    from gradsync.world_connection import is_launched as is_launched
 
     # The world's communicator; there is one between init_process_group() and destroy_process_group().
     WORLD: Communicator
@@ -74,6 +77,8 @@ _HOME = {
     "bcast_list_": "gradsync.bucketing.parameters",
     "broadcast_tree": "gradsync.bucketing.tree_broadcast",
     "check_consistency": "gradsync.consistency",
+    "dump_flight_recorder": "gradsync.dumps",
+    "trace": "gradsync.dumps",
     "shard_indices": "gradsync.sharding",
     "synchronized": "gradsync.synchronising",
     "get_offsets": "gradsync.bucketing.flat_buffer",
@@ -87,7 +92,7 @@ _HOME = {
     "init_process_group": "gradsync.process_group",
     "destroy_process_group": "gradsync.process_group",
     "is_initialized": "gradsync.process_group",
-    "is_launched": "gradsync.process_group",
+    "is_launched": "gradsync.world_connection",
     "new_group": "gradsync.process_group",
     "override_backend": "gradsync.backend_override",
     "get_communicator": "gradsync.process_group",
@@ -120,6 +125,7 @@ _HOME = {
             "NonFiniteGradient",
             "FutureNotReady",
             "GradientCancelled",
+            "GradientChanged",
         ),
         "gradsync.errors",
     ),

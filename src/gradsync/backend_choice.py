@@ -13,7 +13,7 @@ from gradsync.communicators.mpi.library import check_place, load_mpi
 from gradsync.communicators.nccl.connection import choose_device, count_devices, device_identity
 from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.communicators.shared_memory.communicator import check_platform
-from gradsync.environment import BACKEND, BACKENDS, RankEnvironment
+from gradsync.environment import BACKEND, BACKENDS, DEBUG, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.launcher_variables import SOURCES_WITH_MPI
 from gradsync.rendezvous.client import RendezvousClient
@@ -119,11 +119,12 @@ def agree_on_backend(
     timeout_seconds: float,
     *,
     allow_shared_gpu: bool,
+    debug: bool = False,
 ) -> tuple[str, str]:
     """Returns the backend that all ranks take, and why. Every rank must call it, once in a generation.
 
     Raises:
-        InvalidArgument: the ranks ask for different backends.
+        InvalidArgument: the ranks ask for different backends, or some for the debug mode and others not.
         BackendUnavailable: no backend can join them.
         RendezvousTimeout, RankFailed: a rank did not come, or died.
     """
@@ -139,8 +140,14 @@ def agree_on_backend(
             ]
             _check_all_open(offers)
             chosen, reason = suitable_backend(offers, place, allow_shared_gpu=allow_shared_gpu)
-        client.set("backend", f"{wanted}\n{chosen}\n{reason}".encode())
-    common, chosen, reason = client.get("backend", timeout_seconds=timeout_seconds).decode().split("\n", 2)
+        client.set("backend", f"{wanted}\n{chosen}\n{debug}\n{reason}".encode())
+    told = client.get("backend", timeout_seconds=timeout_seconds).decode()
+    common, chosen, debugs, reason = told.split("\n", 3)
+    if debugs != str(debug):
+        raise InvalidArgument(
+            f"rank {client.rank}/{client.world_size}: rank 0 has debug={debugs}, this rank debug={debug}: it has to be "
+            f"the same on all ranks, by init_process_group or {DEBUG}"
+        )
     if common != wanted:
         raise InvalidArgument(
             f"rank {client.rank}/{client.world_size}: rank 0 asks for backend {common!r}, this rank for {wanted!r}: "

@@ -9,6 +9,7 @@ import click
 
 from gradsync import __version__
 from gradsync.bench.command import bench
+from gradsync.diagnostics.command import trace
 from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED
@@ -49,6 +50,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(trace)
 
 
 @main.command(
@@ -158,6 +160,21 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     "--node-address",
     metavar="ADDRESS",
     help="This machine's address for the others.  [default: the one by which it reaches the rendezvous]",
+)
+@click.option(
+    "--dump-dir",
+    metavar="DIR",
+    help="Where each rank writes its last collectives when one fails or waits too long, or on SIGUSR2; for gradsync "
+    "trace.",
+)
+@click.option(
+    "--trace",
+    "trace_dir",
+    metavar="DIR",
+    help="Where each rank writes, at its end, when its buckets were packed and reduced; for gradsync trace.",
+)
+@click.option(
+    "--debug", is_flag=True, help="Has ranks agree on every collective, and finds writes to gradients on their way."
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")

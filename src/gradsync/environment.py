@@ -51,6 +51,12 @@ COLLECTIVE_TIMEOUT_SECONDS = "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS"
 LOG = "GRADSYNC_LOG"
 #: How many collectives the flight recorder of each communicator remembers.
 FLIGHT_RECORDER_ENTRIES = "GRADSYNC_FLIGHT_RECORDER_ENTRIES"
+#: Folder for dumps of the flight recorder: when a collective fails, when another rank misses this one, on SIGUSR2.
+DUMP_DIR = "GRADSYNC_DUMP_DIR"
+#: Folder into which each rank writes, at its end, when its collectives packed, waited, reduced and split.
+TRACE = "GRADSYNC_TRACE"
+#: "1" has ranks agree on every collective, and finds gradients that are written to while gradsync has them.
+DEBUG = "GRADSYNC_DEBUG"
 
 #: What a backend may be called, wherever one is named.
 BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
@@ -172,6 +178,18 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
 def allows_shared_gpu(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether GRADSYNC_ALLOW_SHARED_GPU lets several ranks share a GPU."""
     return environ.get(ALLOW_SHARED_GPU) == "1"
+
+
+def asks_for_debug_mode(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether GRADSYNC_DEBUG asks for the debug mode.
+
+    Raises:
+        InvalidArgument: it is neither "0" nor "1".
+    """
+    text = value_of(environ, DEBUG) or "0"
+    if text not in ("0", "1"):
+        raise InvalidArgument(f"{DEBUG} needs to be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def flight_recorder_entries(environ: Mapping[str, str] = os.environ) -> int:

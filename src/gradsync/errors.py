@@ -186,6 +186,22 @@ class GradientCancelled(GradsyncError, RuntimeError):
     """The backward pass that this gradient belongs to ended with an exception; the gradient was not reduced."""
 
 
+class GradientChanged(GradsyncError, RuntimeError):
+    """In debug mode: a gradient was written to between its hand-over and the end of its reduction.
+
+    Attributes:
+        rank: whose program wrote to it.
+        parameter: whose gradient it is.
+        handed_over_at: "file:line" of the call that handed it over.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, parameter: str = "", handed_over_at: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
+        self.handed_over_at = handed_over_at
+
+
 def shown(value: object) -> str:
     """Returns a wrong argument for an error: its repr; of an array never the elements, but what it was meant to be."""
     return "an array: pass out= by name" if hasattr(value, "shape") and hasattr(value, "dtype") else repr(value)

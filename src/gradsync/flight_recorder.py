@@ -6,11 +6,16 @@ completed when it ends. What it was is turned into text only when somebody reads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 from gradsync.environment import flight_recorder_entries
+
+_REMEMBERED_RECORDERS = 16  # also when their communicators have ended: a failure ends them, and is looked into then
 
 
 class Recorded(Protocol):
@@ -20,8 +25,33 @@ class Recorded(Protocol):
     def is_message(self) -> bool:
         """Whether it is a message: those do not count, as other ranks of the group have no part in them."""
 
+    @property
+    def digest(self) -> int:
+        """Equal on two ranks that mean the same."""
+
     def headline(self) -> str:
         """Returns it in one line."""
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what it is in parts, for JSON: operation, dtype, shape or gradients, root or peer."""
+
+    @property
+    def describe(self) -> Callable[[], str]:
+        """Returns, when called, what the ranks must agree on about it, in as many lines as that takes."""
+
+
+class Place(NamedTuple):
+    """Whose recorder it is.
+
+    Attributes:
+        rank: the rank in the communicator.
+        ranks: the members' numbers in the world, by rank.
+        backend: of the communicator.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    backend: str
 
 
 # The fields of an Entry, to be completed in place. A list, because making an object costs twice as much, and because
@@ -72,21 +102,36 @@ class FlightRecorder:
     Args:
         group: the communicator's name.
         entries: how many it remembers; None takes GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64.
+        place: whose it is; those that are somebody's are found by `recorders`.
 
     Attributes:
-        group: see above.
+        group, place: see above.
         begun: how many collectives this rank has begun.
     """
 
-    __slots__ = ("_noted", "_ring", "_running", "_size", "begun", "group")
+    __slots__ = ("__weakref__", "_noted", "_ring", "_running", "_size", "begun", "group", "place")
 
-    def __init__(self, group: str, entries: int | None = None) -> None:
+    def __init__(self, group: str, entries: int | None = None, place: Place | None = None) -> None:
         self.group = group
+        self.place = place
         self.begun = 0
         self._noted = 0  # with messages
-        self._size = flight_recorder_entries() if entries is None else entries
+        self._size = max(flight_recorder_entries(), _least_entries) if entries is None else entries
         self._ring: list[Running | None] = [None] * self._size
         self._running: Running | None = None
+        if place is not None:
+            _in_use.add(self)
+            _latest.append(self)
+
+    def remember(self, entries: int) -> None:
+        """Remembers at least so many from now on."""
+        if entries <= self._size:
+            return
+        ring: list[Running | None] = [None] * entries
+        for noted in range(max(self._noted - self._size, 0) + 1, self._noted + 1):
+            ring[noted % entries] = self._ring[noted % self._size]
+        self._ring = ring  # first: whoever begins one meanwhile finds room for it
+        self._size = entries
 
     def begin(self, what: Recorded) -> None:
         """Notes that a collective begins."""
@@ -124,6 +169,37 @@ class FlightRecorder:
         newest = self.entries()[::-1][:last]
         now = monotonic()
         return "\n".join([entry.describe(now) for entry in newest])
+
+
+_least_entries = 0
+_in_use: WeakSet[FlightRecorder] = WeakSet()
+_latest: deque[FlightRecorder] = deque(maxlen=_REMEMBERED_RECORDERS)
+
+
+def recorders() -> list[FlightRecorder]:
+    """Returns those of this process's communicators, and of the last that have ended; any thread may ask."""
+    for _ in range(8):
+        try:
+            return list(dict.fromkeys([*_latest, *_in_use]))
+        except RuntimeError:  # another thread has just made one
+            continue
+    return list(_latest.copy())
+
+
+def remember_at_least(entries: int) -> None:
+    """Has this process's recorders, and those to come, remember at least so many; 0 lets those to come be as ever."""
+    global _least_entries
+    _least_entries = entries
+    for recorder in recorders():
+        recorder.remember(entries)
+
+
+def _forget_after_fork() -> None:
+    _in_use.clear()
+    _latest.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def finish(running: Running, *, failed: bool) -> None:

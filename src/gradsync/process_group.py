@@ -27,7 +27,8 @@ from gradsync.communicators.world import (
     overriding_backend,
     set_world,
 )
-from gradsync.environment import configure_logging, read_environment
+from gradsync.dumps import arm, dump_because, write_trace
+from gradsync.environment import configure_logging
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.world_connection import WorldSettings, choose_backend, connect_world, meets_over_mpi, read_settings
@@ -52,6 +53,7 @@ def init_process_group(
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
     allow_shared_gpu: bool = False,
+    debug: bool | None = None,
 ) -> Communicator:
     """Meets the other ranks and makes the world's communicator. Every rank must call it.
 
@@ -72,6 +74,8 @@ def init_process_group(
             where it is set.
         allow_shared_gpu: whether several ranks may use one GPU through NCCL: for tests, and slow. The variable
             GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
+        debug: whether all ranks agree on every collective before it, and gradients are watched for writes while
+            gradsync has them (GradientChanged): the same on all ranks; None is GRADSYNC_DEBUG=1. See docs/tracing.md.
 
     Returns:
         The world's communicator; gs.get_communicator() gives it again.
@@ -83,6 +87,7 @@ def init_process_group(
     """
     global _settings
     configure_logging()
+    arm()
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
     settings = read_settings(
@@ -94,6 +99,7 @@ def init_process_group(
         timeout_seconds,
         collective_timeout_seconds,
         allow_shared_gpu=allow_shared_gpu,
+        debug=debug,
     )
     if backend == "auto":
         backend = overriding_backend() or settings.place.backend
@@ -101,6 +107,8 @@ def init_process_group(
     communicator: Communicator
     if wanted == "local":
         communicator = LocalCommunicator()
+        if settings.debug:
+            communicator.use_debug_mode()
     else:
         client = _meet(settings, wanted)
         try:
@@ -139,17 +147,7 @@ def destroy_process_group() -> None:
                 communicator.close()
     finally:
         _leave()
-
-
-def is_launched() -> bool:
-    """Whether a launcher has told this process which rank it is: gradsync's, torchrun, mpiexec or srun.
-
-    A script that is to run by itself too takes `"auto" if gs.is_launched() else "local"` as its backend.
-
-    Raises:
-        InvalidArgument: the variables of launchers are malformed, or contradict each other.
-    """
-    return read_environment() is not None
+        write_trace()
 
 
 def is_initialized() -> bool:
@@ -238,7 +236,7 @@ def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:
     global _client, _host
     over_mpi = meets_over_mpi(wanted, settings)
     _client, _host = join(settings.place, settings.address, settings.timeout_seconds, _host, over_mpi=over_mpi)
-    _client.describe_with(status.positions, status.report)
+    _client.describe_with(status.positions, status.report, status.history, dump_because)
     return _client
 
 

@@ -13,7 +13,14 @@ from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, s
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.nccl.connection import connect_nccl
 from gradsync.communicators.shared_memory.communicator import connect_shared_memory
-from gradsync.environment import BACKEND, BACKENDS, RankEnvironment, allows_shared_gpu, read_environment
+from gradsync.environment import (
+    BACKEND,
+    BACKENDS,
+    RankEnvironment,
+    allows_shared_gpu,
+    asks_for_debug_mode,
+    read_environment,
+)
 from gradsync.environment import collective_timeout_seconds as environment_timeout
 from gradsync.errors import InvalidArgument
 from gradsync.launcher_variables import SLURM, SOURCES_WITH_MPI
@@ -30,7 +37,7 @@ class WorldSettings:
 
     Attributes:
         place: who this process is.
-        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu: see init_process_group.
+        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu, debug: see init_process_group.
     """
 
     place: RankEnvironment
@@ -39,6 +46,18 @@ class WorldSettings:
     timeout_seconds: float
     collective_timeout_seconds: float
     allow_shared_gpu: bool
+    debug: bool = False
+
+
+def is_launched() -> bool:
+    """Whether a launcher has told this process which rank it is: gradsync's, torchrun, mpiexec or srun.
+
+    A script that is to run by itself too takes `"auto" if gs.is_launched() else "local"` as its backend.
+
+    Raises:
+        InvalidArgument: the variables of launchers are malformed, or contradict each other.
+    """
+    return read_environment() is not None
 
 
 def read_settings(
@@ -51,6 +70,7 @@ def read_settings(
     collective_timeout_seconds: float,
     *,
     allow_shared_gpu: bool,
+    debug: bool | None = None,
 ) -> WorldSettings:
     """Returns the arguments of init_process_group(), checked, with what the environment says.
 
@@ -67,6 +87,7 @@ def read_settings(
         timeout_seconds,
         environment_timeout(collective_timeout_seconds),
         allow_shared_gpu or allows_shared_gpu(),
+        asks_for_debug_mode() if debug is None else bool(debug),
     )
 
 
@@ -165,6 +186,7 @@ def connect_world(wanted: str, client: RendezvousClient, settings: WorldSettings
         settings.device,
         settings.timeout_seconds,
         allow_shared_gpu=settings.allow_shared_gpu,
+        debug=settings.debug,
     )
     _tell(settings.place, chosen, reason)
     return connect_over(chosen, client, settings, "world")
@@ -172,6 +194,13 @@ def connect_world(wanted: str, client: RendezvousClient, settings: WorldSettings
 
 def connect_over(backend: str, client: CommunicatorClient, settings: WorldSettings, group: str) -> Communicator:
     """Makes the communicator of a client's ranks over "shm", "mpi" or "nccl"; `group` is its name, not used before."""
+    communicator = _connect(backend, client, settings, group)
+    if settings.debug:
+        communicator.use_debug_mode()
+    return communicator
+
+
+def _connect(backend: str, client: CommunicatorClient, settings: WorldSettings, group: str) -> Communicator:
     if backend == "shm":
         return connect_shared_memory(
             client,

@@ -344,3 +344,55 @@ def test_who_tells_of_all_the_groups_it_may_can_be_anywhere_in_others(told_group
     bench.send(1, FrameType.STATUS, 1, {f"group {n}": 9 for n in range(told_groups)}, "in wait()")
     bench.send(2, FrameType.STATUS, 1, {}, "in wait()")
     assert bench.verdict()[:2] == (ABSENCE, missing)
+
+
+def tell(bench: WaitingBench, rank: int, **groups: list[tuple[int, str, bool]]) -> None:
+    history = {
+        name: [[number, hash(what) % 2**64, what, runs] for number, what, runs in calls]
+        for name, calls in groups.items()
+    }
+    bench.send(rank, FrameType.HISTORY, 1, history)
+
+
+def test_report_begins_with_what_a_rank_did_differently() -> None:
+    bench = WaitingBench(3)
+    bench.come_to(57, 0, 1)
+    bench.miss(0, [2])
+    for rank in range(3):
+        tell(bench, rank, world=[(55, "barrier", False), (56, "flush" if rank == 1 else "all_reduce(sum)", False)])
+        bench.answer(rank, f"in wait() of {rank}")
+    _, missing, text = bench.verdict()
+    assert missing == (2,)
+    assert text.splitlines()[:3] == [
+        "ranks 0 and 1 waited 300 s in all_reduce #57 for rank 2",
+        "rank 1 called flush as #56 of group 'world', where the others called all_reduce(sum)",
+        "",
+    ]
+
+
+def test_report_begins_with_a_circle_of_ranks() -> None:
+    bench = WaitingBench(2)
+    bench.come_to(3, 0, group="a")
+    bench.come_to(5, 1, group="b")
+    bench.wait_in(1, [0], 5, "b")
+    bench.miss(0, [1], 3, "a")
+    tell(bench, 0, a=[(3, "barrier", True)], b=[(4, "barrier", False)])
+    tell(bench, 1, a=[(2, "barrier", False)], b=[(5, "all_reduce(sum)", True)])
+    for rank in range(2):
+        bench.send(rank, FrameType.STATUS, 1, {}, "in wait()")
+    assert bench.verdict()[2].splitlines()[1] == (
+        "ranks wait for each other in a circle: rank 0 waits in barrier (#3 of group 'a') for rank 1, "
+        "rank 1 waits in all_reduce(sum) (#5 of group 'b') for rank 0"
+    )
+
+
+def test_histories_that_answer_no_inquiry_are_left_out() -> None:
+    bench = WaitingBench(2)
+    bench.come_to(57, 0)
+    tell(bench, 1, world=[(56, "flush", False)])
+    bench.miss(0, [1])
+    tell(bench, 0, world=[(56, "barrier", False)])
+    for rank in range(2):
+        bench.answer(rank, "in wait()")
+    tell(bench, 1, world=[(56, "flush", False)])
+    assert "called" not in bench.verdict()[2]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gradsync.rendezvous.agreements import event_key
 from gradsync.rendezvous.messages import (
+    MAX_CALL_BYTES,
     MAX_EVENT_BYTES,
     MAX_GROUP_BYTES,
     MAX_MACHINE_BYTES,
@@ -19,6 +20,7 @@ from gradsync.rendezvous.messages import (
     MAX_RANKS,
     MAX_REPORT_BYTES,
     MAX_TEXT_BYTES,
+    MAX_TOLD_CALLS,
     MAX_TOLD_GROUPS,
     MAX_VALUE_BYTES,
     MAX_VERDICT_BYTES,
@@ -68,6 +70,8 @@ requests = st.one_of(
 texts = st.text(max_size=200).map(clip_text)
 progress = st.dictionaries(groups, positions, max_size=MAX_TOLD_GROUPS)
 ranks_in_order = st.lists(st.integers(0, 1000), unique=True, max_size=20).map(sorted)
+calls = st.tuples(positions, digests, st.text(max_size=50).map(clip_text), st.booleans()).map(list)
+histories = st.dictionaries(groups, st.lists(calls, max_size=8), max_size=MAX_TOLD_GROUPS)
 tidings = st.one_of(
     st.tuples(st.just(FrameType.INTRODUCE), st.just("boot pid:[1]"), st.just("node7"), st.integers(0, 2**31)),
     st.tuples(st.just(FrameType.HEARTBEAT), progress),
@@ -75,6 +79,7 @@ tidings = st.one_of(
     st.tuples(st.just(FrameType.ABSENT), groups, members, positions, texts, timeouts, members),
     st.tuples(st.just(FrameType.STATUS), positions, progress, texts),
     st.tuples(st.just(FrameType.FORGET), keys, members),
+    st.tuples(st.just(FrameType.HISTORY), positions, histories),
 )
 pushes = st.one_of(
     st.tuples(st.just(FrameType.SEATED), positions, st.just("boot pid:[1]"), st.integers(0, 2**31)),
@@ -255,6 +260,11 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.INTRODUCE, ("m" * (MAX_MACHINE_BYTES + 1), "host", 1)),
         (FrameType.INTRODUCE, ("m", "host", -1)),
         (FrameType.STATUS, (1, {}, "x" * (MAX_REPORT_BYTES + 1))),
+        (FrameType.HISTORY, (1, {"world": [[1, 2, "barrier"]]})),
+        (FrameType.HISTORY, (1, {"world": [[1, 2, "barrier", 1]]})),
+        (FrameType.HISTORY, (1, {"world": "calls"})),
+        (FrameType.HISTORY, (1, {"world": [[1, 2, "x" * (MAX_CALL_BYTES + 1), True]]})),
+        (FrameType.HISTORY, (1, {"world": [[1, 2, "x", True]] * (MAX_TOLD_CALLS + 1)})),
         (FrameType.ABSENT, ("g", None, 1, "w" * (MAX_WHAT_BYTES + 1), 0, None)),
         (FrameType.WAITING, ("g", None, 1, "all_reduce #1", 1.5, None)),
         (FrameType.WAITING, ("g", None, 1, "all_reduce #1", 0, [1, 0])),

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradsync import tracing
 from gradsync.bucketing.auto_threshold import AutoThreshold
 from gradsync.bucketing.bucket_ends import BucketEnds
-from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
 from gradsync.bucketing.future import GradientFuture
+from gradsync.bucketing.gradient_guard import GradientGuard
 from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
@@ -59,6 +60,7 @@ class BackwardPass:
         self._works = StepWorks(self.plan, self.reduction)
         self._reduced: list[Bucket] = []
         self._groups: LaunchGroups | None = None  # of the step that is under way
+        self._guard: GradientGuard | None = None  # in debug mode
 
     @property
     def is_under_way(self) -> bool:
@@ -81,17 +83,8 @@ class BackwardPass:
             self._auto = AutoThreshold()
         self._zeros.clear()
         self._works.clear()
+        self._guard = GradientGuard(communicator) if communicator.debug else None
         self._communicator = communicator
-
-    def use_hook(self, hook: BucketHook | None) -> None:
-        """Has a hook reduce the buckets of the steps to come; see AllreduceCallback.register_hook."""
-        if hook is not None and self._options.wire.dtype_name is not None:
-            raise InvalidArgument(
-                f"a hook decides what travels: make the callback without compression={self._options.wire.dtype_name!r}"
-            )
-        kind = hook if hasattr(hook, "__qualname__") else type(hook)
-        name = getattr(hook, "settings", None) or getattr(kind, "__qualname__", kind)
-        self.reduction.use_hook(hook, "" if hook is None else f"hook {name}")
 
     def live_in_buckets(self, parameters: Any, communicator: Communicator) -> Any:
         """Makes memory in which gradients live in the buckets; see AllreduceCallback.gradient_buffers."""
@@ -147,7 +140,10 @@ class BackwardPass:
             self._auto.begin_step(self.reduction, communicator)
         if communicator.runs_beside_host:
             self._producers.setdefault(number, []).append(communicator.mark_work())
-        future = GradientFuture(entry.spec.name, self._ends[number], entry.result)
+        if tracing.active is not None:
+            tracing.active.arrive(communicator.recorder.group, entry.spec.label)
+        end, guard = self._ends[number], self._guard
+        future = GradientFuture(entry.spec.name, end, entry.result) if guard is None else guard.take(entry, end)
         if complete:
             self._reduce_all(complete, communicator)
             places = plan.known_places
@@ -183,6 +179,8 @@ class BackwardPass:
                 return
             self._is_flushing = True
             self._reduce_all(self.plan.planner.flush(), communicator, at_end=True)
+            if self._guard is not None:
+                self._guard.check_results()
             later = self.reduction.end(self.plan.arrivals.count, communicator)
             if later is not None:
                 self._ends.postpone(later)
@@ -198,6 +196,8 @@ class BackwardPass:
     def _end_well(self, communicator: Communicator) -> None:
         """Keeps of the step what may come again, and learns from it."""
         count = self.plan.arrivals.count
+        if tracing.active is not None and count:
+            tracing.active.end_step(communicator.recorder.group, count)
         if self._auto is not None and count:
             self._auto.end_step(self.reduction)
         self.reduction.statistics.steps += count > 0
@@ -265,11 +265,14 @@ class BackwardPass:
 
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
         parts = [bucket] if self.plan.memory is None else self.plan.memory.parts(bucket)
+        end = self._ends[parts[0].number]
         try:
+            if self._guard is not None:
+                self._guard.check_handed_over([slot.position for slot in bucket.slots])
             work = self._works.of(bucket, communicator)
-            completion = self.reduction.reduce(
-                work, communicator, self._producers.get(bucket.number, ()), self._ends[parts[0].number]
-            )
+            completion = self.reduction.reduce(work, communicator, self._producers.get(bucket.number, ()), end)
+            if self._guard is not None and not self.reduction.is_hooked:
+                self._guard.note_results([slot.position for slot in bucket.slots], completion)
         except BaseException as error:
             self.note_told(error)
             self.fail(error)
@@ -285,6 +288,8 @@ class BackwardPass:
         self.ended += 1
         self._works.end_step(self._reduced)
         self._ends.clear()
+        if self._guard is not None:
+            self._guard.clear()
         self._producers.clear()
         self._reduced.clear()
         self._groups = None

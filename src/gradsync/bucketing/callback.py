@@ -191,7 +191,7 @@ class AllreduceCallback(WithBlocks):
             raise InvalidArgument(f"register_hook() got the class {hook.__name__}: make one, {hook.__name__}()")
         if hook is not None and not callable(hook):
             raise InvalidArgument(f"register_hook() needs a function of a bucket, got {type(hook).__name__}")
-        self._backward.use_hook(hook)
+        self._backward.reduction.use_hook(hook)
 
     @property
     def norm(self) -> float | None:

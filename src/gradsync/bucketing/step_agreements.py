@@ -39,31 +39,33 @@ class StepAgreements:
     def bucket(self, bucket: Bucket) -> Agreement:
         """Returns the agreement to reduce this bucket next."""
         event = (bucket, self.local_passes, self.local_gradients)  # of a repeated step it is the very same bucket
-        return self._next(event, self._describe_bucket, self._summarise_bucket)
+        return self._next(event, self._describe_bucket, self._summarise_bucket, _facts_of_bucket)
 
     def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
         """Returns the agreement that the step ends here, after so many gradients; `missing` names those that are."""
         event = ((gradients, missing), self.local_passes, self.local_gradients)
         if self._index == 0:  # an empty step says nothing about the next: what is known stays
-            return self._make(event, 0, self._describe_flush, self._summarise_flush)
-        return self._next(event, self._describe_flush, self._summarise_flush)
+            return self._make(event, 0, self._describe_flush, self._summarise_flush, _facts_of_flush)
+        return self._next(event, self._describe_flush, self._summarise_flush, _facts_of_flush)
 
-    def _next(self, event: tuple[Any, int, int], describe: Any, summarise: Any) -> Agreement:
+    def _next(self, event: tuple[Any, int, int], describe: Any, summarise: Any, facts: Any) -> Agreement:
         index, self._index = self._index, self._index + 1
         if index < len(self._known):
             known, agreement = self._known[index]
             if known == event:
                 return agreement
             del self._known[index:]
-        agreement = self._make(event, index, describe, summarise)
+        agreement = self._make(event, index, describe, summarise, facts)
         self._known.append((event, agreement))
         return agreement
 
-    def _make(self, event: tuple[Any, int, int], index: int, describe: Any, summarise: Any) -> Agreement:
+    def _make(self, event: tuple[Any, int, int], index: int, describe: Any, summarise: Any, facts: Any) -> Agreement:
         of_what, *passes = event
         content = of_what.specs if isinstance(of_what, Bucket) else of_what
         digest = digest_of("gradients", index, self._op, content, passes)
-        return Agreement(digest, partial(describe, event), index, partial(summarise, event))
+        return Agreement(
+            digest, partial(describe, event), index, partial(summarise, event), tell=partial(facts, event, self._op)
+        )
 
     def _describe_bucket(self, event: tuple[Bucket, int, int]) -> str:
         specs = event[0].specs
@@ -86,6 +88,29 @@ class StepAgreements:
 
     def _summarise_flush(self, event: tuple[tuple[int, tuple[str, ...]], int, int]) -> str:
         return f"flush({self._op}) after {_count(event[0][0], 'gradient')}"
+
+
+def _facts_of_bucket(event: tuple[Bucket, int, int], op: str) -> dict[str, Any]:
+    bucket = event[0]
+    return {
+        "collective": "all_reduce",
+        "detail": op,
+        "dtype": bucket.specs[0].dtype,
+        "count": sum([spec.size_bytes // spec.itemsize for spec in bucket.specs]),
+        "bucket": bucket.number,
+        "gradients": [spec.label for spec in bucket.specs],
+        **_facts_of_passes(event),
+    }
+
+
+def _facts_of_flush(event: tuple[tuple[int, tuple[str, ...]], int, int], op: str) -> dict[str, Any]:
+    gradients, missing = event[0]
+    return {"collective": "flush", "detail": op, "gradients": gradients, "missing": missing, **_facts_of_passes(event)}
+
+
+def _facts_of_passes(event: tuple[Any, int, int]) -> dict[str, int]:
+    _, passes, gradients = event
+    return {"local_passes": passes, "local_gradients": gradients} if passes or gradients else {}
 
 
 def _after(event: tuple[Any, int, int]) -> str:

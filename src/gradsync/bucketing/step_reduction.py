@@ -23,7 +23,7 @@ from gradsync.bucketing.step_values import StepValues
 from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
-from gradsync.errors import CommunicatorClosed
+from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.reduction import ReduceOp
 
 
@@ -88,8 +88,14 @@ class StepReduction:
         """Whether a hook reduces the buckets."""
         return self._hooked is not None
 
-    def use_hook(self, hook: BucketHook | None, name: str) -> None:
-        """Has a hook reduce the buckets of the steps to come; None: no hook."""
+    def use_hook(self, hook: BucketHook | None) -> None:
+        """Has a hook reduce the buckets of the steps to come; see AllreduceCallback.register_hook."""
+        if hook is not None and self._options.wire.dtype_name is not None:
+            raise InvalidArgument(
+                f"a hook decides what travels: make the callback without compression={self._options.wire.dtype_name!r}"
+            )
+        kind = hook if hasattr(hook, "__qualname__") else type(hook)
+        name = "" if hook is None else f"hook {getattr(hook, 'settings', None) or getattr(kind, '__qualname__', kind)}"
         self._hooked = None if hook is None else HookedBuckets(hook, self._options.wire)
         self.agreements.change_settings(", ".join(filter(None, [self._options.settings(), name])))
 

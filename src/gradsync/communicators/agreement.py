@@ -38,6 +38,7 @@ class Agreement(NamedTuple):
             line of the description. Like `describe` it keeps no array alive.
         is_message: whether it is between two ranks only; then it does not count among the group's collectives.
         item: what each line of the description after the first is about, with {} for its number.
+        tell: makes what the flight recorder's dumps have of it, in parts; None where there are none.
     """
 
     digest: int
@@ -46,6 +47,11 @@ class Agreement(NamedTuple):
     summarise: Callable[[], str] | None = None
     is_message: bool = False
     item: str = "gradient {} of the bucket"
+    tell: Callable[[], dict[str, Any]] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the ranks are about to do in parts, for the flight recorder's dumps."""
+        return {} if self.tell is None else self.tell()
 
     def headline(self) -> str:
         """Returns what the ranks are about to do in one line, for the flight recorder."""
@@ -80,8 +86,10 @@ def agreement_on(
     of_what = "" if dtype is None else f" of {_array_text(dtype, shape)}"
     text = f"{collective}{of_what}{f' ({detail})' if detail else ''}"
     digest = digest_of(collective, shape, str(dtype), detail)
-    summarise = partial(_summary, collective, shape, dtype, detail)
-    return Agreement(digest, lambda: text, summarise=summarise, is_message=is_message)
+    of_it = (collective, shape, dtype, detail)
+    return Agreement(
+        digest, lambda: text, summarise=partial(_summary, *of_it), is_message=is_message, tell=partial(_facts, *of_it)
+    )
 
 
 def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, detail: str) -> str:
@@ -92,6 +100,17 @@ def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, 
     lengths = [length for length in shape if isinstance(length, int)]
     size = f" {size_text(prod(lengths) * dtype.itemsize)}" if len(lengths) == len(shape) else ""
     return f"{title} {_array_text(dtype, shape)}{size}"
+
+
+def _facts(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, detail: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {"collective": collective}
+    if detail:
+        facts["detail"] = detail  # an operator, a root, the two ranks of a message
+    if dtype is not None:
+        facts |= {"dtype": str(dtype), "shape": list(shape)}
+        if all(isinstance(length, int) for length in shape):
+            facts["count"] = prod([int(length) for length in shape])
+    return facts
 
 
 def _array_text(dtype: np.dtype[np.generic], shape: Shape) -> str:

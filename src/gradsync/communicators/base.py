@@ -26,7 +26,7 @@ from gradsync.communicators.collectives.reductions import Reductions
 from gradsync.communicators.for_bucketing import ForBucketing
 from gradsync.communicators.lifetime import Lifetime
 from gradsync.errors import PlanMismatch, describe
-from gradsync.flight_recorder import FlightRecorder
+from gradsync.flight_recorder import FlightRecorder, Place
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,11 +51,13 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups, ForBucketi
         device: where arrays live: "cpu", or a CUDA device such as "cuda:0".
         recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
         lifetime: for gradsync's own use: who may use the communicator, and whether it has ended.
+        debug: whether its ranks agree on every collective before it, and gradients are watched: see use_debug_mode.
         on_exit: for the process group: called in place of close() or abort() when a `with` block ends.
     """
 
     backend: str
     device: str = "cpu"
+    debug: bool = False
 
     def __init__(
         self,
@@ -70,9 +72,16 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups, ForBucketi
         self.world_size = world_size
         self.ranks = tuple(range(world_size)) if ranks is None else ranks
         self.label = f"rank {rank}/{world_size}" if label is None else label
-        self.recorder = FlightRecorder(group)
+        self.recorder = FlightRecorder(group, place=Place(rank, self.ranks, self.backend))
         self.lifetime = Lifetime(self)
         self.on_exit: Callable[[BaseException | None], None] | None = None
+
+    def use_debug_mode(self) -> None:
+        """For gradsync's own use: from now on, on all ranks, agrees on every collective before data moves.
+
+        Where the collective itself carries a digest, or the ranks always agree first, that is nothing new.
+        """
+        self.debug = True
 
     # -- Collectives; the others are in the classes above --------------------------------------------------------
 

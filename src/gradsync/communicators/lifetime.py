@@ -16,6 +16,7 @@ from gradsync.communicators.collective_queue import await_earlier, await_submitt
 from gradsync.communicators.lost_failures import tell_lost
 from gradsync.communicators.occupancy import Occupancy, Turn
 from gradsync.communicators.queued_jobs import Job, pending
+from gradsync.dumps import dump_at_failure
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
@@ -105,6 +106,7 @@ class Lifetime:
                 # First: whoever finds the reason has been told the error.
                 self._untold = None if told or self.was_told else error
                 self.ended_because = f"it failed: {_headline(error)}"
+        dump_at_failure(error)
         self._end_use()
 
     def note_told(self, error: BaseException) -> None:
@@ -226,6 +228,8 @@ class Lifetime:
         self._what = ""
         self._recorder.end(error is not None)
         self._occupancy.clear()
+        if error is not None:
+            dump_at_failure(error)
         if self.ended_because is not None:
             self._end_use()
 

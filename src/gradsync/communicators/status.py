@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from gradsync.communicators.lifetime import usable_communicators
+from gradsync.dumps import dump_because
 from gradsync.flight_recorder import FlightRecorder
-from gradsync.rendezvous.messages import MAX_TOLD_GROUPS
+from gradsync.rendezvous.messages import MAX_CALL_BYTES, MAX_TOLD_CALLS, MAX_TOLD_GROUPS, clip_text
 from gradsync.stack_report import stack_report
 
 _LAST_COLLECTIVES = 8
@@ -18,8 +19,26 @@ def positions() -> dict[str, int]:
 
 
 def report() -> str:
-    """Returns the last collectives of each group, and the Python stacks of this process. Any thread may ask."""
+    """Returns the last collectives of each group, and the Python stacks of this process. Any thread may ask.
+
+    Whoever asks misses this rank, or another one: a dump is made too, where the environment asks for such.
+    """
+    dump_because("a rank has waited too long for others")
     return "\n".join([*map(_collectives, _told_recorders()), stack_report()])
+
+
+def history() -> dict[str, list[tuple[int, int, str, bool]]]:
+    """Returns the last collectives of each group, for comparison: number, digest, what it is, whether it runs."""
+    told = _told_recorders()
+    return {recorder.group: _calls(recorder, MAX_TOLD_CALLS // len(told)) for recorder in told}
+
+
+def _calls(recorder: FlightRecorder, last: int) -> list[tuple[int, int, str, bool]]:
+    collectives = [entry for entry in recorder.entries() if not entry.what.is_message][-last:]
+    return [
+        (entry.number, entry.what.digest, clip_text(entry.what.headline(), MAX_CALL_BYTES), entry.ended is None)
+        for entry in collectives
+    ]
 
 
 def _told_recorders() -> list[FlightRecorder]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gradsync.errors import InvalidArgument
@@ -77,6 +78,7 @@ class Job:
         max_restarts: how often all ranks are started again after a failure.
         state_dir: where ranks may leave what they need after a restart; GRADSYNC_STATE_DIR in the ranks.
         removed_variables: names of variables of this process that the ranks do not get.
+        variables: what the ranks find in their environment besides.
         node: this machine among those of the run, where its launcher knows the others.
         network: by what this machine reaches the others, where there are any and it is known.
 
@@ -100,6 +102,7 @@ class Job:
     max_restarts: int = 0
     state_dir: str | None = None
     removed_variables: frozenset[str] = frozenset()
+    variables: Mapping[str, str] = field(default_factory=dict)
     node: NodePlace | None = None
     network: Network | None = None
 

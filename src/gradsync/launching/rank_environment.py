@@ -57,7 +57,7 @@ def rank_environment(
     removed |= variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)
-    return _nccl_variables(job) | kept | blas | _torchrun_variables(job, rank, restart) | own
+    return _nccl_variables(job) | kept | blas | dict(job.variables) | _torchrun_variables(job, rank, restart) | own
 
 
 def _nccl_variables(job: Job) -> dict[str, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradsync import environment
 from gradsync.environment import allows_shared_gpu
 from gradsync.errors import InvalidArgument
 from gradsync.launching.failure_report import failure_text
@@ -53,6 +54,16 @@ class RunOptions:
     secret_file: str | None = None
     join_timeout_seconds: float = 120.0
     node_address: str | None = None
+    dump_dir: str | None = None
+    trace_dir: str | None = None
+    debug: bool = False
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the ranks find in their environment because of the options."""
+        folders = {environment.DUMP_DIR: self.dump_dir, environment.TRACE: self.trace_dir}
+        variables = {name: os.path.abspath(folder) for name, folder in folders.items() if folder is not None}
+        return variables | {environment.DEBUG: "1"} if self.debug else variables
 
     @property
     def has_other_nodes(self) -> bool:
@@ -105,6 +116,7 @@ def run_command(options: RunOptions) -> int:
             grace_seconds=options.grace_seconds,
             max_restarts=options.max_restarts,
             state_dir=state_dir,
+            variables=options.variables,
         )
         if nodes is not None:
             from gradsync.launching.nodes.node_run import run_on_nodes

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from gradsync.rendezvous import absence_report, verdict_texts
 from gradsync.rendezvous.absence_report import Absence
+from gradsync.rendezvous.disagreement import Told, disagreements
 from gradsync.rendezvous.events import Action, Notice, Probe, Send
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.members import Members
@@ -57,6 +58,7 @@ class Inquiry:
     due_at: float
     unanswered: set[int]
     reports: dict[int, str] = field(default_factory=dict)
+    histories: dict[int, Told] = field(default_factory=dict)
     looked_at: set[int] = field(default_factory=set)
     findings: dict[int, Finding] = field(default_factory=dict)
 
@@ -105,6 +107,12 @@ class Absences:
         unanswered = {rank for rank, _ in asked}
         self._inquiry = Inquiry(number, claim, {claim.rank}, now + ANSWER_SECONDS, unanswered)
         return [Send(member.connection, FrameType.INQUIRE, (number,)) for _, member in asked]
+
+    def hear_history(self, rank: int, number: int, history: Told) -> None:
+        """Takes in what a rank remembers, which it tells before its status."""
+        inquiry = self._inquiry
+        if inquiry is not None and number == inquiry.number and rank in inquiry.unanswered:
+            inquiry.histories[rank] = history
 
     def hear_status(self, rank: int, number: int, positions: dict[str, int], text: str, now: float) -> None:
         """Takes in what a rank says that it does."""
@@ -162,7 +170,10 @@ class Absences:
                 return verdict_texts.silence(self._roster, rank, finding, evidence)
         absence = self._absence(inquiry.claim, inquiry.claimants)
         culprit = absence.missing[0] if absence.missing else inquiry.claim.rank
-        text = absence_report.report(self._roster, absence, inquiry.reports, inquiry.findings)
+        members = {name: gathering.first.members for (name, _), gathering in self._gatherings.items()}
+        members[inquiry.claim.group] = inquiry.claim.members
+        told = disagreements(inquiry.histories, members)
+        text = absence_report.report(self._roster, absence, inquiry.reports, inquiry.findings, told)
         return Failure(culprit, self._roster.members[culprit].phase, text, absence.missing)
 
     def _absence(self, claim: Claim, claimants: set[int]) -> Absence:

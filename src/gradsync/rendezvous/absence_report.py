@@ -15,6 +15,7 @@ from gradsync.rendezvous.roster import MemberState, Roster
 from gradsync.rendezvous.waiting import verdict_room_bytes
 
 _MAX_REPORTS = 32
+_MAX_SUMMARY_BYTES = 8192
 _NO_ANSWER = "(it did not answer within the time of the inquiry)"
 _NO_ANSWERS = {
     Finding.RUNNING: f"(it did not answer, though it {Finding.RUNNING.value}: {Finding.RUNNING.detail})",
@@ -45,7 +46,13 @@ def notice(roster: Roster, absence: Absence) -> str:
     return f"{who} for {name_ranks(absence.missing)} {since}; {where}"
 
 
-def report(roster: Roster, absence: Absence, reports: dict[int, str], findings: dict[int, Finding]) -> str:
+def report(
+    roster: Roster,
+    absence: Absence,
+    reports: dict[int, str],
+    findings: dict[int, Finding],
+    disagreements: Sequence[str] = (),
+) -> str:
     """Returns the text of the verdict: a summary, then what each rank says it does, the missing ones first.
 
     Args:
@@ -53,13 +60,15 @@ def report(roster: Roster, absence: Absence, reports: dict[int, str], findings: 
         absence: who waited for whom.
         reports: what each rank has answered.
         findings: what was found of ranks that have not answered.
+        disagreements: where the ranks' histories differ, and who waits for whom in a circle.
     """
     sections = [
         (_heading(roster, ranks, absence), text)
         for ranks, text in _grouped(roster, absence.missing, reports, findings)
         + _grouped(roster, _others(roster, absence), reports, findings)
     ]
-    return _fit(_summary(absence), sections, verdict_room_bytes(len(absence.missing)))
+    summary = clip_text("\n".join([_summary(absence), *disagreements]), _MAX_SUMMARY_BYTES)
+    return _fit(summary, sections, verdict_room_bytes(len(absence.missing)))
 
 
 def _summary(absence: Absence) -> str:

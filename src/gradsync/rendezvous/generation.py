@@ -17,6 +17,9 @@ from gradsync.rendezvous.places import Barriers, GroupIds
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.waiting import Failure, Request, Wait, WaitTable
 
+#: What members tell without asking for an answer.
+HEARD = (FrameType.PASSED, FrameType.WAITING, FrameType.STATUS, FrameType.FORGET, FrameType.HISTORY)
+
 
 class Generation:
     """One generation: its members, what they share, and what went wrong.
@@ -99,6 +102,8 @@ class Generation:
             members = self._members(ranks)
             if self._are_members(members):  # there is no answer that could refuse it
                 self._forgetting.hear(request.rank, scope, members)
+        elif message.type is FrameType.HISTORY:
+            self.absences.hear_history(request.rank, *message.fields)
         else:
             inquiry, positions, text = message.fields
             self.absences.hear_status(request.rank, inquiry, positions, text, request.now)

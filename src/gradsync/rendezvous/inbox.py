@@ -216,6 +216,7 @@ class Inbox:
         elif message.type is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
                 self.failure = failure_of(message, self._who)
+                self._pushes.append(message)  # who answers pushes hears of it too
         elif (pending := self._pending.get(message.fields[0])) is not None:
             pending.answer = message
         # Else the late answer to a request that was given up: nobody waits for it.

@@ -23,6 +23,7 @@ from gradsync.errors import (
 )
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
 from gradsync.rendezvous.dialling import dial
+from gradsync.rendezvous.disagreement import Told
 from gradsync.rendezvous.handshake import check_secret
 from gradsync.rendezvous.messages import MAX_REASON_BYTES, PROTOCOL_VERSION, FrameType, clip_text
 from gradsync.rendezvous.request_channel import RequestChannel, check_timeout
@@ -140,18 +141,26 @@ class Membership:
         """
         self._requests.check()
 
-    def describe_with(self, positions: Callable[[], dict[str, int]], report: Callable[[], str]) -> None:
-        """Lets these two say where this rank is, while it lives and when another rank misses it.
+    def describe_with(
+        self,
+        positions: Callable[[], dict[str, int]],
+        report: Callable[[], str],
+        history: Callable[[], Told] = dict,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        """Lets these say where this rank is, while it lives and when another rank misses it.
 
-        Both run in a thread of this client's, or in one that waits in a request or calls `check`. They are to be
+        They run in a thread of this client's, or in one that waits in a request or calls `check`. They are to be
         quick and not to raise; one that raises counts as a text that says so.
 
         Args:
             positions: returns, for at most 16 groups, how many collectives this rank has begun there. It runs at every
                 heartbeat, twice a second.
             report: returns what this rank does, for the other ranks' error; cut to 16 KiB.
+            history: returns this rank's last collectives, by group: number, digest, what it is, whether it is inside.
+            on_failure: called with the first line of what has failed, once, should the generation fail.
         """
-        self._requests.self_report.describe_with(positions, report)
+        self._requests.self_report.describe_with(positions, report, history, on_failure)
 
     def report_waiting(
         self,

@@ -26,6 +26,8 @@ MAX_REPORT_BYTES = 16 * 1024
 MAX_WHAT_BYTES = 1024
 MAX_MACHINE_BYTES = 256
 MAX_TOLD_GROUPS = 16
+MAX_TOLD_CALLS = 128
+MAX_CALL_BYTES = 200
 MAX_TIMEOUT_MS = 10**12
 MAX_RANKS = 16_384
 UNIQUE_ID_BYTES = 128
@@ -68,6 +70,7 @@ class FrameType(enum.IntEnum):
     ABSENT = 33
     STATUS = 34
     FORGET = 35
+    HISTORY = 36
 
     REPLY = 64
     REFUSED = 65
@@ -146,6 +149,22 @@ def _is_progress(value: Any) -> bool:
     return all(_GROUP.accepts(group) and _POSITION.accepts(begun) for group, begun in value.items())
 
 
+def _is_history(value: Any) -> bool:
+    if type(value) is not dict or len(value) > MAX_TOLD_GROUPS:
+        return False
+    calls = [call for of_group in value.values() if type(of_group) in (list, tuple) for call in of_group]
+    are_lists = all(type(of_group) in (list, tuple) for of_group in value.values())
+    return are_lists and len(calls) <= MAX_TOLD_CALLS and all(map(_GROUP.accepts, value)) and all(map(_is_call, calls))
+
+
+def _is_call(value: Any) -> bool:
+    return (
+        type(value) in (list, tuple)
+        and len(value) == len(_CALL)
+        and all(rule.accepts(part) for rule, part in zip(_CALL, value, strict=True))
+    )
+
+
 _KEY = _text("key", MAX_NAME_BYTES)
 _NAME = _text("name", MAX_NAME_BYTES)
 _RANK = _integer("rank", 0, MAX_RANKS - 1)
@@ -157,6 +176,9 @@ _POSITION = _integer("position", 0, 2**63 - 1)
 _DIGEST = _integer("digest", 0, 2**64 - 1)
 _PROGRESS = Field("progress", f"at most {MAX_TOLD_GROUPS} groups with the collectives begun in each", _is_progress)
 _INQUIRY = _integer("inquiry", 0, 2**63 - 1)
+# Number, digest, what it is, and whether the rank is inside.
+_CALL = (_POSITION, _DIGEST, _text("call", MAX_CALL_BYTES), Field("runs", "a boolean", lambda v: type(v) is bool))
+_HISTORY = Field("history", f"the calls of at most {MAX_TOLD_GROUPS} groups, {MAX_TOLD_CALLS} together", _is_history)
 _MACHINE = _text("machine", MAX_MACHINE_BYTES)
 _PID = _integer("pid", 0, 2**31)
 _MISSING = _ranks("missing ranks", optional=True)
@@ -191,6 +213,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.ABSENT: _WAIT,
     FrameType.FORGET: (_NAME, _MEMBERS),
     FrameType.STATUS: (_INQUIRY, _PROGRESS, _text("report", MAX_REPORT_BYTES)),
+    FrameType.HISTORY: (_INQUIRY, _HISTORY),
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean, an integer or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks", optional=False), _text("text", MAX_TEXT_BYTES)),

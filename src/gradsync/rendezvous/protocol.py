@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from gradsync.rendezvous import verdict_texts
 from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send
-from gradsync.rendezvous.generation import Generation
+from gradsync.rendezvous.generation import HEARD, Generation
 from gradsync.rendezvous.messages import REFUSED, TO_GENERATION, FrameType, Message
 from gradsync.rendezvous.roster import RUNNING_PHASE, MemberState, Roster
 from gradsync.rendezvous.silence import Judgement, SilenceTable
@@ -119,7 +119,7 @@ class RendezvousCore:
             return self._report(request, generation, *message.fields)
         if message.type is FrameType.INTRODUCE:
             return self._introduce(request, generation, message)
-        if message.type in (FrameType.PASSED, FrameType.WAITING, FrameType.STATUS, FrameType.FORGET):
+        if message.type in HEARD:
             return [*generation.hear(request, message)]
         if message.type is FrameType.ABSENT and generation.failure is not None:
             return [generation.failure.tell(connection, TO_GENERATION)]

@@ -1,4 +1,4 @@
-"""What the server sends unasked and wants answered: inquiries, and questions of other ranks.
+"""What the server sends unasked: inquiries and questions of other ranks, which it wants answered, and failures.
 
 Sits between `inbox`, which reads them, and those of this rank who have the answer.
 """
@@ -28,3 +28,5 @@ class Pushes:
             self._followers.tell(*message.fields)
         elif message.type is FrameType.INQUIRE:
             self._self_report.answer(*message.fields)
+        elif message.type is FrameType.FAILED:
+            self._self_report.note_failure(message.fields[-1].partition("\n")[0])

@@ -15,6 +15,7 @@ from itertools import islice
 from gradsync.errors import describe
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
+from gradsync.rendezvous.disagreement import Told
 from gradsync.rendezvous.messages import (
     MAX_GROUP_BYTES,
     MAX_MACHINE_BYTES,
@@ -38,10 +39,22 @@ class SelfReport:
         self._connection = connection
         self._positions: Callable[[], dict[str, int]] = dict
         self._report: Callable[[], str] = str
+        self._history: Callable[[], Told] = dict
+        self._on_failure: Callable[[str], None] = _do_nothing
 
-    def describe_with(self, positions: Callable[[], dict[str, int]], report: Callable[[], str]) -> None:
-        """Lets these two say how far this rank has come, and what it does."""
-        self._positions, self._report = positions, report
+    def describe_with(
+        self,
+        positions: Callable[[], dict[str, int]],
+        report: Callable[[], str],
+        history: Callable[[], Told] = dict,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        """Lets these say how far this rank has come, what it does, and what it remembers; the last hears of failures.
+
+        See Membership.describe_with.
+        """
+        self._positions, self._report, self._history = positions, report, history
+        self._on_failure = on_failure or _do_nothing
 
     def introduce(self) -> None:
         """Tells the server which process this is, with the next message: a message for itself costs it more."""
@@ -51,7 +64,15 @@ class SelfReport:
     def answer(self, inquiry: int) -> None:
         """Tells the server what this rank does."""
         with contextlib.suppress(StreamEnded):  # whoever reads next finds the server gone, and says so
+            with contextlib.suppress(Exception):  # the report shows what there is without it
+                if history := dict(self._history()):
+                    self._connection.post(FrameType.HISTORY, inquiry, history)
             self._connection.post(FrameType.STATUS, inquiry, self.progress(), self._text())
+
+    def note_failure(self, text: str) -> None:
+        """Hears that the generation has failed."""
+        with contextlib.suppress(Exception):  # the thread that tells can do nothing about it
+            self._on_failure(text)
 
     def progress(self) -> dict[str, int]:
         """Returns how many collectives this rank has begun in each group; nothing where that cannot be told."""
@@ -66,3 +87,7 @@ class SelfReport:
             return clip_text(self._report() or NOTHING_TO_TELL, MAX_REPORT_BYTES)
         except Exception as error:
             return clip_text(f"(its report cannot be made: {describe(error)})", MAX_REPORT_BYTES)
+
+
+def _do_nothing(_text: str) -> None:
+    pass

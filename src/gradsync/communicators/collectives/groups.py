@@ -209,6 +209,8 @@ class Groups(CollectiveBase):
         return _listed([self.ranks[member] for member in members])
 
     def _taken_in(self, group: Communicator) -> Communicator:
+        if cast("Communicator", self).debug:
+            group.use_debug_mode()
         self.family.add(group)
         return group
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
@@ -102,25 +103,40 @@ class MpiCommunicator(Communicator):
     def _all_reduce_list(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
+        laps = tracing.laps_of(self.recorder)
         self._agree(agreement)
+        if laps is not None:
+            laps.end("waiting")
         with np.errstate(all="ignore"):
             pairs = list(zip(sources, targets, strict=True))
             small = [pair for pair in pairs if pair[0].nbytes <= _SMALL_BYTES]
             if len(small) > 1:
                 large = [pair for pair in pairs if pair[0].nbytes > _SMALL_BYTES]
-                self._all_reduce_packed(small, large, op)
+                self._all_reduce_packed(small, large, op, laps)
             else:
                 self._reduction.all_reduce(pairs, op)
+                if laps is not None:
+                    laps.end("reducing")
 
     def _all_reduce_packed(
-        self, small: Sequence[tuple[Array, Array]], large: Sequence[tuple[Array, Array]], op: ReduceOp
+        self,
+        small: Sequence[tuple[Array, Array]],
+        large: Sequence[tuple[Array, Array]],
+        op: ReduceOp,
+        laps: tracing.Laps | None,
     ) -> None:
         dtype = small[0][0].dtype
         words = word_dtype(dtype)
         flat = self._room(sum([source.nbytes for source, _ in small])).view(dtype)
         pack_words([source.view(words) for source, _ in small], flat.view(words))
+        if laps is not None:
+            laps.end("packing")
         self._reduction.all_reduce([(flat, flat), *large], op)
+        if laps is not None:
+            laps.end("reducing")
         split_words(flat.view(words), [target.view(words) for _, target in small])
+        if laps is not None:
+            laps.end("splitting")
 
     def _reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self._agree(agreement)

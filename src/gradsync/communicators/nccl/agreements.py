@@ -82,6 +82,7 @@ class NcclAgreements:
         self._of_all = PredictedAgreement(client, group, label, timeout_seconds, verdicts)
         self._pairs: dict[tuple[int, int], GroupClient] = {}
         self._of_messages: dict[tuple[int, int], PredictedAgreement] = {}  # by sender and receiver
+        self._asks_always = False
 
     def next(self, agreement: Agreement) -> Agreed:
         """Returns once this rank may launch a collective; see PredictedAgreement."""
@@ -116,6 +117,12 @@ class NcclAgreements:
                 else:
                     answers.update([answer])
         yield answers
+
+    def always_ask(self) -> None:
+        """Has every collective and message be asked about from now on, also what repeats itself; on all ranks."""
+        self._asks_always = True
+        for agreement in self._all():
+            agreement.asks_always = True
 
     @property
     def were_overtaken(self) -> bool:
@@ -226,6 +233,7 @@ class NcclAgreements:
                 self._verdicts,
                 partial(self._of_all.look_for_closed_ranks, math.inf, (self._client.world_ranks[peer],)),
             )
+            self._of_messages[way].asks_always = self._asks_always
         return self._of_messages[way]
 
     def _peer(self, question: Question) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import cupy
 import numpy as np
 
+from gradsync import tracing
 from gradsync.bucketing.pack_kernels import FusedPacker, pack_layout
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
@@ -66,15 +67,24 @@ class NcclCollectives(Communicator):
         self._numbers: Any = None  # room for those that ranks share
         self._launch: Launch | None = None  # the one being made
 
+    def use_debug_mode(self) -> None:
+        super().use_debug_mode()
+        self._agreements.always_ask()
+
     # -- Reductions ----------------------------------------------------------------------------------------------
 
     def _all_reduce_list(
         self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
     ) -> None:
+        laps = tracing.laps_of(self.recorder)
         self._agree(agreement)
+        if laps is not None:
+            laps.end("waiting")
         self._keep(*sources, *targets)
         if len(sources) == 1:
             self._reduction.all_reduce(sources[0], targets[0], op)
+            if laps is not None:
+                laps.end("launching")
             return
         if self.world_size == 1 and not self.force_packing:
             for source, target in zip(sources, targets, strict=True):
@@ -82,10 +92,16 @@ class NcclCollectives(Communicator):
                     target[...] = source
             return
         flat = self._packed(sources)
+        if laps is not None:
+            laps.end("packing")
         if flat.size:
             packed = flat.view(sources[0].dtype)
             self._reduction.all_reduce(packed, packed, op)
+            if laps is not None:
+                laps.end("launching")
             self._packer.split(flat, targets)
+            if laps is not None:
+                laps.end("splitting")
 
     def _all_reduce_group(
         self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement

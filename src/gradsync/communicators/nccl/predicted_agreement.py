@@ -73,6 +73,7 @@ class PredictedAgreement:
         verdicts: the server's, where a rank does not come.
 
     Attributes:
+        asks_always: whether it asks about what it predicts too; the same on all ranks.
         was_overtaken: whether this rank has launched what another one did not: `overtaken` then gives the error, once.
     """
 
@@ -92,6 +93,7 @@ class PredictedAgreement:
         self._asked_at = -1  # where another rank wants everybody to ask
         self._launched: deque[Agreement | None] = deque(maxlen=_REMEMBERED_EVENTS)  # None: agreed on by asking
         self.was_overtaken = False
+        self.asks_always = False
         self._overtaken_at: int | None = None  # an event that this rank launched and another one asked about
         client.follow(group, self._on_asked)
 
@@ -130,7 +132,7 @@ class PredictedAgreement:
         """
         self._verdicts.check()
         with self._lock:
-            if self._asked_at == self._position or not self._history.predicts(agreement.digest):
+            if self.asks_always or self._asked_at == self._position or not self._history.predicts(agreement.digest):
                 return False
             self._advance(agreement.digest, agreement)
             return True

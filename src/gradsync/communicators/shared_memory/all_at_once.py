@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, word_dtype
 from gradsync.communicators.pieces import Piece
@@ -34,6 +35,7 @@ class AllAtOnce:
         self._rings = workplace.rings
         self._barrier = workplace.barrier
         self._rank = workplace.rank
+        self._recorder = workplace.recorder
         self._op = op
         self._dtype = dtype = sources[0].dtype
         self._word = word = word_dtype(dtype)
@@ -55,6 +57,7 @@ class AllAtOnce:
         size, itemsize = self._size, self._dtype.itemsize
         size_bytes = size * itemsize
         at = self._rings.take(size_bytes) // itemsize
+        laps = tracing.laps_of(self._recorder)
         began = time.perf_counter()
         own, own_words = self._rings.of(self._dtype)[self._rank], self._rings.of(self._word)[self._rank]
         for begin, end, sources in self._published:
@@ -63,10 +66,18 @@ class AllAtOnce:
             else:
                 np.concatenate(sources, out=own[at + begin : at + end])
         self._rings.wrote(size_bytes, began)
+        if laps is not None:
+            laps.end("packing")
         self._barrier.meet(agreement)
+        if laps is not None:
+            laps.end("waiting")
         contributions = [
             ring[place // itemsize :][:size]
             for ring, place in zip(self._rings.of(self._dtype), self._rings.places(size_bytes), strict=True)
         ]
         reduce_into(self._op, contributions, self._result, self._accumulator)
+        if laps is not None:
+            laps.end("reducing")
         calls.run(self._delivered)
+        if laps is not None and self._delivered:
+            laps.end("splitting")

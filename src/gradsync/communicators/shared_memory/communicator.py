@@ -106,7 +106,7 @@ class SharedMemoryCommunicator(Communicator):
         scratch = Scratch(CHUNK_BYTES)
         share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
         sizes = SMALL_BYTES, CHUNK_BYTES, ROUND_BYTES, share_bytes
-        self._workplace = workplace = Workplace(rank, world_size, self._barrier, self._rings, *sizes)
+        self._workplace = workplace = Workplace(rank, world_size, self._barrier, self._rings, *sizes, self.recorder)
         self._list_reduction = ListReduction(workplace, scratch, self._slots)
         self._partial_reduction = PartialReduction(workplace, scratch)
         self._resident_reduction = ResidentReduction(workplace)

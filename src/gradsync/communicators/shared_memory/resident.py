@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.pieces import cuts, line_bounds
 from gradsync.communicators.resident import ResidentMemory
@@ -74,14 +75,22 @@ class ResidentReduction:
         self._rank = workplace.rank
         self._world_size = workplace.world_size
         self._barrier = workplace.barrier
+        self._recorder = workplace.recorder
         self._widened: list[Array] = []  # room for half precision: a sum, and what is added to it
 
     def all_reduce(self, memory: SharedResidentMemory, key: Range, agreement: Agreement) -> None:
         """Reduces a range in place; see Communicator.all_reduce_resident."""
         steps = memory.prepared(key, self._prepare)
+        laps = tracing.laps_of(self._recorder)
         self._barrier.meet(agreement)
+        if laps is not None:
+            laps.end("waiting")
         run(steps)
+        if laps is not None:
+            laps.end("reducing")
         self._barrier.meet(agreement)
+        if laps is not None:
+            laps.end("waiting")
 
     def _prepare(self, memory: SharedResidentMemory, key: Range) -> list[Call]:
         """Lists the calls that reduce this rank's slice: for each chunk the arithmetic of reduce_into."""

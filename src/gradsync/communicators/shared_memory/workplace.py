@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.rings import SharedRings
+from gradsync.flight_recorder import FlightRecorder
 
 
 class Workplace(NamedTuple):
@@ -20,6 +21,7 @@ class Workplace(NamedTuple):
         chunk_bytes: of a larger list that is all-reduced, what is published between two rounds of the barrier.
         round_bytes: how much of an array that is moved, or reduced on one rank, goes through a ring at a time.
         share_bytes: likewise, of each of the parts of an array that are for different ranks.
+        recorder: the communicator's.
     """
 
     rank: int
@@ -30,6 +32,7 @@ class Workplace(NamedTuple):
     chunk_bytes: int
     round_bytes: int
     share_bytes: int
+    recorder: FlightRecorder
 
     def peers(self) -> list[int]:
         """Returns the other ranks, the next one first: not all of them read the same ring at once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.pieces import Piece
 from gradsync.communicators.shared_memory import calls
@@ -34,7 +35,8 @@ _PUBLISHED_BYTES = 128 * 1024
 # How much of small pieces is gathered, and then reduced, divided and scattered.
 _GATHERED_BYTES = 128 * 1024
 
-_StepCalls = tuple[list[Call], Wait]
+# What a step does, where in that its parts end, and for whom it waits then.
+_StepCalls = tuple[list[Call], tuple[int, int], Wait]
 
 
 class WriteBack:
@@ -63,6 +65,7 @@ class WriteBack:
     ) -> None:
         self._sources = sources
         self._barrier = workplace.barrier
+        self._recorder = workplace.recorder
         self._rank = rank = workplace.rank
         world_size = workplace.world_size
         self._peers = [peer for peer in range(world_size) if peer != rank]
@@ -88,38 +91,55 @@ class WriteBack:
 
     def run(self, agreement: Agreement) -> None:
         """Reduces each source into its target."""
-        barrier = self._barrier
         steps: Iterable[_StepCalls] = self._work_out() if self._kept is None else self._kept
-        for step_calls, wait in steps:
-            calls.run(step_calls)
-            if wait is Wait.ALL_BEFORE:
-                barrier.arrive()
-                barrier.await_round(barrier.round - 1)
-            elif wait is Wait.ALL:
-                barrier.arrive()
-                barrier.await_round(barrier.round)
-            elif wait is Wait.AGREEMENT:
-                barrier.meet(agreement)
+        laps = tracing.laps_of(self._recorder)
+        if laps is None:
+            for step_calls, _, wait in steps:
+                calls.run(step_calls)
+                self._wait(wait, agreement)
+            return
+        for step_calls, (delivered, published), wait in steps:
+            parts = step_calls[:delivered], step_calls[delivered:published], step_calls[published:]
+            for phase, part in zip(("splitting", "packing", "reducing"), parts, strict=True):
+                if part:
+                    calls.run(part)
+                    laps.end(phase)
+            if wait is not Wait.NOBODY:
+                self._wait(wait, agreement)
+                laps.end("waiting")
+
+    def _wait(self, wait: Wait, agreement: Agreement) -> None:
+        barrier = self._barrier
+        if wait is Wait.ALL_BEFORE:
+            barrier.arrive()
+            barrier.await_round(barrier.round - 1)
+        elif wait is Wait.ALL:
+            barrier.arrive()
+            barrier.await_round(barrier.round)
+        elif wait is Wait.AGREEMENT:
+            barrier.meet(agreement)
 
     def _work_out(self) -> Iterator[_StepCalls]:
         for step in plan_steps(len(self._chunks)):
-            yield self._calls_of(step), step.wait
+            yield *self._calls_of(step), step.wait
 
-    def _calls_of(self, step: Step) -> list[Call]:
+    def _calls_of(self, step: Step) -> tuple[list[Call], tuple[int, int]]:
         made: list[Call] = []
         for number in step.delivered:
             slot = self._slots[number % CHUNKS_IN_FLIGHT][self._rank]
             for begin, end, pieces in self._chunks[number].delivered:
                 made += self._delivery.calls(slot[begin:end], pieces)
+        delivered = len(made)
         for number in step.published:
             slot = self._slots[number % CHUNKS_IN_FLIGHT][self._rank]
             for begin, end, pieces in self._chunks[number].published:
                 made.append(self._collecting(pieces, slot[begin:end]))
+        published = len(made)
         for number in step.reduced:
             slots = self._slots[number % CHUNKS_IN_FLIGHT]
             for stretch in self._chunks[number].own:
                 made += self._reducing(stretch, slots)
-        return made
+        return made, (delivered, published)
 
     def _collecting(self, pieces: Sequence[Piece], place: Array) -> Call:
         if len(pieces) == 1:

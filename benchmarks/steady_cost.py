@@ -1,0 +1,332 @@
+"""Measures what agreement, flight recorder and heartbeats cost in a training step, on two ranks over shared memory.
+
+    python benchmarks/steady_cost.py          # writes benchmarks/results/steady_cost.json
+    python benchmarks/steady_cost.py --quick  # two rounds of the small model, writes nothing
+
+One pair of processes trains; block by block it does so as ever, without the recorder, without agreement, without
+heartbeats, without all three, and, beside these, in debug mode and traced, in an order that changes from round to
+round, some steps each. A step counts with its slowest rank. The cost is the lower quartile of the step's times over
+that without, less 1: those are the steps that nothing else on the machine has held up. A 95 % interval comes from
+resampling the rounds (bootstrap).
+
+Beside that stands what is counted: what each of them does in a step, timed by itself, over the time of the step. That
+does not suffer from the noise of a busy machine, nor does it see caches and waiting. For heartbeats, which come twice a
+second and so in few of the steps, it is the better figure.
+
+The exit code is 1 when all three together cost more than 1 % beyond doubt: when all of the interval lies above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import gradsync as gs
+from gradsync import process_group, tracing
+from gradsync.bench.models import resnet50
+from gradsync.bucketing.gradient_guard import GradientGuard
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.rendezvous.liveness import Liveness
+from measurement import Seconds, provenance
+
+TARGET = 0.01
+USUAL = "as ever"
+ALL_THREE = "all three"
+
+
+class Model:
+    """A training step whose gradients are those of a model.
+
+    Args:
+        shapes: of the gradients, in the order in which they come.
+        work: how often a matrix is multiplied for each gradient, so that there is something to overlap with.
+        width: of that matrix.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], work: int, width: int) -> None:
+        self._gradients = [np.ones(shape, np.float32) for shape in shapes]
+        self._matrix = np.full((width, width), 1e-3, np.float32)
+        self._product = np.empty_like(self._matrix)
+        self._work = work
+        self.sync = gs.AllreduceCallback("mean")
+
+    def step(self) -> None:
+        """Computes, and synchronises each gradient once it is there."""
+        with self.sync.backward():
+            for number, gradient in enumerate(self._gradients):
+                for _ in range(self._work):
+                    np.matmul(self._matrix, self._matrix, out=self._product)
+                self.sync(number, gradient)
+
+
+def small_model() -> Model:
+    """A perceptron of three layers, some milliseconds a step."""
+    return Model([(10,), (512, 10), (512,), (512, 512), (512,), (784, 512)], work=4, width=160)
+
+
+def large_model() -> Model:
+    """The gradients of ResNet-50, 102 MB, last layer first."""
+    return Model(list(reversed(resnet50())), work=3, width=200)
+
+
+MODELS: dict[str, Callable[[], Model]] = {"three layers": small_model, "ResNet-50": large_model}
+# Rounds, and the steps of a block: short ones, so that what else the machine does falls on all alike.
+AMOUNTS = {"three layers": (300, 4), "ResNet-50": (40, 2)}
+
+
+class _NoRecorder:
+    """What stands in for the flight recorder."""
+
+    def begin(self, what: object) -> None:
+        pass
+
+    def end(self, failed: bool = False) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def without_recorder(comm: gs.Communicator, _model: Model) -> Iterator[None]:
+    """Notes no collective."""
+    recorder, comm.lifetime._recorder = comm.lifetime._recorder, _NoRecorder()
+    try:
+        yield
+    finally:
+        comm.lifetime._recorder = recorder
+
+
+@contextlib.contextmanager
+def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
+    """Ranks meet without comparing what they are about to do, and end a step without a word."""
+    agreements, meet = model.sync._step.agreements, SharedBarrier.meet
+    nothing = Agreement(0, str)
+
+    def only_meet(barrier: SharedBarrier, _agreement: Agreement) -> None:
+        barrier.arrive()
+        barrier.await_round(barrier.round)
+
+    agreements.bucket = agreements.flush = lambda *_: nothing
+    comm.agree = lambda _agreement: None
+    SharedBarrier.meet = only_meet
+    try:
+        yield
+    finally:
+        SharedBarrier.meet = meet
+        del agreements.bucket, agreements.flush, comm.agree
+
+
+@contextlib.contextmanager
+def without_heartbeats(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
+    """Tells the server nothing. Its own heartbeats still come, every half second."""
+    beat, Liveness.beat = Liveness.beat, lambda *_, **__: None
+    try:
+        yield
+    finally:
+        Liveness.beat = beat
+
+
+@contextlib.contextmanager
+def without_all(comm: gs.Communicator, model: Model) -> Iterator[None]:
+    """All three at once."""
+    with without_recorder(comm, model), without_agreement(comm, model), without_heartbeats(comm, model):
+        yield
+
+
+@contextlib.contextmanager
+def as_ever(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
+    """Changes nothing."""
+    yield
+
+
+@contextlib.contextmanager
+def debugging(comm: gs.Communicator, model: Model) -> Iterator[None]:
+    """The debug mode's watch over gradients; what it asks beside, over NCCL, is not here."""
+    backward = model.sync._backward
+    backward._guard = GradientGuard(comm)
+    try:
+        yield
+    finally:
+        backward._guard = None
+
+
+@contextlib.contextmanager
+def being_traced(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
+    """With somebody who traces."""
+    tracing.start()
+    try:
+        yield
+    finally:
+        tracing.stop()
+
+
+WITHOUT = {
+    "recorder": without_recorder,
+    "agreement": without_agreement,
+    "heartbeats": without_heartbeats,
+    ALL_THREE: without_all,
+}
+WITH = {"debug mode": debugging, "tracing": being_traced}
+CONTENDERS = {USUAL: as_ever, **WITHOUT, **WITH}
+_SILENT = ("heartbeats", ALL_THREE)
+
+
+@dataclass
+class Plan:
+    """How much is measured of a model."""
+
+    model: str
+    rounds: int
+    steps: int
+
+
+@gs.launcher(n_gpus=2, device_type="cpu")
+def measure(plan: Plan) -> tuple[dict[str, list[list[float]]], dict[str, float]]:
+    """Returns what each step of each round took, by contender, and what each contender was counted to take."""
+    comm = gs.get_communicator()
+    model = MODELS[plan.model]()
+    for _ in range(3):
+        model.step()
+    took: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
+    chance = random.Random(plan.model)  # the same on both ranks
+    for _ in range(plan.rounds):
+        for name in _order(chance):
+            comm.barrier()
+            with CONTENDERS[name](comm, model):
+                samples = np.array([_time_of(model.step, 1) for _ in range(plan.steps)])
+            took[name].append(comm.all_reduce(samples, "max").tolist())
+    return took, _counted(comm, model)
+
+
+def _order(chance: random.Random) -> list[str]:
+    """Returns the contenders in a new order, in which no two are silent one after the other: the server would ask."""
+    order = [name for name in CONTENDERS if name not in _SILENT]
+    chance.shuffle(order)
+    for place, name in zip((1, 4), chance.sample(_SILENT, len(_SILENT)), strict=True):
+        order.insert(place, name)
+    return order
+
+
+def _counted(comm: gs.Communicator, model: Model) -> dict[str, float]:
+    """Returns the seconds that each of the three takes in a step, and in a second for heartbeats, timed alone."""
+    recorder, agreements = comm.recorder, model.sync._step.agreements
+    before = recorder.begun
+    model.step()
+    collectives = recorder.begun - before
+    known = [agreement for _, agreement in agreements._known]
+
+    def record() -> None:
+        recorder.begin(known[0])
+        recorder.end()
+
+    def agree() -> None:
+        agreements.begin_step()
+        for (event, *_), _ in agreements._known[:-1]:
+            agreements.bucket(event)
+
+    client = process_group._client
+    beat = client._requests._liveness.beat
+    agree_seconds = _time_of(agree, 200) + _time_of(comm.barrier, 200)
+    agreements.begin_step()
+    return {
+        "collectives a step": float(collectives),
+        "recorder": collectives * _time_of(record, 2000),
+        "agreement": agree_seconds,
+        "heartbeats": 2 * _time_of(lambda: beat(time.monotonic(), was_late=False), 50),
+    }
+
+
+def _time_of(function: Callable[[], object], times: int) -> float:
+    """Returns the median of the times of a call, in seconds."""
+    samples = []
+    for _ in range(times):
+        began = time.perf_counter()
+        function()
+        samples.append(time.perf_counter() - began)
+    return float(np.median(samples))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one of them costs in a step of a model.
+
+    Attributes:
+        of: which.
+        excess: what the step with it takes more than the one without, over the latter.
+        low, high: the 95 % interval.
+        counted: what it does in a step by itself, over the time of the step; None where that was not timed.
+    """
+
+    of: str
+    excess: float
+    low: float
+    high: float
+    counted: float | None
+
+
+def cost_of(name: str, more: list[list[float]], less: list[list[float]], counted: float | None) -> Cost:
+    """Compares the steps of all rounds with those of another contender in the same rounds."""
+    with_it, without = np.array(more), np.array(less)
+    chosen = np.random.default_rng(0).integers(len(with_it), size=(2000, len(with_it)))
+    resampled = [_excess(with_it[rounds], without[rounds]) for rounds in chosen]
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return Cost(name, _excess(with_it, without), float(low), float(high), counted)
+
+
+def _excess(more: np.ndarray[Any, Any], less: np.ndarray[Any, Any]) -> float:
+    return float(np.quantile(more, 0.25) / np.quantile(less, 0.25) - 1.0)
+
+
+def costs(took: dict[str, list[list[float]]], counted: dict[str, float]) -> list[Cost]:
+    """Returns the costs of a model: of what is always on, and of what may be asked for."""
+    step = float(np.median(took[USUAL]))
+    per_step = {**counted, "heartbeats": counted["heartbeats"] * step}
+    always = [
+        cost_of(name, took[USUAL], took[name], per_step[name] / step if name in per_step else None) for name in WITHOUT
+    ]
+    return always + [cost_of(name, took[name], took[USUAL], None) for name in WITH]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, shows and writes; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two rounds of the small model; writes nothing")
+    parser.add_argument("--rounds", type=int, help="how many; writes nothing")
+    options = parser.parse_args(arguments)
+    origin = provenance("benchmarks/steady_cost.py")
+    is_whole = not options.quick and options.rounds is None
+    table = Table("model", "of", "step", "cost", "95 %", "counted", title="what a step costs more")
+    results, is_above = [], False
+    for name in list(MODELS)[: 1 if options.quick else None]:
+        usual_rounds, steps = AMOUNTS[name]
+        rounds = 2 if options.quick else options.rounds or usual_rounds
+        took, counted = measure(Plan(name, rounds, steps))[0]
+        found = costs(took, counted)
+        is_above = is_above or any(cost.of == ALL_THREE and cost.low > TARGET for cost in found)
+        step = Seconds.of([seconds for of_round in took[USUAL] for seconds in of_round])
+        results.append({"model": name, "step_seconds": asdict(step), "rounds": rounds, "counted_seconds": counted,
+                        "costs": [asdict(cost) for cost in found]})  # fmt: skip
+        for cost in found:
+            counted_text = "" if cost.counted is None else f"{cost.counted:.3%}"
+            interval = f"{cost.low:.2%} to {cost.high:.2%}"
+            table.add_row(name, cost.of, str(step), f"{cost.excess:.2%}", interval, counted_text)
+    Console().print(table)
+    if is_whole:
+        path = Path(__file__).parent / "results" / "steady_cost.json"
+        path.write_text(json.dumps({**origin, "target": TARGET, "results": results}, indent=1) + "\n")
+    return int(is_above)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

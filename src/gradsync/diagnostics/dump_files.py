@@ -1,0 +1,187 @@
+"""Dumps of the flight recorder, read back: one for each rank of a run. See gradsync.dumps, which writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradsync.divergence import Call, History
+from gradsync.dumps import FORMAT
+from gradsync.errors import InvalidArgument
+from gradsync.flight_recorder import names_text
+from gradsync.tracing import Arrival, Phase, Step
+
+
+class DumpedCall(NamedTuple):
+    """A collective, or a message, of a dump.
+
+    Attributes:
+        number: in its group; of a message, that of the collective before it.
+        digest: equal on two ranks that mean the same.
+        what: to read.
+        state: "runs", "ended" or "failed".
+        began, ended: in the monotonic seconds of its machine; `ended` is None while it runs.
+        is_message: whether it is a message.
+        facts: operation, dtype, shape or gradients, root or peer.
+    """
+
+    number: int
+    digest: int
+    what: str
+    state: str
+    began: float
+    ended: float | None
+    is_message: bool
+    facts: dict[str, Any]
+
+
+class DumpedGroup(NamedTuple):
+    """What one rank remembers of a communicator.
+
+    Attributes:
+        name: of the group.
+        ranks: its members, as the world counts.
+        begun: how many collectives the rank has begun.
+        calls: the last ones, oldest first.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    begun: int
+    calls: tuple[DumpedCall, ...]
+
+    def history(self, rank: int) -> History:
+        """Returns its collectives by number, for comparison."""
+        calls = {call.number: Call(call.digest, call.what) for call in self.calls if not call.is_message}
+        return History(rank, self.begun, calls)
+
+
+class Dump(NamedTuple):
+    """One file.
+
+    Attributes:
+        path: of the file.
+        rank: as the world counts; None where it was written before the ranks had met, and no launcher told.
+        pid, host, machine, reason, stacks: of the process; see gradsync.dumps.
+        at: when it was written, in monotonic seconds of its machine.
+        wall_at: the same moment by the wall clock.
+        groups: by name.
+        phases, arrivals, steps: of a trace.
+        left_out: events that the trace had no room for.
+    """
+
+    path: Path
+    rank: int | None
+    pid: int
+    host: str
+    machine: str
+    reason: str
+    stacks: str
+    at: float
+    wall_at: float
+    groups: dict[str, DumpedGroup]
+    phases: tuple[Phase, ...]
+    arrivals: tuple[Arrival, ...]
+    steps: tuple[Step, ...]
+    left_out: int
+
+
+def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
+    """Reads the dumps of a run.
+
+    Args:
+        paths: files, or folders of them.
+
+    Returns:
+        The latest dump of each rank, by rank, and those that an earlier start of the ranks, or none of them, has left.
+
+    Raises:
+        InvalidArgument: there are none, or one is no dump.
+    """
+    paths = list(paths)
+    files = [file for path in paths for file in _files(path)]
+    if not files:
+        raise InvalidArgument(
+            f"there are no dumps in {', '.join(map(str, paths))}: no *.json that gradsync has written"
+        )
+    dumps = sorted((read_dump(file) for file in files), key=lambda dump: dump.wall_at)
+    latest = {dump.rank: dump for dump in dumps if dump.rank is not None}
+    kept = sorted(latest.values(), key=lambda dump: dump.rank or 0)
+    return kept, [dump for dump in dumps if dump not in kept]
+
+
+def read_dump(path: Path) -> Dump:
+    """Reads one dump.
+
+    Raises:
+        InvalidArgument: it cannot be read, or is no dump of this version.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it needs format {FORMAT!r}")
+    try:
+        return _parsed(path, content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _files(path: Path) -> Sequence[Path]:
+    return sorted(path.glob("*.json")) if path.is_dir() else [path]
+
+
+def _parsed(path: Path, content: dict[str, Any]) -> Dump:
+    calls = content["calls"]
+    trace = content.get("trace", {})
+    groups = [_group(group, calls) for group in content["groups"]]
+    return Dump(
+        path,
+        content["rank"],
+        content["pid"],
+        content["host"],
+        content["machine"],
+        content["reason"],
+        content["stacks"],
+        content["monotonic_seconds"],
+        content["wall_seconds"],
+        {group.name: group for group in groups},
+        tuple(Phase(*fields) for fields in trace.get("phases", ())),
+        tuple(Arrival(*fields) for fields in trace.get("arrivals", ())),
+        tuple(Step(*fields) for fields in trace.get("steps", ())),
+        trace.get("left_out", 0),
+    )
+
+
+def _group(content: dict[str, Any], calls: dict[str, dict[str, Any]]) -> DumpedGroup:
+    return DumpedGroup(
+        content["group"],
+        tuple(content["ranks"]),
+        content["begun"],
+        tuple(_call(entry, calls[entry["call"]]) for entry in content["entries"]),
+    )
+
+
+def _call(entry: dict[str, Any], facts: dict[str, Any]) -> DumpedCall:
+    return DumpedCall(
+        entry["number"],
+        int(entry["call"], 16),
+        what_text(facts),
+        entry["state"],
+        entry["began"],
+        entry["ended"],
+        entry.get("is_message", False),
+        facts,
+    )
+
+
+def what_text(facts: dict[str, Any]) -> str:
+    """Returns a collective to read: of a bucket "all_reduce(mean) of bucket 3 [conv1.weight, 12 more]"."""
+    if "bucket" not in facts:
+        return str(facts["what"])
+    names = names_text(facts["gradients"], shown=1)
+    which = f"bucket {facts['bucket']}" if facts["bucket"] >= 0 else "several buckets"  # side by side in memory
+    return f"{facts['collective']}({facts['detail']}) of {which} {names}"

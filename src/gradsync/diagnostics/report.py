@@ -1,0 +1,160 @@
+"""What dumps say of a run, in words: what its ranks did differently, who has come less far, who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
+from gradsync.divergence import Divergence, Wait, circle, circle_text, compared, first_divergence
+from gradsync.flight_recorder import seconds_text
+from gradsync.rendezvous.rank_names import name_ranks
+
+
+def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
+    """Returns the lines: what differs first, then each group, then each rank.
+
+    Args:
+        dumps: one for each rank.
+        earlier: others that were found and left out.
+    """
+    groups = _groups(dumps)
+    lines = [line for name, of_ranks in groups.items() for line in _differences(name, of_ranks)]
+    round_about = circle(waits(dumps))
+    if round_about is not None:
+        lines.append(circle_text(round_about))
+    if not lines:
+        lines.append("no rank differs from another in what can be compared")
+    for name, of_ranks in groups.items():
+        lines += _progress(name, of_ranks)
+    lines += [line for dump in dumps for line in _whereabouts(dump)]
+    lines += _left_out(dumps, earlier)
+    return lines
+
+
+def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
+    """Returns the first difference of each group that has one."""
+    found = [
+        first_divergence(name, [group.history(rank) for rank, group in of_ranks.items()])
+        for name, of_ranks in _groups(dumps).items()
+    ]
+    return [divergence for divergence in found if divergence is not None]
+
+
+def waits(dumps: Iterable[Dump]) -> list[Wait]:
+    """Returns which rank is inside which collective, and which members have not begun it."""
+    dumps = list(dumps)
+    begun = {(_rank(dump), group.name): group.begun for dump in dumps for group in dump.groups.values()}
+    return [
+        Wait(
+            _rank(dump),
+            group.name,
+            call.number,
+            call.what,
+            tuple(other for other in group.ranks if begun.get((other, group.name), call.number) < call.number),
+        )
+        for dump in dumps
+        for group in dump.groups.values()
+        for call in group.calls
+        if call.state == "runs" and not call.is_message
+    ]
+
+
+def _groups(dumps: Sequence[Dump]) -> dict[str, dict[int, DumpedGroup]]:
+    """Returns the groups by name and rank; a rank's own, of itself alone, only where there is but one rank."""
+    names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
+    groups = {
+        name: {
+            _rank(dump): dump.groups[name]
+            for dump in dumps
+            if name in dump.groups and (len(dump.groups[name].ranks) > 1 or len(dumps) == 1)
+        }
+        for name in names
+    }
+    return {name: of_ranks for name, of_ranks in groups.items() if of_ranks}
+
+
+def _differences(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
+    divergence = first_divergence(name, [group.history(rank) for rank, group in of_ranks.items()])
+    if divergence is None:
+        return []
+    lines = [divergence.text()]
+    if len({call.what for call, _ in divergence.sides}) < len(divergence.sides):  # in the same words
+        lines += _first_different_lines(of_ranks, divergence)
+    return lines
+
+
+def _first_different_lines(of_ranks: dict[int, DumpedGroup], divergence: Divergence) -> list[str]:
+    """Returns where the ranks' descriptions of a collective part: the first line that is not the same for all."""
+    told = [(ranks, _description(of_ranks[ranks[0]], call.digest)) for call, ranks in divergence.sides]
+    for lines in zip_longest(*(description for _, description in told), fillvalue="(nothing)"):
+        if len(set(lines)) > 1:
+            return [f"  {name_ranks(ranks)}: {line}" for (ranks, _), line in zip(told, lines, strict=True)]
+    return []
+
+
+def _description(group: DumpedGroup, digest: int) -> list[str]:
+    """Returns what the ranks had to agree on about a collective, line by line."""
+    for call in group.calls:
+        if call.digest == digest:
+            return list(call.facts.get("description", ()))
+    return []
+
+
+def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
+    """Returns how far the ranks of a group have come, and what of it could be compared."""
+    begun: dict[int, list[int]] = {}
+    for rank, group in of_ranks.items():
+        begun.setdefault(group.begun, []).append(rank)
+    *behind, (most, first) = sorted(begun.items())
+    line = f"group {name!r}: {name_ranks(first)} {'has' if len(first) == 1 else 'have'} begun {most} collectives"
+    for count, ranks in reversed(behind):
+        line += f"; {name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {most - count} behind, at {count}"
+    numbers = compared([group.history(rank) for rank, group in of_ranks.items()])
+    if len(of_ranks) > 1:
+        line += f"; compared: #{numbers[0]} to #{numbers[-1]}" if numbers else "; nothing that two ranks both remember"
+        if numbers and numbers[0] > 1:
+            line += ", what came before is not remembered"
+    missing = sorted({rank for group in of_ranks.values() for rank in group.ranks} - of_ranks.keys())
+    if missing:
+        line += f"; no dump of {name_ranks(missing)}"
+    return [line]
+
+
+def _whereabouts(dump: Dump) -> list[str]:
+    """Returns what one rank does, and for how long."""
+    who = f"rank {dump.rank} (pid {dump.pid} on {dump.host})"
+    running = [(group, call) for group in dump.groups.values() for call in group.calls if call.state == "runs"]
+    if running:
+        return [
+            f"{who} is in {_running(group, call, dump.at)}; dumped because: {dump.reason}" for group, call in running
+        ]
+    last = max((call for group in dump.groups.values() for call in group.calls), key=_end, default=None)
+    if last is None:
+        return [f"{who} has begun no collective; dumped because: {dump.reason}"]
+    verb = "has failed in" if last.state == "failed" else "is outside of collectives, after"
+    ago = seconds_text(max(dump.at - _end(last), 0.0))
+    return [f"{who} {verb} {last.what}, {ago} before the dump; dumped because: {dump.reason}"]
+
+
+def _running(group: DumpedGroup, call: DumpedCall, at: float) -> str:
+    place = f"after #{call.number}" if call.is_message else f"#{call.number}"
+    return f"{call.what}, {place} of group {group.name!r}, for {seconds_text(max(at - call.began, 0.0))}"
+
+
+def _end(call: DumpedCall) -> float:
+    return call.began if call.ended is None else call.ended
+
+
+def _left_out(dumps: Sequence[Dump], earlier: Sequence[Dump]) -> list[str]:
+    lines = [f"{dump.path.name} is left out: " + _why_left_out(dump) for dump in earlier]
+    full = [dump for dump in dumps if dump.left_out]
+    return [*lines, *(f"rank {dump.rank}: the trace had no room for {dump.left_out} more events" for dump in full)]
+
+
+def _why_left_out(dump: Dump) -> str:
+    return "it does not tell its rank" if dump.rank is None else f"there is a later one of rank {dump.rank}"
+
+
+def _rank(dump: Dump) -> int:
+    return 0 if dump.rank is None else dump.rank

@@ -1,0 +1,158 @@
+"""Where ranks that should have called the same collectives did not: the first difference between their histories.
+
+Pure, without I/O and without clocks: used by the server's core while ranks wait, and by `gradsync trace` on dumps.
+A rank remembers its last collectives only, so what is compared is what at least two ranks still remember; a rank that
+has merely come less far than the others does not differ from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from gradsync.rendezvous.rank_names import name_ranks
+
+
+class Call(NamedTuple):
+    """One collective that a rank has begun.
+
+    Attributes:
+        digest: equal on two ranks that mean the same.
+        what: to read.
+    """
+
+    digest: int
+    what: str
+
+
+class History(NamedTuple):
+    """What one rank remembers of a group.
+
+    Attributes:
+        rank: as the world counts.
+        begun: how many collectives of the group it has begun.
+        calls: by number, counted from 1; messages between two ranks are not among them.
+    """
+
+    rank: int
+    begun: int
+    calls: Mapping[int, Call]
+
+
+class Divergence(NamedTuple):
+    """The first collective of a group that not all ranks mean alike.
+
+    Attributes:
+        group: its name.
+        number: of the collective.
+        sides: what was called, and by whom: the call of most ranks last.
+        is_certainly_first: whether an earlier one was compared between all of these ranks, and found equal; else
+            it may be that they differ for longer than they remember.
+    """
+
+    group: str
+    number: int
+    sides: tuple[tuple[Call, tuple[int, ...]], ...]
+    is_certainly_first: bool
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that remember this collective, ascending."""
+        return tuple(sorted(rank for _, ranks in self.sides for rank in ranks))
+
+    def text(self, where: str = "") -> str:
+        """Returns it in a sentence.
+
+        Args:
+            where: stands behind the group's name.
+        """
+        *few, (most, most_ranks) = self.sides
+        first, *later = few
+        told = f"{name_ranks(first[1])} called {first[0].what} as #{self.number} of group {self.group!r}{where}"
+        told += "".join(f", {name_ranks(ranks)} called {call.what}" for call, ranks in later)
+        others = "the others" if len(most_ranks) > 1 else name_ranks(most_ranks)
+        told += f", where {others} called {most.what}"
+        if not self.is_certainly_first:
+            told += " (what came before is not remembered: they may differ for longer)"
+        return told
+
+
+def first_divergence(group: str, histories: Iterable[History]) -> Divergence | None:
+    """Returns the first collective that ranks of a group do not mean alike; None where all that is known is equal."""
+    known = list(histories)
+    numbers = compared(known)
+    for number in numbers:
+        sides: dict[int, list[int]] = {}
+        calls: dict[int, Call] = {}
+        for history in known:
+            call = history.calls.get(number)
+            if call is not None:
+                calls.setdefault(call.digest, call)
+                sides.setdefault(call.digest, []).append(history.rank)
+        if len(sides) > 1:
+            ordered = sorted(sides.items(), key=lambda side: (len(side[1]), [-rank for rank in side[1]]))
+            told = tuple((calls[digest], tuple(sorted(ranks))) for digest, ranks in ordered)
+            before = [h for h in known if number in h.calls]
+            is_first = number == 1 or all(number - 1 in history.calls for history in before)
+            return Divergence(group, number, told, is_first)
+    return None
+
+
+def compared(histories: Sequence[History]) -> list[int]:
+    """Returns the numbers of the collectives that at least two ranks remember, ascending."""
+    seen: dict[int, int] = {}
+    for history in histories:
+        for number in history.calls:
+            seen[number] = seen.get(number, 0) + 1
+    return sorted(number for number, ranks in seen.items() if ranks > 1)
+
+
+class Wait(NamedTuple):
+    """A rank that is inside a collective.
+
+    Attributes:
+        rank: as the world counts.
+        group, number: of the collective.
+        what: to read.
+        for_ranks: the members that have not begun it; empty where all have, or nothing is known of them.
+    """
+
+    rank: int
+    group: str
+    number: int
+    what: str
+    for_ranks: tuple[int, ...]
+
+
+def circle(waits: Iterable[Wait]) -> list[Wait] | None:
+    """Returns ranks that wait for each other in a circle, each for the next and the last for the first.
+
+    None where there is no circle. It begins with its lowest rank.
+    """
+    by_rank: dict[int, list[Wait]] = {}
+    for wait in waits:
+        by_rank.setdefault(wait.rank, []).append(wait)
+    for start in sorted(by_rank):
+        came_by: dict[int, Wait] = {}  # by rank: the wait that leads to it; the shortest way first
+        left = [start]
+        for rank in left:
+            for wait in by_rank.get(rank, ()):
+                for after in wait.for_ranks:
+                    if after not in came_by:
+                        came_by[after] = wait
+                        left.append(after)
+        if start in came_by:
+            way = [came_by[start]]
+            while way[0].rank != start:
+                way.insert(0, came_by[way[0].rank])
+            return way
+    return None
+
+
+def circle_text(waits: Sequence[Wait]) -> str:
+    """Returns a circle in a sentence."""
+    steps = [
+        f"rank {wait.rank} waits in {wait.what} (#{wait.number} of group {wait.group!r}) for rank {after.rank}"
+        for wait, after in zip(waits, [*waits[1:], waits[0]], strict=True)
+    ]
+    return "ranks wait for each other in a circle: " + ", ".join(steps)

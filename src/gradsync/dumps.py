@@ -1,0 +1,230 @@
+"""What a process writes down for a look at it afterwards: its last collectives of every group, and its stacks.
+
+One JSON file a rank, written at once and whole: when somebody calls `gs.dump_flight_recorder()`, when a collective
+fails, when another rank misses this one, and when SIGUSR2 asks; the last three where GRADSYNC_DUMP_DIR names a folder.
+With `gs.trace()`, or GRADSYNC_TRACE, the phases of the collectives are in it too. `gradsync trace` reads the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from gradsync import tracing
+from gradsync.environment import DUMP_DIR, RANK, TRACE
+from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe
+from gradsync.flight_recorder import Entry, FlightRecorder, recorders
+from gradsync.machine import machine_identity
+from gradsync.stack_report import stack_report
+from gradsync.variable_values import value_of
+
+#: What a dump calls itself, so that nothing else is taken for one.
+FORMAT = "gradsync flight recorder 1"
+_MAX_DESCRIPTION_LINES = 1000
+_TOLD = (CollectiveTimeout, RankFailed, PlanMismatch)
+
+_log = logging.getLogger("gradsync")
+
+
+def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
+    """Writes the last collectives of every group of this process to a JSON file, and where its threads are.
+
+    Not collective, and any thread may call it at any time. `gradsync trace FOLDER` compares the files of all ranks.
+
+    Args:
+        path: a file that ends in .json, or a folder, made where it is not there, in which the file is named after rank
+            and pid; None is the folder that GRADSYNC_DUMP_DIR names, or the current one.
+
+    Returns:
+        The file.
+
+    Raises:
+        InvalidArgument: it cannot be written.
+    """
+    folder = Path(value_of(os.environ, DUMP_DIR) or ".") if path is None else Path(path)
+    return _write(folder, "dump_flight_recorder() was called")
+
+
+@contextlib.contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Notes, within the block, when each bucket was packed, waited for, reduced and split.
+
+    Not collective; `gradsync trace` shows the ranks that did it. At the end of the block a dump is written. While it
+    lasts the recorder remembers 16,384 collectives.
+
+    Args:
+        path: as for dump_flight_recorder.
+
+    Raises:
+        InvalidArgument: somebody traces already, or the file cannot be written.
+    """
+    if tracing.active is not None:
+        raise InvalidArgument(f"gs.trace({os.fspath(path)!r}): this process is traced already")
+    tracer = tracing.start()
+    try:
+        yield
+    finally:
+        tracing.stop()
+        _write(Path(path), "the traced block has ended", tracer)
+
+
+def arm() -> None:
+    """Does what the environment asks for: dumps at failures and on SIGUSR2, a trace at the end of the process.
+
+    A handler of SIGUSR2 that is there already stays, and one that comes later takes the place of this one.
+    """
+    global _folder, _traced_folder
+    folder, traced = value_of(os.environ, DUMP_DIR), value_of(os.environ, TRACE)
+    if folder is not None and _folder is None:
+        import signal  # here: most processes never come this far, and start-up counts
+
+        _folder = Path(os.path.abspath(folder))
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+            signal.signal(signal.SIGUSR2, _on_signal)
+    if traced is not None and _traced_folder is None:
+        _traced_folder = Path(os.path.abspath(traced))
+        tracing.start()
+        import atexit
+
+        atexit.register(write_trace)
+
+
+def dump_because(reason: str) -> None:
+    """Writes a dump where the environment asks for them; never raises."""
+    if _folder is not None:
+        try:
+            _write(_folder, reason)
+        except Exception as error:
+            _log.warning("no dump of the flight recorder: %s", describe(error))
+
+
+def dump_at_failure(error: BaseException) -> None:
+    """Does so for a failure of a collective that other ranks have a part in."""
+    if _folder is not None and isinstance(error, _TOLD):
+        dump_because(describe(error).partition("\n")[0])
+
+
+def write_trace() -> None:
+    """Writes what GRADSYNC_TRACE asks for; may be called again, when there is more."""
+    if _traced_folder is not None and recorders():
+        try:
+            _write(_traced_folder, f"{TRACE} is set")
+        except Exception as error:
+            _log.warning("no trace: %s", describe(error))
+
+
+def snapshot(reason: str, tracer: tracing.Tracer | None = None) -> dict[str, Any]:
+    """Returns what a dump consists of.
+
+    Args:
+        reason: why it is made.
+        tracer: whose events it has too; None: those of who traces now, if anybody does.
+    """
+    import socket
+
+    tracer = tracer or tracing.active
+    calls: dict[str, dict[str, Any]] = {}
+    groups = [_group(recorder, calls) for recorder in recorders()]
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "reason": reason,
+        "rank": _rank(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "machine": machine_identity(),
+        "monotonic_seconds": time.monotonic(),
+        "wall_seconds": time.time(),
+        "groups": groups,
+        "calls": calls,
+        "stacks": stack_report(),
+    }
+    return content if tracer is None else content | {"trace": tracer.content()}
+
+
+def _group(recorder: FlightRecorder, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns one group's part; `calls` grows by what its collectives are, by digest."""
+    place = recorder.place
+    return {
+        "group": recorder.group,
+        "rank": 0 if place is None else place.rank,
+        "ranks": [0] if place is None else list(place.ranks),
+        "backend": "" if place is None else place.backend,
+        "begun": recorder.begun,
+        "entries": [_entry(entry, calls) for entry in recorder.entries()],
+    }
+
+
+def _entry(entry: Entry, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    what = entry.what
+    digest = f"{what.digest:016x}"
+    if digest not in calls:
+        lines = what.describe().splitlines()
+        calls[digest] = {"what": what.headline(), **what.facts(), "description": lines[:_MAX_DESCRIPTION_LINES]}
+    state = "failed" if entry.failed else "runs" if entry.ended is None else "ended"
+    of_message = {"is_message": True} if what.is_message else {}
+    return {
+        "number": entry.number,
+        "call": digest,
+        "state": state,
+        "began": entry.began,
+        "ended": entry.ended,
+        **of_message,
+    }
+
+
+def _rank() -> int | None:
+    """Returns the number of this process in the world: as its largest group has it, else as its launcher says."""
+    places = [recorder.place for recorder in recorders() if recorder.place is not None]
+    largest = max(places, key=lambda place: len(place.ranks), default=None)
+    text = value_of(os.environ, RANK) or value_of(os.environ, "RANK") or ""
+    if largest is not None and (len(largest.ranks) > 1 or not text.isdecimal()):
+        return largest.ranks[largest.rank]
+    return int(text) if text.isascii() and text.isdecimal() else None
+
+
+def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None) -> Path:
+    import json
+
+    content = snapshot(reason, tracer)
+    if path.suffix != ".json":
+        rank = "unknown" if content["rank"] is None else content["rank"]
+        path = path / f"gradsync-rank{rank}-pid{content['pid']}.json"
+    # Beside it, so that whoever reads meanwhile finds the one before or this one, and never half of it.
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_text(json.dumps(content, separators=(",", ":")))
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InvalidArgument(f"the flight recorder cannot be written to {path}: {error.strerror or error}") from error
+    return path
+
+
+def _on_signal(_number: int, _frame: FrameType | None) -> None:
+    dump_because("SIGUSR2 came")
+
+
+_folder: Path | None = None
+_traced_folder: Path | None = None
+
+
+def _forget_after_fork() -> None:
+    """The child is no rank; it must not write over what its parent does."""
+    global _folder, _traced_folder
+    _folder = _traced_folder = None
+    tracing.stop()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
