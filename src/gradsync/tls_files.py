@@ -41,3 +41,19 @@ def read_tls_files(environ: Mapping[str, str] = os.environ) -> TlsFiles | None:
         there, lacking = (TLS_KEY, TLS_CERTIFICATE) if files.certificate is None else (TLS_CERTIFICATE, TLS_KEY)
         raise InvalidArgument(f"{there} is set, but {lacking} is not; set both or neither")
     return files
+
+
+def check_tls_files(*, hosts: bool) -> None:
+    """Reads the files that the environment names, if it names any, so that what is wrong is told before ranks start.
+
+    Args:
+        hosts: whether this process is to host a server, which needs a certificate.
+
+    Raises:
+        InvalidArgument: one is missing, or is not what it should be, or the key is another certificate's.
+    """
+    files = read_tls_files()
+    if files is not None:
+        from gradsync.rendezvous.tls import ClientTls, ServerTls  # here: OpenSSL is large, and few runs need it
+
+        ServerTls(files) if hosts else ClientTls(files)

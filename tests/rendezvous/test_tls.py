@@ -8,6 +8,7 @@ import random
 import select
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -52,8 +52,8 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
         RendezvousError: something else speaks on that port.
     """
     parse_address(address)
-    tls = _load_tls()
     started = time.monotonic()
+    tls = _load_tls()
     backoff_seconds = _FIRST_BACKOFF_SECONDS
     handshakes = 0
     give_up_at = deadline
