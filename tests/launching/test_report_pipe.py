@@ -66,3 +66,13 @@ def test_frame_cut_off_by_a_death_is_dropped(pipe):
     frames = report_pipe.FrameReader(reader)
     assert frames.read() == []
     assert frames.ended
+
+
+@pytest.mark.parametrize("length", [2**63 - 1, 2**64 - 1, 2**60])
+def test_a_length_beyond_all_memory_ends_the_reading(pipe, length):
+    reader, writer = pipe
+    os.write(writer, report_pipe.RESULT + length.to_bytes(8, "little") + b"body")
+    frames = report_pipe.FrameReader(reader)
+    assert frames.read() == []
+    assert (frames.ended, frames.refused_bytes) == (True, length)
+    os.close(writer)

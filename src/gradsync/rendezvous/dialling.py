@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import AuthenticationError, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
-from gradsync.rendezvous.sockets import parse_address, tune_stream
+from gradsync.rendezvous.sockets import look_up, parse_address, tune_stream
 from gradsync.rendezvous.wire import FrameError
 from gradsync.tls_files import read_tls_files
 
@@ -96,7 +96,7 @@ def _load_tls() -> ClientTls | None:
 def _connect(address: str, deadline: float) -> socket.socket:
     """Returns a connected socket, or raises OSError."""
     host, port = parse_address(address)
-    targets = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    targets = look_up(host, port)
     while True:
         # An address that swallows what is sent to it leaves the others of that name their share of the time.
         timeout_seconds = max((deadline - time.monotonic()) / len(targets), 0.001)

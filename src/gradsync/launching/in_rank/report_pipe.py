@@ -11,7 +11,7 @@ import os
 
 #: The body is the pickled return value.
 RESULT = b"R"
-#: The body is a marshalled dict with the attributes of `rank_process.ErrorReport`.
+#: The body is a JSON object with the attributes of `rank_process.ErrorReport`.
 ERROR = b"E"
 
 _HEADER_BYTES = 9
@@ -54,6 +54,10 @@ class FrameReader:
     """Takes frames off a non-blocking pipe, whatever pieces they arrive in.
 
     A body is read straight into memory of its size: a result may be as large as the machine's memory allows.
+
+    Attributes:
+        ended: whether nothing more comes.
+        refused_bytes: the length of a body for which there is no memory, which ends the reading; else 0.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -62,6 +66,7 @@ class FrameReader:
         self._body: bytearray | None = None  # of the frame whose header is complete
         self._filled = 0
         self.ended = False
+        self.refused_bytes = 0
 
     def read(self, limit_reads: int | None = None) -> list[tuple[bytes, bytearray]]:
         """Reads what is there now, without waiting.
@@ -90,7 +95,11 @@ class FrameReader:
         self.ended = not piece
         self._header += piece
         if len(self._header) == _HEADER_BYTES:
-            self._body = bytearray(int.from_bytes(self._header[1:], "little"))
+            length = int.from_bytes(self._header[1:], "little")
+            try:
+                self._body = bytearray(length)
+            except (MemoryError, OverflowError):
+                self.refused_bytes, self.ended = length, True
 
     def _read_body(self, body: bytearray) -> None:
         with memoryview(body) as whole, whole[self._filled :] as rest:
