@@ -11,7 +11,7 @@ import pytest
     [
         ("b'R' + bytes([255] * 8)", r"it announces 18446744073709551615 bytes, for which there is no memory"),
         ("b'E' + bytes([2] + [0] * 7) + b'{}'", "needs the attributes"),
-        ("b'?' + bytes(8)", r"b'\\?' is no kind of report"),
+        ("b'?' + bytes(8)", r"b'\?' is no kind of report"),
     ],
 )
 def test_what_is_no_report_is_told_and_the_launcher_goes_on(tmp_path, written, told):
