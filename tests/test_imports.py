@@ -33,6 +33,7 @@ LAYERS = [
     ),
     (
         "environment",
+        "tls_files",
         "meeting_file",
         "rendezvous",
         "divergence",

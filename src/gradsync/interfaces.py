@@ -47,7 +47,7 @@ def address_towards(host: str, port: int) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, ValueError):  # no address, or nothing that could have one
         return None
 
 

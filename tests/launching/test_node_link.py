@@ -1,11 +1,10 @@
 """A launcher does not wait for ever for what another one has to tell."""
 
-import json
 import threading
 from types import SimpleNamespace
 
 from gradsync.launching.nodes import link
-from gradsync.launching.nodes.node_report import report_of
+from gradsync.launching.nodes.node_report import FirstWord, report_of
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.signal_inbox import SignalInbox
 
@@ -15,7 +14,7 @@ class SilentOther:
 
     def __init__(self):
         self._closed = threading.Event()
-        self._values = {"first": json.dumps({"node": 1, "only_suffers": False, "report": None}).encode()}
+        self._values = {"first": FirstWord(1, False).to_bytes()}
 
     def get(self, key, *, timeout_seconds):
         while key not in self._values:

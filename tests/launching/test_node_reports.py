@@ -1,6 +1,10 @@
 """What launchers tell each other of their ranks' ends, and whose counts as the cause."""
 
-from gradsync.launching.nodes.node_report import NodeReport, cause_of, loss_report, report_of, signal_report
+import pytest
+
+from gradsync.errors import RendezvousError
+from gradsync.launching.nodes.meeting import NodeRecord
+from gradsync.launching.nodes.node_report import FirstWord, NodeReport, cause_of, loss_report, report_of, signal_report
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_process import ErrorReport
 
@@ -24,6 +28,40 @@ def test_a_report_survives_the_way():
     report = report_of(3, outcome(failed(7, text="Traceback\n\x00 ü\n")))
     assert NodeReport.from_bytes(report.to_bytes()) == report
     assert "rank 7 (pid 107 on " in report.text
+
+
+def test_a_word_survives_the_way():
+    for word in (FirstWord(2, True), FirstWord(0, False, signal_report(0, 2))):
+        assert FirstWord.from_bytes(word.to_bytes()) == word
+
+
+@pytest.mark.parametrize(
+    "told",
+    [b"", b"\xff", b"[" * 100_000, b"[]", b"{}", b'{"node": 1}', b'{"node": true}', b'{"node": 1, "how": 2}'],
+)
+def test_what_no_launcher_of_this_version_would_tell_is_refused_in_words(told):
+    with pytest.raises(RendezvousError, match="cannot be read: .*; run the same version of gradsync on every machine"):
+        FirstWord.from_bytes(told)
+    with pytest.raises(RendezvousError, match="what node 1 tells cannot be read: .*; run the same version"):
+        NodeRecord.from_bytes(1, told)
+    if told != b'{"node": 1}':  # a report of a node where nothing failed
+        with pytest.raises(RendezvousError, match="cannot be read: "):
+            NodeReport.from_bytes(told)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"node": 2}, {"n_ranks": 0}, {"master_port": 65536}, {"nonce": "x"}, {"server": "head"}]
+)
+def test_a_node_that_cannot_be_is_refused(wrong):
+    import json
+
+    good = {
+        "node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": None, "n_ranks": 2, "restart": 0,
+        "max_restarts": 0, "generations": 0,
+    }  # fmt: skip
+    assert NodeRecord.from_bytes(1, json.dumps(good).encode()).n_ranks == 2
+    with pytest.raises(RendezvousError, match="what node 1 tells"):
+        NodeRecord.from_bytes(1, json.dumps(good | wrong).encode())
 
 
 def test_the_end_of_a_long_report_is_kept():

@@ -1,5 +1,6 @@
 import os
 import threading
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -66,3 +67,27 @@ def test_frame_cut_off_by_a_death_is_dropped(pipe):
     frames = report_pipe.FrameReader(reader)
     assert frames.read() == []
     assert frames.ended
+
+
+def test_memory_is_taken_for_what_has_come_and_not_for_what_was_announced(pipe):
+    reader, writer = pipe
+    os.write(writer, report_pipe.RESULT + (2**30).to_bytes(8, "little") + b"body")
+    frames = report_pipe.FrameReader(reader)
+    tracemalloc.start()
+    try:
+        assert frames.read() == []
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
+    assert not frames.ended
+    os.close(writer)
+
+
+@pytest.mark.parametrize("length", [2**63 - 1, 2**64 - 1, 2**60])
+def test_a_length_beyond_all_memory_ends_the_reading(pipe, length):
+    reader, writer = pipe
+    os.write(writer, report_pipe.RESULT + length.to_bytes(8, "little") + b"body")
+    frames = report_pipe.FrameReader(reader)
+    assert frames.read() == []
+    assert (frames.ended, frames.refused_bytes) == (True, length)
+    os.close(writer)

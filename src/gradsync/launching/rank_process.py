@@ -14,6 +14,7 @@ from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KI
 from gradsync.launching.signal_inbox import no_other_fork, own_descriptors
 from gradsync.launching.start_methods import RankStart, StartedProcess, start_process
 from gradsync.launching.targets import Target
+from gradsync.launching.told import from_told
 from gradsync.machine import read_stat
 
 _READS_PER_TURN = 64  # of a result that is larger than the pipe
@@ -38,6 +39,21 @@ class ErrorReport:
     missed_rank: int | None = None
     is_unsendable: bool = False
     is_timeout: bool = False
+
+
+def _error_told(kind: bytes, body: bytearray) -> ErrorReport:
+    if kind != report_pipe.ERROR:
+        return _unreadable(f"{kind!r} is no kind of report")
+    try:
+        return from_told(ErrorReport, body)
+    except ValueError as error:
+        return _unreadable(str(error))
+
+
+def _unreadable(why: str) -> ErrorReport:
+    """Returns what is told where a rank has reported something that it never would: what it did is not known."""
+    text = f"what this rank reported cannot be read ({why}): something in it wrote to a descriptor that is not its own"
+    return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
 
 
 def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
@@ -134,7 +150,9 @@ class RankProcess:
             if kind == report_pipe.RESULT:
                 self.result = body
             elif self.error is None:
-                self.error = ErrorReport(**marshal.loads(body))
+                self.error = _error_told(kind, body)
+        if self._reader.refused_bytes and self.error is None:
+            self.error = _unreadable(f"it announces {self._reader.refused_bytes} bytes, for which there is no memory")
         return not self._reader.ended
 
     def read_status(self) -> bool:

@@ -145,7 +145,7 @@ def _is_here(host: str) -> bool:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
-    except OSError:
+    except (OSError, ValueError):  # no address of this machine, or nothing that could be one
         return False
     return bool(host)
 

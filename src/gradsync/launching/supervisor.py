@@ -22,6 +22,7 @@ from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.watch import Watch
 from gradsync.rendezvous.sockets import format_address
+from gradsync.tls_files import check_tls_files
 
 if TYPE_CHECKING:
     from gradsync.launching.output.pump import OutputPump
@@ -115,11 +116,13 @@ class Supervisor:
             restart: how often they have been started before.
 
         Raises:
+            InvalidArgument: a file for TLS does not fit.
             RendezvousError: the job's rendezvous port is taken.
         """
         job = self._job
         # The server's socket is bound now, so that ranks can start before the server does.
         point = job.meeting_point or self._stack.enter_context(_own_meeting_point(job.rendezvous_port))
+        check_tls_files(hosts=point.listener is not None)
         port = job.master_port or self._stack.enter_context(reserved_port())
         environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
         watch = Watch(self._signals, job.grace_seconds, self._notices, self._on_news, self._on_stopping)

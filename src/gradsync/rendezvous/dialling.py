@@ -8,15 +8,23 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import AuthenticationError, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
-from gradsync.rendezvous.sockets import parse_address, tune_stream
+from gradsync.rendezvous.sockets import look_up, parse_address, tune_stream
 from gradsync.rendezvous.wire import FrameError
+from gradsync.tls_files import read_tls_files
+
+if TYPE_CHECKING:
+    from gradsync.rendezvous.tls import ClientTls
 
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
+_NO_TLS = (
+    "TLS does not come about ({}): the server is busy, or does not use TLS; if so, unset GRADSYNC_TLS_CA and its like "
+    "here, or set GRADSYNC_TLS_CERTIFICATE and GRADSYNC_TLS_KEY where it runs"
+)
 # A server that is flooded drops its oldest strangers, and looks from here like a service that ends each connection:
 # several attempts over several seconds tell them apart.
 _HANDSHAKE_ATTEMPTS = 5
@@ -29,6 +37,8 @@ _LAST_BACKOFF_SECONDS = 0.5
 def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientConnection:
     """Returns an authenticated connection; retries while the server is not up yet.
 
+    Speaks TLS where the environment names certificates (GRADSYNC_TLS_CA and its like).
+
     Args:
         address: "host:port" or "[IPv6]:port".
         secret: the run's secret.
@@ -37,11 +47,13 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
 
     Raises:
         RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.
-        AuthenticationError: the server does not know the secret.
+        AuthenticationError: the server does not know the secret, or one side's certificate does not hold.
+        InvalidArgument: a file for TLS does not fit.
         RendezvousError: something else speaks on that port.
     """
     parse_address(address)
     started = time.monotonic()
+    tls = _load_tls()
     backoff_seconds = _FIRST_BACKOFF_SECONDS
     handshakes = 0
     give_up_at = deadline
@@ -51,7 +63,7 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
         except OSError as error:
             cause = error.strerror or str(error) or type(error).__name__
         else:
-            connection, cause = _try_handshake(stream, address, secret, deadline, who)
+            connection, cause = _try_handshake(stream, tls, address, secret, deadline, who)
             if connection is not None:
                 return connection
             handshakes += cause != _NO_ANSWER
@@ -72,10 +84,19 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
         backoff_seconds = min(backoff_seconds * 1.5, _LAST_BACKOFF_SECONDS)
 
 
+def _load_tls() -> ClientTls | None:
+    files = read_tls_files()
+    if files is None:
+        return None
+    from gradsync.rendezvous.tls import ClientTls  # here: OpenSSL is large, and few runs need it
+
+    return ClientTls(files)
+
+
 def _connect(address: str, deadline: float) -> socket.socket:
     """Returns a connected socket, or raises OSError."""
     host, port = parse_address(address)
-    targets = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    targets = look_up(host, port)
     while True:
         # An address that swallows what is sent to it leaves the others of that name their share of the time.
         timeout_seconds = max((deadline - time.monotonic()) / len(targets), 0.001)
@@ -102,15 +123,13 @@ def _connect_to(stream: socket.socket, target: Any, timeout_seconds: float) -> s
 
 
 def _try_handshake(
-    stream: socket.socket, address: str, secret: bytes, deadline: float, who: str
+    stream: socket.socket, tls: ClientTls | None, address: str, secret: bytes, deadline: float, who: str
 ) -> tuple[ClientConnection | None, str]:
     """Returns the authenticated connection, or None and why another attempt is worth it."""
-    connection = ClientConnection(stream, address)
     handshake_deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
     try:
-        connection.authenticate(secret, handshake_deadline)
-    except BaseException as error:
-        connection.close()
+        return _authenticated(stream, tls, address, secret, handshake_deadline), ""
+    except RendezvousError as error:
         if isinstance(error, StreamEnded):
             return None, str(error)
         if isinstance(error, RendezvousTimeout):  # a server that has much to do answers later
@@ -122,7 +141,27 @@ def _try_handshake(
                 f"{who}: {address} does not speak the rendezvous protocol ({error}): "
                 "another service or run holds this port"
             ) from error
-        if isinstance(error, RendezvousError):
-            raise RendezvousError(f"{who}: {address}: {error}") from None
+        raise RendezvousError(f"{who}: {address}: {error}") from None
+
+
+def _authenticated(
+    stream: socket.socket, tls: ClientTls | None, address: str, secret: bytes, deadline: float
+) -> ClientConnection:
+    """Returns the connection after both handshakes; closes the stream where one fails."""
+    if tls is not None:
+        try:
+            stream, secret = tls.connect(stream, secret, deadline)
+        except OSError as error:
+            if isinstance(error, RendezvousError):
+                raise
+            raise StreamEnded(_NO_TLS.format(error.strerror or error)) from error
+    connection = ClientConnection(stream, address)
+    try:
+        connection.authenticate(secret, deadline)
+    except BaseException as error:
+        connection.close()
+        refusal = None if tls is None else tls.refusal_in(error.__cause__)
+        if refusal is not None:
+            raise AuthenticationError(refusal) from error
         raise
-    return connection, ""
+    return connection

@@ -15,9 +15,11 @@ import socket
 import threading
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 from gradsync.errors import RendezvousError
 from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send, Tick
+from gradsync.rendezvous.gathering import gather_seconds
 from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake
 from gradsync.rendezvous.messages import REFUSED, FrameType
 from gradsync.rendezvous.notices import NoticeWriter
@@ -26,15 +28,14 @@ from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnection
 from gradsync.rendezvous.sockets import tune_stream
 
+if TYPE_CHECKING:
+    from gradsync.rendezvous.tls import ServerTls
+
 HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 64  # beside one for each rank: all may come at once, and none is to be turned away for that
 _CLOSING_SECONDS = 1.0  # for a peer to read its last message
 _ACCEPTS_PER_TURN = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
-# Most of what a heartbeat costs is to wake for it. Where many ranks live quietly, the loop lets some come together;
-# where they are few that is not worth the delay to whoever asks something meanwhile.
-_GATHER_SECONDS_PER_RANK = 40e-6
-_SHORTEST_GATHER_SECONDS, _LONGEST_GATHER_SECONDS = 5e-3, 40e-3
 
 _log = logging.getLogger("gradsync.rendezvous")
 
@@ -47,18 +48,27 @@ class EventLoop:
         core: decides what happens.
         secret, run_id: for the handshakes.
         ranks: how many are expected, for one generation.
+        tls: what makes the connections TLS, or None.
     """
 
     def __init__(
-        self, listener: socket.socket, core: RendezvousCore, *, secret: bytes, run_id: str, ranks: int
+        self,
+        listener: socket.socket,
+        core: RendezvousCore,
+        *,
+        secret: bytes,
+        run_id: str,
+        ranks: int,
+        tls: ServerTls | None = None,
     ) -> None:
         self._listener = listener
         self._core = core
-        self._secret = secret
+        self._tls = tls
+        self._secret = secret if tls is None else tls.bind(secret)
         self._run_id = run_id
         self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
         self._max_strangers = ranks + MAX_STRANGERS
-        self._gather_seconds = _gather_seconds(ranks)
+        self._gather_seconds = gather_seconds(ranks)
         self._is_quiet = False  # whether nothing but heartbeats has come in this turn
         self._stopping = False
         self._notices = NoticeWriter()
@@ -139,7 +149,7 @@ class EventLoop:
         elif key.data.number in self._connections:  # it may have been dropped in this very turn
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
-            if mask & selectors.EVENT_READ:
+            if mask & selectors.EVENT_READ or key.data.reads_on_room:
                 self._receive(key.data)
 
     def _handle_time(self, now: float) -> None:
@@ -183,6 +193,8 @@ class EventLoop:
             self._drop(next(iter(self._strangers.values())), "too many connections without a handshake")
         try:
             tune_stream(stream)
+            if self._tls is not None:
+                stream = self._tls.wrap(stream)
         except OSError:  # reset already
             stream.close()
             return
@@ -205,7 +217,7 @@ class EventLoop:
             if len(self._connections) - len(self._strangers) > self._max_members:
                 self._refuse(connection, messages[0].sequence)
                 return
-        if connection.wants_write:
+        if connection.wants_write or connection.is_watched_for_room:
             self._flush(connection)
         for message in messages:
             if connection.number in self._closing or connection.number not in self._connections:
@@ -285,9 +297,3 @@ class EventLoop:
             self._empty.set()
         _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
         self._tell_core(Lost(connection.number, cause))
-
-
-def _gather_seconds(ranks: int) -> float:
-    """Returns how long to let the heartbeats of so many ranks come together; 0 where they are few."""
-    seconds = min(ranks * _GATHER_SECONDS_PER_RANK, _LONGEST_GATHER_SECONDS)
-    return seconds if seconds >= _SHORTEST_GATHER_SECONDS else 0.0

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import socket
+from typing import Any
 
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.variable_values import LARGEST_PORT
@@ -18,6 +20,10 @@ _BACKLOG = 16_384  # all ranks may come at once; the kernel has a limit of its o
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _USER_TIMEOUT_MS = 5000
 _TCP_LISTEN_STATE = "0A"
+
+
+class RoomNeeded(BlockingIOError):
+    """Reading has to wait until something can be written: the peer does not read its part of a TLS handshake."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -32,12 +38,24 @@ def parse_address(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    valid_port = port_text.isascii() and port_text.isdigit() and 0 < int(port_text[:6]) <= LARGEST_PORT
+    valid_port = re.fullmatch("[0-9]{1,5}", port_text) is not None and 0 < int(port_text) <= LARGEST_PORT
     if not colon or not host or not valid_port or (":" in host and not bracketed):
         raise InvalidArgument(
             f"an address needs the form host:port or [IPv6]:port with a port from 1 to {LARGEST_PORT}, got {address!r}"
         )
     return host, int(port_text)
+
+
+def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Returns the addresses that a name stands for, as `socket.getaddrinfo` does.
+
+    Raises:
+        OSError: there are none, or it cannot be a name.
+    """
+    try:
+        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except ValueError:  # longer than any name, or with characters that none has
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
 def join_address(host: str, port: int) -> str:
@@ -72,7 +90,7 @@ def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a fre
             f"the rendezvous needs a host and a port from 0 to {LARGEST_PORT}, got {host!r}, {port!r}"
         )
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, target = look_up(host, port)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise RendezvousError(f"the rendezvous cannot use host {host!r}: {error}") from error

@@ -32,6 +32,10 @@ MAX_FRAME_BYTES = 64 * 1024
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!IBQ")
 _MIN_FRAME_BYTES = _HEADER.size + MAC_BYTES
+_TLS_ALERT = b"\x15\x03"  # how TLS answers what is not TLS
+_TLS_HINT = (
+    ": it speaks TLS; set GRADSYNC_TLS_CA (or GRADSYNC_TLS_CERTIFICATE and GRADSYNC_TLS_KEY) here, as where it runs"
+)
 
 
 class FrameError(RendezvousError):
@@ -81,8 +85,9 @@ class FrameReader:
             return None
         total_bytes = _LENGTH.unpack_from(buffer)[0] + _LENGTH.size
         if not _MIN_FRAME_BYTES <= total_bytes <= self.limit_bytes:
+            hint = _TLS_HINT if buffer.startswith(_TLS_ALERT) else ""
             raise FrameError(
-                f"a frame needs {_MIN_FRAME_BYTES} to {self.limit_bytes} bytes, the peer announced {total_bytes}"
+                f"a frame needs {_MIN_FRAME_BYTES} to {self.limit_bytes} bytes, the peer announced {total_bytes}{hint}"
             )
         if len(buffer) < total_bytes:
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import marshal
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -43,6 +42,7 @@ def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool =
         error: its traceback loses the frames between the interpreter and the user's code.
         is_unsendable: whether only the function's result could not be sent.
     """
+    import json
     import traceback
 
     trace = error.__traceback__
@@ -66,7 +66,7 @@ def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool =
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
     try:
-        report_pipe.write_frame(descriptor, report_pipe.ERROR, marshal.dumps(body))
+        report_pipe.write_frame(descriptor, report_pipe.ERROR, json.dumps(body).encode())
     except OSError:
         sys.stderr.write(text)  # nobody is left to show it
 

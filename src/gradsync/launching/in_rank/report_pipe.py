@@ -11,11 +11,12 @@ import os
 
 #: The body is the pickled return value.
 RESULT = b"R"
-#: The body is a marshalled dict with the attributes of `rank_process.ErrorReport`.
+#: The body is a JSON object with the attributes of `rank_process.ErrorReport`.
 ERROR = b"E"
 
 _HEADER_BYTES = 9
 _DEFAULT_PIPE_BYTES = 65536
+_GROWTH_BYTES = 16 << 20
 _LARGE_PIPE_BYTES = 1 << 20  # the most that the kernel gives a user, unless it is set up otherwise
 
 
@@ -53,15 +54,22 @@ def _widen(descriptor: int) -> None:
 class FrameReader:
     """Takes frames off a non-blocking pipe, whatever pieces they arrive in.
 
-    A body is read straight into memory of its size: a result may be as large as the machine's memory allows.
+    A body is read straight into memory, which grows with what has come: a result may be as large as the machine's
+    memory allows, and a length that was announced may be anything.
+
+    Attributes:
+        ended: whether nothing more comes.
+        refused_bytes: the length of a body for which the machine has no memory, which ends the reading; else 0.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._header = bytearray()
         self._body: bytearray | None = None  # of the frame whose header is complete
+        self._length = 0  # of that body
         self._filled = 0
         self.ended = False
+        self.refused_bytes = 0
 
     def read(self, limit_reads: int | None = None) -> list[tuple[bytes, bytearray]]:
         """Reads what is there now, without waiting.
@@ -78,7 +86,7 @@ class FrameReader:
             while not self.ended and reads != limit_reads:
                 reads += 1
                 self._read_header() if self._body is None else self._read_body(self._body)
-                if self._body is not None and self._filled == len(self._body):
+                if self._body is not None and self._filled == self._length:
                     frames.append((bytes(self._header[:1]), self._body))
                     self._header, self._body, self._filled = bytearray(), None, 0
         except BlockingIOError:
@@ -90,9 +98,20 @@ class FrameReader:
         self.ended = not piece
         self._header += piece
         if len(self._header) == _HEADER_BYTES:
-            self._body = bytearray(int.from_bytes(self._header[1:], "little"))
+            self._body, self._length = bytearray(), int.from_bytes(self._header[1:], "little")
+            if self._length > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+                self._refuse()
+
+    def _refuse(self) -> None:
+        self.refused_bytes, self.ended = self._length, True
 
     def _read_body(self, body: bytearray) -> None:
+        if self._filled == len(body):
+            try:
+                body.extend(bytes(min(self._length - self._filled, _GROWTH_BYTES)))
+            except MemoryError:
+                self._refuse()
+                return
         with memoryview(body) as whole, whole[self._filled :] as rest:
             count = os.readv(self._descriptor, [rest])
         self.ended = count == 0

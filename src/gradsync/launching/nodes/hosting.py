@@ -15,7 +15,7 @@ from gradsync.launching.listening import own_listener
 from gradsync.launching.nodes.node_options import NodeOptions
 from gradsync.launching.notices import Notices
 from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.sockets import format_address, parse_address
+from gradsync.rendezvous.sockets import format_address, look_up, parse_address
 
 _NONCE_BYTES = 16
 
@@ -94,7 +94,7 @@ def _listening(options: NodeOptions, host: str, port: int) -> Iterator[socket.so
 def _resolve(host: str, port: int, notices: Notices) -> str:
     """Returns the address that a name stands for on this machine."""
     try:
-        found = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        found = str(look_up(host, port)[0][4][0])
     except OSError as error:
         raise RendezvousError(
             f"--rendezvous: node 0 needs to know the address of {host!r}: {error}; give an address in figures, or name "

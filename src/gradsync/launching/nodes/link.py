@@ -7,7 +7,6 @@ signals. A launcher that dies, or whose machine is cut off, is told by the rende
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import select
@@ -20,7 +19,7 @@ from types import TracebackType
 
 from gradsync.errors import CommunicatorClosed, GradsyncError, RankFailed, describe
 from gradsync.launching.nodes.meeting import Meeting
-from gradsync.launching.nodes.node_report import NodeReport, cause_of, loss_report, signal_report
+from gradsync.launching.nodes.node_report import FirstWord, NodeReport, cause_of, loss_report, signal_report
 from gradsync.launching.notices import Notices
 from gradsync.launching.signal_inbox import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 
@@ -147,26 +146,24 @@ class NodeLink:
     def _listen(self) -> None:
         """Waits until a launcher says that its ranks fail, or is gone."""
         try:
-            word = json.loads(self._client.get("first", timeout_seconds=_AS_LONG_AS_IT_TAKES_SECONDS))
+            told = self._client.get("first", timeout_seconds=_AS_LONG_AS_IT_TAKES_SECONDS)
+            word = FirstWord.from_bytes(told)
         except CommunicatorClosed:
             return
         except GradsyncError as error:
             if self._client.has_failed():  # else the others are done, and have left
                 self._lose(error)
             return
-        self._first_node = word["node"]
-        if word["report"] is not None:
-            self._first_report = NodeReport(**word["report"])
-        if self._first_node != self._node:
-            self._wake(SUFFERED_ELSEWHERE if word["only_suffers"] else FAILED_ELSEWHERE)
+        self._first_node, self._first_report = word.node, word.report
+        if word.node != self._node:
+            self._wake(SUFFERED_ELSEWHERE if word.only_suffers else FAILED_ELSEWHERE)
 
     def _tell_first(self, only_suffers: bool, report: NodeReport | None = None) -> None:
         """Says that the ranks here fail, unless a launcher has said so before: one is enough to end all."""
-        told = None if report is None else json.loads(report.to_bytes())
-        word = {"node": self._node, "only_suffers": only_suffers, "report": told}
+        word = FirstWord(self._node, only_suffers, report)
         with contextlib.suppress(GradsyncError):  # who listens hears of it
             if self._client.add("first/said") == 1:
-                self._client.set("first", json.dumps(word).encode())
+                self._client.set("first", word.to_bytes())
 
     def _gather(self, report: NodeReport) -> None:
         try:

@@ -19,9 +19,13 @@ from gradsync.interfaces import interface_of
 from gradsync.launching.job import MeetingPoint, Network, NodePlace
 from gradsync.launching.nodes.hosting import StartPorts
 from gradsync.launching.nodes.node_options import NodeOptions
+from gradsync.launching.nodes.node_report import SAME_VERSION
 from gradsync.launching.notices import Notices
+from gradsync.launching.told import from_told
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.client_connection import StreamEnded
+from gradsync.rendezvous.sockets import look_up, parse_address
+from gradsync.variable_values import LARGEST_PORT
 
 _NOTICE_SECONDS = 4.0  # out of step with the notices of the server, which would miss who just asks again
 _AGAIN_SECONDS = 0.5
@@ -65,6 +69,24 @@ class NodeRecord:
     def name(self) -> str:
         """This node in messages."""
         return f"node {self.node} ({self.host}, {self.address})"
+
+    @classmethod
+    def from_bytes(cls, node: int, data: bytes) -> NodeRecord:
+        """Returns what the launcher of a node has told of itself.
+
+        Raises:
+            RendezvousError: that cannot be of this node.
+        """
+        try:
+            record = from_told(cls, data)
+            bytes.fromhex(record.nonce)
+            if record.node != node or record.n_ranks < 1 or not 0 <= record.master_port <= LARGEST_PORT:
+                raise ValueError(f"node {record.node}, {record.n_ranks} ranks, port {record.master_port}")
+            if record.server:
+                parse_address(record.server)
+            return record
+        except ValueError as error:
+            raise RendezvousError(f"what node {node} tells cannot be read: {error}; {SAME_VERSION}") from None
 
 
 @dataclass(frozen=True)
@@ -148,7 +170,7 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
         own = _own_record(options, named or client.own_host, offer, ports)
         client.set(f"node/{own.node}", json.dumps(asdict(own)).encode())
         told = [client.get(f"node/{node}", timeout_seconds=_TELLING_SECONDS) for node in range(options.nnodes)]
-        nodes = tuple(NodeRecord(**json.loads(text)) for text in told)
+        nodes = tuple(NodeRecord.from_bytes(node, text) for node, text in enumerate(told))
         client.barrier("met", timeout_seconds=_TELLING_SECONDS)  # from here on each one knows what is wrong, if it is
         _check_alike(nodes)
     except InvalidArgument:
@@ -164,7 +186,7 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
 def _check_own(node_address: str) -> str:
     """Returns the address that the user names, in figures: looked at before it joins, and others count on it."""
     try:
-        address = str(socket.getaddrinfo(node_address, None, type=socket.SOCK_STREAM)[0][4][0])
+        address = str(look_up(node_address, 0)[0][4][0])
     except OSError as error:
         raise InvalidArgument(f"--node-address {node_address!r} is not known on this machine: {error}") from None
     if interface_of(address) is None:

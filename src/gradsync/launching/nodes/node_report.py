@@ -6,8 +6,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from gradsync.errors import RendezvousError
 from gradsync.launching.failure_report import failure_text
 from gradsync.launching.outcome import Outcome, distance_from_cause, signal_name
+from gradsync.launching.told import from_told
+
+SAME_VERSION = "run the same version of gradsync on every machine"
 
 _MAX_TEXT_BYTES = 40 * 1024  # in a value of at most 60 KiB
 
@@ -52,8 +56,58 @@ class NodeReport:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> NodeReport:
-        """Returns what another launcher has told."""
-        return cls(**json.loads(data))
+        """Returns what another launcher has told.
+
+        Raises:
+            RendezvousError: that is no such report.
+        """
+        try:
+            return from_told(cls, data)
+        except ValueError as error:
+            raise RendezvousError(f"the report of another launcher cannot be read: {error}; {SAME_VERSION}") from None
+
+
+@dataclass(frozen=True)
+class FirstWord:
+    """That a launcher's ranks fail, as the first one of a run to see that tells the others.
+
+    Attributes:
+        node: the machine's number.
+        only_suffers: whether that is because of a rank on another machine, as far as is known.
+        report: where it is told at once, of a launcher whose ranks have ended.
+    """
+
+    node: int
+    only_suffers: bool
+    report: NodeReport | None = None
+
+    def to_bytes(self) -> bytes:
+        """Returns what `from_bytes` takes."""
+        report = "" if self.report is None else self.report.to_bytes().decode()
+        return json.dumps({"node": self.node, "only_suffers": self.only_suffers, "report": report}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> FirstWord:
+        """Returns what another launcher has told.
+
+        Raises:
+            RendezvousError: that is no such word.
+        """
+        try:
+            told = from_told(_ToldWord, data)
+        except ValueError as error:
+            raise RendezvousError(f"the word of another launcher cannot be read: {error}; {SAME_VERSION}") from None
+        report = NodeReport.from_bytes(told.report.encode()) if told.report else None
+        return cls(told.node, told.only_suffers, report)
+
+
+@dataclass(frozen=True)
+class _ToldWord:
+    """The same as it travels, with the report as text."""
+
+    node: int
+    only_suffers: bool
+    report: str
 
 
 def report_of(node: int, outcome: Outcome) -> NodeReport:

@@ -1,0 +1,89 @@
+"""What each target is begun with, where nothing was found yet: what is good, and a little that is not."""
+
+from __future__ import annotations
+
+import json
+
+import msgpack
+from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
+
+from gradsync.launching.nodes.node_report import FirstWord, NodeReport
+from gradsync.rendezvous.handshake import ClientHandshake, ServerHandshake
+from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame
+
+
+def seeds() -> dict[str, list[bytes]]:
+    """Returns them by target."""
+    hello = ClientHandshake(SECRET, bytes(32)).hello()
+    challenge = ServerHandshake(SECRET, RUN, bytes(32)).receive(_whole(hello))
+    assert isinstance(challenge, bytes)
+    client = Session(**KEYS, is_server=False)
+    bodies = [bytes([kind]) + msgpack.packb(fields) for kind, *fields in _samples()]
+    script = [[rank, 0, 4, rank, RANKS, 1000] for rank in range(RANKS)]
+    script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
+    record = {"node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": "eth0", "n_ranks": 2}
+    record |= {"restart": 0, "max_restarts": 0, "generations": 0, "server": "10.0.0.1:4000", "nonce": "00ff"}
+    error = {"text": "Traceback", "summary": "ValueError", "is_consequence": False, "missed_rank": None}
+    told = json.dumps(error).encode()
+    return {
+        "frames": [b"\x00" + hello, b"\xff" + client.seal(FrameType.BYE), b"\x03" + hello[:30]],
+        "sealed_bodies": bodies,
+        "message_fields": [body[1:] for body in bodies],
+        "server_handshake": [hello, hello + pack_frame(FrameType.PROOF, 1, b"") + bytes(32)],
+        "client_handshake": [challenge[:-32] + bytes(32), hello],
+        "server_core": [b"".join(msgpack.packb(step) for step in script)],
+        "node_words": [
+            FirstWord(1, True, NodeReport(1, 0, "failed")).to_bytes(),
+            NodeReport(1).to_bytes(),
+            json.dumps(record).encode(),
+        ],
+        "report_pipe": [b"E" + len(told).to_bytes(8, "little") + told, b"R" + bytes(8), b"R" + b"\xff" * 8],
+        "secret_file": [b"00" * 32, b"zz", b""],
+        "meeting_file": [b"00" * 32 + b"\n127.0.0.1:4000\n", b"00"],
+        "shapes_file": [b'[["a", [2, 3], "float32"], ["\'b\'", []]]', b"{}", b"[]"],
+        "plan_texts": [b"reduce of 2\n  w: float32[3]\x1ereduce of 2\n  w: float32[4]"],
+        "addresses": [b"127.0.0.1:4000", b"[::1]:4000", b"a..b:1", b"h:0000800000", b"\xed\xa0\x80:1"],
+        "variables": [
+            b"".join(bytes([VARIABLES.index(name)]) + value + b"\0" for name, value in chosen)
+            for chosen in (
+                [("RANK", b"0"), ("WORLD_SIZE", b"2"), ("MASTER_ADDR", b"h"), ("MASTER_PORT", b"1")],
+                [("SLURM_PROCID", b"1"), ("SLURM_NTASKS", b"4"), ("SLURM_STEP_ID", b"0"),
+                 ("SLURM_STEP_TASKS_PER_NODE", b"2(x2)"), ("SLURM_STEP_NODELIST", b"n[1-2]")],
+                [("GRADSYNC_RANK", b"0"), ("GRADSYNC_WORLD_SIZE", b"1"), ("GRADSYNC_SECRET", b"00" * 16)],
+            )
+        ],
+        "command_line_texts": [b"0,1", b"0.25,1,10", b"GPU-8932f937,MIG-GPU-8932f937/1/0"],
+    }  # fmt: skip
+
+
+def _samples() -> list[list[object]]:
+    """A message of most kinds."""
+    return [
+        [FrameType.JOIN, 4, 0, 3, 1000],
+        [FrameType.INTRODUCE, "m", "h", 7],
+        [FrameType.SET, "k", b"v"],
+        [FrameType.GET, "k", 1000],
+        [FrameType.ADD, "n", 1],
+        [FrameType.BARRIER, "b", [0, 1], 1000],
+        [FrameType.PUT_ID, "g", 0, None, bytes(128)],
+        [FrameType.GET_ID, "g", 0, None, 1000],
+        [FrameType.AGREE, "g", 0, 7, None, 1000],
+        [FrameType.PASSED, "g", 0, 7, "text"],
+        [FrameType.HEARTBEAT, {"g": 1}],
+        [FrameType.ABSENT, "g", None, 1, "all_reduce", 5000, [1]],
+        [FrameType.STATUS, 1, {"g": 1}, "report"],
+        [FrameType.REPORT_FAILURE, "reason", None],
+        [FrameType.FORGET, "g", None],
+        [FrameType.BYE],
+        [FrameType.REPLY, 2, 5],
+        [FrameType.FAILED, 0, 0, 1, "phase", [], "text"],
+    ]
+
+
+def _whole(data: bytes) -> Frame:
+    reader = FrameReader()
+    reader.feed(data)
+    frame = reader.next_frame()
+    assert frame is not None
+    return frame
