@@ -31,7 +31,6 @@ class GradsyncRank:
         self._world_size = world_size
         self._secret = secret
         self._session: Session | None = None
-        self._queued = b""  # travels with the next message, as the client's introduction does
 
     def begin(self, phase: str) -> bytes:
         self.is_done = False
@@ -50,6 +49,7 @@ class GradsyncRank:
                 self._reader.limit_bytes = MAX_FRAME_BYTES
                 fields = (PROTOCOL_VERSION, self._rank, self._world_size, _TIMEOUT_MS)
                 answer += proof + self._session.seal(FrameType.JOIN, *fields)
+                answer += self._seal(FrameType.INTRODUCE, machine_identity(), "node", os.getpid())
             else:
                 self._take(self._session.open(frame))
         return answer
@@ -70,8 +70,8 @@ class GradsyncRank:
 
     def _take(self, message: Message) -> None:
         if message.type is FrameType.SEATED:
-            self._queued = self._sealed(FrameType.INTRODUCE, machine_identity(), "node", os.getpid())
-        elif message.type is FrameType.PULSE:
+            return
+        if message.type is FrameType.PULSE:
             self.pulses += 1
         elif message.type is FrameType.REPLY:
             self.is_done = True
@@ -79,10 +79,6 @@ class GradsyncRank:
             raise RuntimeError(f"rank {self._rank}: {message.type.name} {message.fields}")
 
     def _seal(self, frame_type: FrameType, *fields: object) -> bytes:
-        before, self._queued = self._queued, b""
-        return before + self._sealed(frame_type, *fields)
-
-    def _sealed(self, frame_type: FrameType, *fields: object) -> bytes:
         if self._session is None:
             raise RuntimeError(f"rank {self._rank} has not joined")
         return self._session.seal(frame_type, *fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -9,11 +10,13 @@ import time
 import pytest
 from rendezvous_ranks import run_threads
 
-from gradsync.errors import RankFailed, RendezvousError
+from gradsync.errors import RankFailed, RendezvousError, RendezvousTimeout
+from gradsync.rendezvous import request_channel
 from gradsync.rendezvous.client_connection import ClientConnection
 from gradsync.rendezvous.inbox import Inbox, Pending
-from gradsync.rendezvous.messages import DEATH, FrameType, Message
-from gradsync.rendezvous.wire import Session
+from gradsync.rendezvous.messages import DEATH, PROTOCOL_VERSION, FrameType, Message
+from gradsync.rendezvous.request_channel import RequestChannel
+from gradsync.rendezvous.wire import FrameReader, Session
 
 KEY = b"k" * 32
 
@@ -31,14 +34,7 @@ class Wire:
         self.connection = ClientConnection(stream, "server:1")
         self.connection._session = session(is_server=False)
         self.questions: list[tuple[str, int]] = []
-        self.introductions: list[Message | None] = []  # what was known then of the answer to the join
-        self.joining = Pending()
-        self.inbox = Inbox(
-            self.connection,
-            "rank 0/2",
-            lambda push: self.questions.append(push.fields),
-            lambda: self.introductions.append(self.joining.answer),
-        )
+        self.inbox = Inbox(self.connection, "rank 0/2", lambda push: self.questions.append(push.fields))
         self._session = session(is_server=True)
 
     def seal(self, *messages: tuple) -> bytes:
@@ -126,14 +122,16 @@ def test_question_does_not_wait_for_the_one_before_it(wire) -> None:
     assert (first.fields, second.fields) == ((5, b"value"), (6, None))
 
 
-def test_rank_introduces_itself_before_its_join_is_answered(wire) -> None:
-    """Whichever thread reads: the one that joins may send its next message as soon as it finds the answer."""
-    wire.inbox.expect(wire.joining, 5)
-    wire.server.sendall(wire.seal((FrameType.SEATED, 5, "machine", 7), (FrameType.REPLY, 5, 1)))
-    wire.inbox.poll()
-    assert wire.introductions == [None]
-    assert wire.joining.answer.fields == (5, 1)
-    assert wire.inbox.server == ("machine", 7)
+def test_a_join_says_at_once_who_joins(wire, monkeypatch) -> None:
+    """The server does not miss a rank that it does not know: one that is stopped as soon as it has joined, too."""
+    monkeypatch.setattr(request_channel, "_GRACE_SECONDS", 0.0)
+    with pytest.raises(RendezvousTimeout):
+        RequestChannel(wire.connection, "rank 0/2").ask("joining", 0.0, FrameType.JOIN, PROTOCOL_VERSION, 0, 2)
+    reader = FrameReader()
+    reader.feed(wire.server.recv(65536))
+    joining, introduction = (wire._session.open(reader.next_frame()) for _ in range(2))
+    assert (joining.type, introduction.type) == (FrameType.JOIN, FrameType.INTRODUCE)
+    assert introduction.fields[2] == os.getpid()
 
 
 @pytest.mark.parametrize("bytes_sent", [b"", b"\0" * 100])

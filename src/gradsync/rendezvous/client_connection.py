@@ -49,7 +49,6 @@ class ClientConnection:
         self._session: Session | None = None
         self._sending = threading.Lock()
         self._unsent = bytearray()
-        self._queued = b""  # sealed, and to be sent with the next message
         self._either = select.poll()
         self._either.register(stream, select.POLLIN | select.POLLOUT)
         self._readable = select.poll()
@@ -87,13 +86,19 @@ class ClientConnection:
         return bool(self._unsent)
 
     def send(
-        self, deadline: float, frame_type: FrameType, *fields: Any, announce: Callable[[int], None] | None = None
+        self,
+        deadline: float,
+        frame_type: FrameType,
+        *fields: Any,
+        announce: Callable[[int], None] | None = None,
+        then: tuple[Any, ...] = (),
     ) -> None:
         """Sends a message.
 
         Args:
             deadline: monotonic seconds by which the kernel must have taken it.
             frame_type, fields: the message.
+            then: another one that travels right behind it, its type first.
             announce: told the message's sequence before it goes: another thread may read the answer at once.
 
         Raises:
@@ -103,7 +108,9 @@ class ClientConnection:
         session = self._authenticated()
         with self._sending:
             sequence = session.next_send_sequence
-            sealed = self._seal(session, frame_type, fields)
+            sealed = session.seal(frame_type, *fields)
+            if then:
+                sealed += session.seal(*then)
             if announce is not None:
                 announce(sequence)
             self._write(sealed, deadline)
@@ -116,7 +123,7 @@ class ClientConnection:
             StreamEnded: the server is gone.
         """
         with self._sending:
-            self._unsent += self._seal(self._authenticated(), frame_type, fields)
+            self._unsent += self._authenticated().seal(frame_type, *fields)
             self._write_some()
 
     def post_if_idle(self, frame_type: FrameType, *fields: Any) -> None:
@@ -132,19 +139,10 @@ class ClientConnection:
             return
         try:
             if not self._unsent:
-                self._unsent += self._seal(self._authenticated(), frame_type, fields)
+                self._unsent += self._authenticated().seal(frame_type, *fields)
             self._write_some()
         finally:
             self._sending.release()
-
-    def queue(self, frame_type: FrameType, *fields: Any) -> None:
-        """Takes a message that needs no answer, to travel with the next one; no I/O.
-
-        Raises:
-            FieldError: a field does not fit its schema.
-        """
-        with self._sending:
-            self._queued = self._seal(self._authenticated(), frame_type, fields)
 
     def flush(self) -> bool:
         """Writes what earlier calls left over, without waiting; returns whether nothing is left.
@@ -203,12 +201,6 @@ class ClientConnection:
         if self._session is None:
             raise FrameError("a message was handled before the handshake ended")
         return self._session
-
-    def _seal(self, session: Session, frame_type: FrameType, fields: tuple[Any, ...]) -> bytes:
-        """Returns the frame of a message, behind those that were to travel with it."""
-        sealed = self._queued + session.seal(frame_type, *fields)
-        self._queued = b""
-        return sealed
 
     def _write(self, data: bytes, deadline: float) -> None:
         self._unsent += data

@@ -78,7 +78,7 @@ class RequestChannel:
         self._connection = connection
         self._who = who
         pushes = Pushes(self.followers, self.self_report)
-        self._inbox = Inbox(connection, who, pushes.answer, self.self_report.introduce)
+        self._inbox = Inbox(connection, who, pushes.answer)
         self._liveness = Liveness(connection, self._inbox, self.self_report, who)
         self._phase: str | None = None
         self._sent_phase: str | None = None
@@ -249,9 +249,13 @@ class RequestChannel:
         return result_of(message, self._who, operation, shown_seconds)
 
     def _send_and_wait(self, pending: Pending, deadline: float, frame_type: FrameType, *fields: Any) -> Message | None:
+        # Behind the join, and not with a later message: a rank that is stopped in between would never be missed.
+        then = self.self_report.introduction() if frame_type is FrameType.JOIN else ()
         try:
             self._send_phase()
-            self._connection.send(deadline, frame_type, *fields, announce=partial(self._inbox.expect, pending))
+            self._connection.send(
+                deadline, frame_type, *fields, announce=partial(self._inbox.expect, pending), then=then
+            )
         except StreamEnded as error:
             raise copy.copy(self._inbox.lose(error)) from error
         return self._inbox.await_answer(pending, deadline)

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
 from gradsync.errors import describe
 from gradsync.machine import machine_identity
@@ -56,10 +57,10 @@ class SelfReport:
         self._positions, self._report, self._history = positions, report, history
         self._on_failure = on_failure or _do_nothing
 
-    def introduce(self) -> None:
-        """Tells the server which process this is, with the next message: a message for itself costs it more."""
+    def introduction(self) -> tuple[Any, ...]:
+        """Returns the message that tells the server who this is: it does not miss a process that it does not know."""
         host = clip_text(socket.gethostname(), MAX_MACHINE_BYTES)
-        self._connection.queue(FrameType.INTRODUCE, machine_identity(), host, os.getpid())
+        return FrameType.INTRODUCE, machine_identity(), host, os.getpid()
 
     def answer(self, inquiry: int) -> None:
         """Tells the server what this rank does."""
