@@ -30,7 +30,20 @@ _LAST_LINES = 20
 
 
 class CrewFailed(GradsyncError, RuntimeError):
-    """The ranks of a system did not start, failed, or did not answer; they have been ended."""
+    """The ranks of a system did not start, failed, or did not answer; they have been ended.
+
+    Args:
+        trouble: what went wrong, as the controller saw it.
+        last_words: what the ranks had to say, line by line.
+
+    Attributes:
+        summary: the trouble, and the last line of the ranks, which in a traceback is the error.
+    """
+
+    def __init__(self, trouble: str, last_words: Sequence[str]) -> None:
+        super().__init__("\n".join([trouble, *last_words]))
+        lines = [line for text in last_words for line in text.splitlines() if line.strip()]
+        self.summary = f"{trouble}: {lines[-1].strip()}" if lines else trouble
 
 
 class _Trouble(Exception):
@@ -224,7 +237,7 @@ class Crew:
         self._end(0)
         if not self._last_words and self._log.exists():
             self._last_words = self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-        return CrewFailed("\n".join([f"{self.system}: {trouble}", *self._last_words]))
+        return CrewFailed(f"{self.system}: {trouble}", self._last_words)
 
     def _hear_last_words(self) -> None:
         """A rank that is gone often is only the consequence: the other one may be about to tell why."""

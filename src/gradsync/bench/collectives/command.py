@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from gradsync.bench.collectives.report import average_bus_gigabytes, chart, head
 from gradsync.bench.collectives.rows import Row, as_dictionary, wrong_in_all
 from gradsync.bench.collectives.systems import contenders
 from gradsync.bench.collectives.values import dtype_of
+from gradsync.bench.crew import CrewFailed
 from gradsync.bench.live_text import LiveText
 from gradsync.bench.measurement import provenance
 from gradsync.bench.outputs import check_outputs, write_json
@@ -94,7 +96,7 @@ def bench_collectives(options: CollectiveOptions) -> None:
     cases = _cases(options, kinds)
     made = provenance(["gradsync", *sys.argv[1:]])
     present, absent = contenders(options.resolved_backend, compares=options.compares)
-    with started(present, options.ranks) as crews:
+    with _told_in_full(), started(present, options.ranks, absent) as crews:
         backends = {name: crew.ask("backend")[0] for name, crew in crews.items()}
         made["versions"]["systems"] = {name: crew.versions for name, crew in crews.items()}
         _introduce(options, backends, absent)
@@ -107,6 +109,16 @@ def bench_collectives(options: CollectiveOptions) -> None:
     write_json(options.json_path, made, {"settings": settings, "rows": [as_dictionary(row) for row in rows]})
     if wrong := wrong_in_all(rows):
         raise GradsyncError(f"{wrong} elements are wrong: see the lines where #wrong is not 0")
+
+
+@contextlib.contextmanager
+def _told_in_full() -> Iterator[None]:
+    """The command tells errors on one line, which a rank's traceback is not made for."""
+    try:
+        yield
+    except CrewFailed as error:
+        print(error, file=sys.stderr)
+        raise GradsyncError(error.summary) from None
 
 
 def _cases(options: CollectiveOptions, kinds: Sequence[Kind]) -> list[list[Case]]:

@@ -10,7 +10,7 @@ from gradsync.bench.collectives.cases import Case
 from gradsync.bench.collectives.operation import IN_PLACE, SEPARATE, Prepared
 from gradsync.bench.collectives.rows import FormResult, Row
 from gradsync.bench.collectives.systems import Contender, start
-from gradsync.bench.crew import Crew
+from gradsync.bench.crew import Crew, CrewFailed
 from gradsync.bench.measurement import Seconds
 
 # The first block warms up as it was asked to; what later ones need is to wake.
@@ -18,14 +18,27 @@ _WARM_UP_LATER = 1
 
 
 @contextlib.contextmanager
-def started(contenders: Sequence[Contender], ranks: int) -> Iterator[dict[str, Crew]]:
+def started(contenders: Sequence[Contender], ranks: int, absent: dict[str, str]) -> Iterator[dict[str, Crew]]:
     """Starts the ranks of all contenders; ends them all.
 
+    Args:
+        contenders: gradsync first: without the others it goes on alone.
+        ranks: of each.
+        absent: gets those that did not start, and why.
+
     Raises:
-        CrewFailed: one did not start, or did not end in order.
+        CrewFailed: gradsync's did not start, or some did not end in order.
     """
     with tempfile.TemporaryDirectory(prefix="gradsync-bench-") as folder, contextlib.ExitStack() as stack:
-        yield {c.name: stack.enter_context(start(c, folder, ranks)) for c in contenders}
+        crews: dict[str, Crew] = {}
+        for contender in contenders:
+            try:
+                crews[contender.name] = stack.enter_context(start(contender, folder, ranks))
+            except CrewFailed as error:
+                if not crews:
+                    raise
+                absent[contender.name] = error.summary
+        yield crews
 
 
 def measure(
