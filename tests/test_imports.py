@@ -76,6 +76,7 @@ LAYERS = [
     ("synchronising", "comm"),
     ("launching",),
     ("bench",),
+    ("doctor",),
     ("cli",),
     ("__main__",),
 ]
