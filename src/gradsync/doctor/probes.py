@@ -93,7 +93,11 @@ def _ask_mpi() -> dict[str, Any]:
     import mpi4py
 
     lines = mpi.Get_library_version().strip("\0 \n").splitlines()
-    return {"version": mpi4py.__version__, "library": " ".join(lines[0].split()), "thread_level": mpi.Query_thread()}
+    return {
+        "version": mpi4py.__version__,
+        "library": " ".join(lines[0].replace("Version:", "").split()),
+        "thread_level": mpi.Query_thread(),
+    }
 
 
 def _ask_cupy() -> dict[str, Any]:

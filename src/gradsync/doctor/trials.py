@@ -63,7 +63,7 @@ def try_backend(backend: str, here: Surroundings, findings: Sequence[Finding], d
         with tempfile.TemporaryDirectory(prefix="gradsync-doctor-") as folder:
             trial = _run(backend, ranks, folder, deadline_seconds)
     except CrewFailed as error:
-        words = error.summary.removeprefix(f"gradsync/{backend}: ")
+        words = error.summary.removeprefix(f"gradsync/{backend}: ").replace("gradsync.errors.", "")
         advice = f"see all of it: gradsync bench collectives --backend {backend} -e 1K"
         trial = Trial(backend, False, ranks, words, advice)
     except Exception as error:  # whatever is broken is a line of the doctor's

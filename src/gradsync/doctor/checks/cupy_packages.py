@@ -13,9 +13,9 @@ from gradsync.doctor.surroundings import CUPY_PACKAGES, Package, Surroundings
 
 def check_cupy(here: Surroundings) -> list[Finding]:
     """Whether CuPy can be used for NCCL."""
-    installed = [package for package in here.packages if package.name in CUPY_PACKAGES]
+    installed = installed_packages(here)
     answer = here.answers.get("cupy", {"error": "it was not asked"})
-    if len(installed) > 1:
+    if has_several(here):
         return [_several(here, installed)]
     if not installed and "file" not in answer:
         return [
@@ -31,8 +31,18 @@ def check_cupy(here: Surroundings) -> list[Finding]:
     return [_loaded(here, f"{installed[0].name} {answer['version']}", answer)]
 
 
+def installed_packages(here: Surroundings) -> list[Package]:
+    """Returns the packages that bring `cupy`."""
+    return [package for package in here.packages if package.name in CUPY_PACKAGES]
+
+
+def has_several(here: Surroundings) -> bool:
+    """Whether more than one does."""
+    return len(installed_packages(here)) > 1
+
+
 def _several(here: Surroundings, installed: list[Package]) -> Finding:
-    names = " ".join(dict.fromkeys(package.name for package in installed))
+    names = " ".join(package.name for package in installed)
     shown = ", ".join(f"{package.name} {package.version}" for package in installed)
     text = f"{len(installed)} packages put their files in one folder: {shown}; what is loaded is a mixture"
     if not here.has_gpu:
@@ -43,7 +53,10 @@ def _several(here: Surroundings, installed: list[Package]) -> Finding:
 def _loaded(here: Surroundings, name: str, answer: Mapping[str, Any]) -> Finding:
     runtime = f"{name}, CUDA runtime {cuda_version(answer['runtime'])}" if "runtime" in answer else name
     if not here.has_gpu:
-        return unusable("CuPy", f"{runtime}; there is no NVIDIA driver, so it has nothing to run on")
+        text = f"{runtime}; there is no NVIDIA driver here, so it has nothing to run on"
+        return unusable(
+            "CuPy", text, "with a GPU: install NVIDIA's driver; a container sees it with docker run --gpus all"
+        )
     if "count" not in answer:
         error = answer.get("count_error", "it does not say why")
         return unusable(

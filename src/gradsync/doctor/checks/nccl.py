@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradsync.communicators.nccl.library import version_text
+from gradsync.doctor.checks.cupy_packages import has_several, installed_packages
 from gradsync.doctor.finding import Finding, ok, unusable, warning
-from gradsync.doctor.surroundings import CUPY_PACKAGES, Surroundings
+from gradsync.doctor.surroundings import Surroundings
 
 
 def check_nccl(here: Surroundings) -> list[Finding]:
@@ -29,12 +30,12 @@ def check_nccl(here: Surroundings) -> list[Finding]:
     if found["version"] // 10000 != found["build"] // 10000:
         return [warning("NCCL", f"{text}: another major version", f"pip install --upgrade {wanted}")]
     others = [package.name for package in here.packages if package.name.startswith("nvidia-nccl")]
-    if wanted not in others and others:
+    if others and wanted not in others and not has_several(here):
         return [warning("NCCL", f"{text}; installed is {', '.join(others)}, for another CUDA", f"pip install {wanted}")]
     return [ok("NCCL", text)]
 
 
 def _wheel(here: Surroundings) -> str:
     """Returns the name of the wheel of NCCL that fits the CuPy that is installed."""
-    names = [package.name for package in here.packages if package.name in CUPY_PACKAGES]
+    names = [package.name for package in installed_packages(here)]
     return "nvidia-nccl-cu13" if "cupy-cuda13x" in names else "nvidia-nccl-cu12"

@@ -64,6 +64,10 @@ def _shown(here: Surroundings, name: str) -> str:
     return name if name == environment.SECRET else f"{name}={here.environ[name]}"
 
 
+def _origin(source: str) -> str:
+    return {"RANK": "that torchrun or you have", "gradsync": "that gradsync run has"}.get(source, f"that {source} has")
+
+
 def check_launcher(here: Surroundings) -> list[Finding]:
     """Whether this shell has inherited some rank's place, which every script started here would take for its own."""
     try:
@@ -72,7 +76,7 @@ def check_launcher(here: Surroundings) -> list[Finding]:
         return [broken("launcher", str(error).replace("\n", " "), "unset what is not of this run")]
     if place is None:
         return [ok("launcher", "no rank's variables are set here")]
-    text = f"this shell is rank {place.rank} of {place.world_size} by the variables of {place.source}"
+    text = f"this shell is rank {place.rank} of {place.world_size}, by variables {_origin(place.source)} set"
     names = [name for name in ("RANK", "WORLD_SIZE", environment.RANK, environment.WORLD_SIZE) if name in here.environ]
     advice = f"inside a job that is right; else: unset {' '.join(names)}" if names else "inside a job that is right"
     return [warning("launcher", text, advice)]
