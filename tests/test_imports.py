@@ -82,6 +82,7 @@ LAYERS = [
     ("launching",),
     ("diagnostics",),
     ("bench",),
+    ("doctor",),
     ("cli",),
     ("__main__",),
 ]

@@ -1,7 +1,8 @@
 """One rank of one pair: `python -m peers.rank SYSTEM SOCKET`, started by whatever launches ranks of that system.
 
 It connects to the controller, then sleeps in the socket until it is asked for something: a rank that waited inside its
-own library would spin, and the others are measured meanwhile.
+own library would spin, and the others are measured meanwhile. It sends what gradsync.bench.crew expects, as
+gradsync.bench.crew_member does, which is not there in the environments of the peers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from peers.contenders import GRADSYNC, TORCH
-from peers.messages import Failure, Hello
 from peers.operation import NotOffered, Operation, System, take_turns
 from peers.workload import Workload
 
@@ -102,12 +102,12 @@ def serve(connection: Connection, name: str) -> None:
     """Does what it is asked until the controller hangs up."""
     system = connect(name)
     versions = {"python": platform.python_version(), "numpy": np.__version__, **system.versions}
-    connection.send(Hello(system.rank, os.getpid(), versions))
+    connection.send(("hello", {"rank": system.rank, "pid": os.getpid(), "versions": versions}))
     requests = Requests(system)
     with contextlib.suppress(EOFError):
         while True:
             method, *arguments = connection.recv()
-            connection.send(getattr(requests, method)(*arguments))
+            connection.send(("answer", getattr(requests, method)(*arguments)))
     system.close()
 
 
@@ -119,7 +119,7 @@ def main() -> None:
             serve(connection, name)
         except BaseException:
             with contextlib.suppress(OSError):
-                connection.send(Failure(traceback.format_exc()))
+                connection.send(("failure", traceback.format_exc()))
             # An orderly exit would wait, inside the library, for a rank that is not coming.
             os._exit(1)
 

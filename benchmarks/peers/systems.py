@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
+from gradsync.bench.crew import Start
 from peers.collectives import RANKS
 from peers.contenders import GRADSYNC, MPICH, OPENMPI, TORCH
 
@@ -26,14 +27,6 @@ PACKAGES_FOR_TESTS = {"intelmpi": ("mpi4py", "impi-rt", "numpy", "msgpack", "ml_
 BIND_TO = "none"
 # Two ranks on two cores: what gradsync's launcher and torchrun set as well.
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-@dataclass(frozen=True)
-class Start:
-    """A process to start, from the folder of the benchmarks."""
-
-    command: list[str]
-    variables: dict[str, str] = field(default_factory=dict)
 
 
 def install(wanted: Sequence[str] = tuple(PACKAGES)) -> None:
@@ -66,7 +59,7 @@ def starts(system: str, address: str) -> list[Start]:
         system: one of SYSTEMS.
         address: path of the controller's socket; beside it there is room for files.
     """
-    return _STARTS[system](address)
+    return [replace(start, variables={**THREADS, **start.variables}) for start in _STARTS[system](address)]
 
 
 def _start_gradsync(address: str) -> list[Start]:

@@ -192,6 +192,37 @@ def run(**options: Any) -> None:
     sys.exit(run_command(RunOptions(**options)))
 
 
+@main.command(
+    short_help="Says what runs on this machine, and what to do where it does not.",
+    epilog="""\b
+Exit codes:
+  0   a backend beyond local works (with --backend: that one), and nothing is broken
+  1   otherwise
+  2   the command line is wrong
+
+\b
+GRADSYNC_BACKEND in the environment asks for a backend as --backend does. Nothing is changed on the machine.
+""",
+)
+@click.option("--backend", type=click.Choice(("local", "shm", "mpi", "nccl")), help="The one that has to work.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
+@click.option(
+    "--timeout",
+    "deadline_seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=8.0,
+    show_default=True,
+    help="Seconds that each trial may take to start, and to answer.",
+)
+@click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce of each backend.")
+def doctor(**options: Any) -> None:
+    """Looks at this machine, runs an all-reduce of two ranks over each backend, and says what to do."""
+    from gradsync.doctor.command import DoctorOptions
+    from gradsync.doctor.command import doctor as examine
+
+    sys.exit(examine(DoctorOptions(**options)))
+
+
 @main.command(short_help="Runs a rendezvous server by itself.")
 @click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of ranks of the run.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")

@@ -6,7 +6,8 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-_BLAS_VARIABLES = (
+#: What tells libraries of linear algebra how many threads to start.
+BLAS_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -35,7 +36,7 @@ def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.envi
         The variables to add, each with max(1, usable cores // n_processes).
     """
     threads = str(max(1, usable_cores() // max(1, n_processes)))
-    return {name: threads for name in _BLAS_VARIABLES if name not in environ}
+    return {name: threads for name in BLAS_VARIABLES if name not in environ}
 
 
 def begin_on_core(number: int) -> None:

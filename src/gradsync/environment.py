@@ -233,18 +233,30 @@ def collective_timeout_seconds(seconds: float, environ: Mapping[str, str] = os.e
     return found
 
 
-def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
-    """Shows the `gradsync` logger on standard error at the level of GRADSYNC_LOG; nothing when it is not set.
+def log_level(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Gives the level of GRADSYNC_LOG as `logging` names it, or None when it is not set.
 
     Raises:
         InvalidArgument: GRADSYNC_LOG is not a level.
     """
     text = value_of(environ, LOG)
     if text is None:
-        return
+        return None
     level = text.upper()
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
         raise InvalidArgument(f"{LOG} needs to be debug, info, warning, error or critical, got {text!r}")
+    return level
+
+
+def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
+    """Shows the `gradsync` logger on standard error at the level of GRADSYNC_LOG; nothing when it is not set.
+
+    Raises:
+        InvalidArgument: GRADSYNC_LOG is not a level.
+    """
+    level = log_level(environ)
+    if level is None:
+        return
     import logging  # here, because start-up counts and most processes never come this far
 
     logger = logging.getLogger("gradsync")

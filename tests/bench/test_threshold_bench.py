@@ -1,5 +1,6 @@
 """`gradsync bench thresholds` end to end on tiny gradients, and its mistakes, told before anything runs."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -106,7 +107,7 @@ def test_given_a_link_a_prediction_runs_nothing(shapes, tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_are_told_before_anything_runs(monkeypatch, tmp_path, arguments, code, text):
-    find_spec = threshold_bench.check_plotting.__globals__["importlib"].util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
     )

@@ -4,8 +4,10 @@ import pytest
 
 import gradsync as gs
 from gradsync.bench.measurement import Seconds
-from gradsync.bench.threshold_plot import check_plotting, plot
-from gradsync.bench.thresholds import MEGABYTE, Contender, Row
+from gradsync.bench.picture import check_plotting
+from gradsync.bench.text import MEGABYTE
+from gradsync.bench.threshold_plot import plot
+from gradsync.bench.thresholds import Contender, Row
 
 
 def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):

@@ -5,16 +5,15 @@ from dataclasses import replace
 import pytest
 
 from gradsync.bench.measurement import Seconds
+from gradsync.bench.text import MEGABYTE, megabytes, milliseconds
 from gradsync.bench.threshold_report import (
     bar_chart,
-    megabytes,
-    milliseconds,
     notes,
     recommendation,
     same_buckets,
     table,
 )
-from gradsync.bench.thresholds import MEGABYTE, Contender, Row
+from gradsync.bench.thresholds import Contender, Row
 
 ROWS = [
     Row(Contender(MEGABYTE // 4, 54, (MEGABYTE // 2,)), Seconds(0.0402, 0.04, 0.041, 9), Seconds(0.02, 0, 0, 9), 2.5e9),

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.bench.measurement import Seconds
+from gradsync.bench.text import MEGABYTE
 from gradsync.bench.thresholds import (
     DEFAULT_MEGABYTES,
-    MEGABYTE,
     Contender,
     Row,
     Timings,

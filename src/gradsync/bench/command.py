@@ -1,4 +1,5 @@
-"""The command line of `gradsync bench`: options, and which of them need which; what they do is in threshold_bench.py.
+"""The command line of `gradsync bench`: options, and which of them need which; what they do is in threshold_bench.py,
+collectives/command.py and rendezvous/command.py.
 
 Every start of `gradsync` reads this file: it loads nothing but click and the names of things.
 """
@@ -81,3 +82,63 @@ def thresholds(**options: Any) -> None:
     from gradsync.bench.threshold_bench import ThresholdOptions, bench_thresholds
 
     bench_thresholds(ThresholdOptions(**options))
+
+
+@bench.command(
+    short_help="Times collectives, in the columns of nccl-tests.",
+    epilog="""\b
+Examples:
+  gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 32 MB
+  gradsync bench collectives -c all -p 4 -b 64K -e 64M -f 8
+  gradsync bench collectives -c all_reduce,broadcast --compare --plot out.png --json out.json
+
+\b
+Columns and formulas are those of NVIDIA's nccl-tests: algbw is size / time; busbw is algbw times 2 (n - 1) / n for
+all_reduce, (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for broadcast, reduce and
+exchange. The size is that of the larger of source and target. GB are 1e9 bytes, sizes are in units of 1024. #wrong
+counts elements that differ from NumPy's result, on all ranks. Where a form does not exist, its columns have a "-".
+The exit code is 1 where elements are wrong.
+""",
+)
+@click.option("-c", "--collectives", default="all_reduce", show_default=True, metavar="NAMES", help="all, or a list.")
+@click.option(
+    "-p",
+    "--nprocs",
+    type=click.IntRange(min=1),
+    help="Number of ranks.  [default: one per GPU with nccl; 2 on the CPU; 1 with local]",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(("auto", "shm", "mpi", "nccl", "local")),
+    default="auto",
+    show_default=True,
+    help="How gradsync's data moves; mpi is started by mpiexec.",
+)
+@click.option("-b", "--begin", default="1K", show_default=True, metavar="SIZE", help="Smallest size.")
+@click.option("-e", "--end", default="32M", show_default=True, metavar="SIZE", help="Largest size.")
+@click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="From one size to the next.")
+@click.option(
+    "-n",
+    "--iters",
+    "iterations",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Timed calls of a block.",
+)
+@click.option("-w", "--warm-up", type=click.IntRange(min=0), default=5, show_default=True, help="Calls before them.")
+@click.option("--blocks", type=click.IntRange(min=1), default=3, show_default=True, help="Blocks; the median counts.")
+@click.option("-o", "--op", default="sum", show_default=True, help="sum, mean, prod, min or max.")
+@click.option("-d", "--dtype", default="float", show_default=True, help="float, double, half, bfloat16, int32, ...")
+@click.option("--check/--no-check", "checks", default=True, show_default=True, help="Count what is wrong.")
+@click.option("--compare", "compares", is_flag=True, help="Beside PyTorch and mpi4py, where this Python has them.")
+@click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
+@click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
+def collectives(**options: Any) -> None:
+    """Times collectives over a range of sizes, checks every result, and shows bandwidths.
+
+    Ranks are started on this machine. Contenders take turns in blocks.
+    """
+    from gradsync.bench.collectives.command import CollectiveOptions, bench_collectives
+
+    bench_collectives(CollectiveOptions(**options))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gradsync.bench.threshold_report import megabytes, milliseconds, wrapped
+from gradsync.bench.text import megabytes, milliseconds, wrapped
 from gradsync.bench.thresholds import Row
 from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 from gradsync.cost_model import Link, best_threshold_bytes, exposed_seconds, fit_link, ring_seconds

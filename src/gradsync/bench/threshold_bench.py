@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,9 +10,11 @@ from typing import Any
 
 from gradsync.bench.gradients import gradients_of, total_bytes
 from gradsync.bench.measurement import provenance
+from gradsync.bench.outputs import check_outputs, write_json
 from gradsync.bench.prediction import Prediction, describe, link_of, predict
-from gradsync.bench.threshold_plot import check_plotting, plot
-from gradsync.bench.threshold_report import bar_chart, megabytes, notes, recommendation, table
+from gradsync.bench.text import megabytes
+from gradsync.bench.threshold_plot import plot
+from gradsync.bench.threshold_report import bar_chart, notes, recommendation, table
 from gradsync.bench.threshold_sweep import Measured, Sweep, run_sweep
 from gradsync.bench.thresholds import (
     DEFAULT_MEGABYTES,
@@ -68,10 +68,7 @@ class ThresholdOptions:
             raise InvalidArgument(
                 "--plot draws what was measured, and with --latency-us and --bandwidth-gbs nothing is"
             )
-        for path in filter(None, (self.json_path, self.plot_path)):
-            _check_writable(path)
-        if self.plot_path is not None:
-            check_plotting()
+        check_outputs(self.json_path, self.plot_path)
 
     @property
     def ranks(self) -> int:
@@ -109,9 +106,7 @@ def bench_thresholds(options: ThresholdOptions) -> None:
     prediction = _prediction(options, total_bytes(specs), rows)
     if prediction is not None:
         print(describe(prediction))
-    if options.json_path is not None:
-        Path(options.json_path).write_text(_as_json(made, settings, rows, prediction))
-        print(f"written to {options.json_path}")
+    write_json(options.json_path, made, _result(settings, rows, prediction))
 
 
 def _planned(options: ThresholdOptions, specs: Sequence[GradientSpec]) -> Sweep:
@@ -165,25 +160,13 @@ def _prediction(options: ThresholdOptions, size_bytes: int, rows: Sequence[Row])
     return predict(size_bytes, options.gpus, 1e-3 * options.backward_ms, link, origin)
 
 
-def _as_json(made: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row], prediction: Prediction | None) -> str:
-    made["machine"]["load_average_after"] = os.getloadavg()[0]
-    result = {
-        **made,
+def _result(settings: dict[str, Any], rows: Sequence[Row], prediction: Prediction | None) -> dict[str, Any]:
+    return {
         "settings": settings,
         "rows": [as_dictionary(row) for row in rows],
         "recommended_threshold_bytes": recommend(rows).contender.threshold_bytes if rows else None,
         "prediction": prediction and asdict(prediction),
     }
-    return json.dumps(result, indent=2) + "\n"
-
-
-def _check_writable(path: str) -> None:
-    """Refuses a file that could not be written, after all has been measured for it."""
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise InvalidArgument(f"{path!r} cannot be written: there is no folder {folder!r}")
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise InvalidArgument(f"{path!r} cannot be written")
 
 
 def _title(model: str) -> str:

@@ -1,24 +1,14 @@
-"""A sweep over thresholds as a picture. The only file that imports matplotlib, which the extra `plot` brings."""
+"""A sweep over thresholds as a picture."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from gradsync.bench.threshold_report import megabytes
-from gradsync.bench.thresholds import MEGABYTE, Row, recommend
-from gradsync.errors import BackendUnavailable
-
-
-def check_plotting() -> None:
-    """Makes sure that pictures can be made, before anything is measured for one.
-
-    Raises:
-        BackendUnavailable: matplotlib is missing; the text says how to install it.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BackendUnavailable("--plot needs matplotlib: pip install 'gradsync[plot]'")
+from gradsync.bench.picture import picture
+from gradsync.bench.text import MEGABYTE, megabytes
+from gradsync.bench.thresholds import Row, recommend
 
 
 def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
@@ -27,12 +17,11 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and sets nothing for the process
-    from matplotlib.figure import Figure
+    with picture(path, 8, 5) as figure:
+        _draw(figure.add_subplot(), rows, title)
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+
+def _draw(axes: Any, rows: Sequence[Row], title: str) -> None:
     thresholds = [row.contender.threshold_bytes / MEGABYTE for row in rows]
     medians = [1e3 * row.seconds.median for row in rows]
     below = [1e3 * (row.seconds.median - row.seconds.lower_quartile) for row in rows]
@@ -52,4 +41,3 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, format="png", dpi=120)

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 
-from gradsync.bench.thresholds import MEGABYTE, TOLERANCE, Row, best, recommend
+from gradsync.bench.text import MEGABYTE, bars, columns, megabytes, milliseconds, wrapped
+from gradsync.bench.thresholds import TOLERANCE, Row, best, recommend
 from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 
 _HEADINGS = ("threshold", "step", "quartiles", "all-reduces", "bus", "pack only", "of step")
-_BAR_CHARACTERS = 40
-
-
-def megabytes(size_bytes: float) -> str:
-    """Returns a size in units of 1024**2 bytes, small ones of 1024, with three digits or all before the point."""
-    if size_bytes < MEGABYTE / 10:
-        return f"{size_bytes / 1024:.3g} KB"
-    value = size_bytes / MEGABYTE
-    return f"{value:,.0f} MB" if value >= 1000 else f"{value:.3g} MB"
-
-
-def milliseconds(seconds: float) -> str:
-    """Returns a time in milliseconds, with three digits or all that stand before the point."""
-    value = 1e3 * seconds
-    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
 
 
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows under headings, the columns aligned to the right."""
-    cells = [_HEADINGS, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
+    return columns([_HEADINGS, *(_cells(row) for row in rows)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -52,17 +33,14 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def bar_chart(rows: Sequence[Row]) -> str:
     """Returns a bar for each row's time of a step, from 0; the recommended one is marked."""
-    longest = max(row.seconds.median for row in rows)
     chosen = recommend(rows)
-    names = [megabytes(row.contender.threshold_bytes) for row in rows]
-    times = [milliseconds(row.seconds.median) for row in rows]
-    lines = ["time of a step by threshold"]
-    for row, name, shown in zip(rows, names, times, strict=True):
-        length = round(_BAR_CHARACTERS * row.seconds.median / longest) if longest else 0
-        bar = f"{name:>{max(map(len, names))}}  {'#' * max(length, 1):<{_BAR_CHARACTERS}}"
-        mark = "  <- recommended" if row is chosen and len(rows) > 1 else ""
-        lines.append(f"{bar}  {shown:>{max(map(len, times))}}{mark}")
-    return "\n".join(lines)
+    return bars(
+        "time of a step by threshold",
+        [megabytes(row.contender.threshold_bytes) for row in rows],
+        [row.seconds.median for row in rows],
+        [milliseconds(row.seconds.median) for row in rows],
+        ["<- recommended" if row is chosen and len(rows) > 1 else "" for row in rows],
+    )
 
 
 def recommendation(rows: Sequence[Row]) -> str:
@@ -91,11 +69,6 @@ def recommendation(rows: Sequence[Row]) -> str:
             )
         )
     return "\n".join(lines)
-
-
-def wrapped(text: str) -> str:
-    """Returns a paragraph in lines that fit a terminal."""
-    return textwrap.fill(text, width=79, break_on_hyphens=False)
 
 
 def notes(rows: Sequence[Row]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.bench.devices import array_module
 from gradsync.bench.live_text import LiveText
 from gradsync.bench.threshold_report import table
 from gradsync.bench.thresholds import Contender, Timings, rows_of
@@ -114,7 +115,7 @@ def _round(
 
 def _operations(sweep: Sweep, communicator: Communicator) -> list[Callable[[], None]]:
     """Returns the steps of all contenders, and then their packing alone, where that can be measured."""
-    xp, wait = _device(communicator)
+    xp, wait = array_module(communicator)
     gradients = [_gradient(xp, spec, communicator.rank) for spec in sweep.specs]
     method = "mean" if all(spec.dtype.startswith(_FLOATING) for spec in sweep.specs) else "sum"
     groups: list[Communicator] = [communicator]
@@ -145,13 +146,3 @@ def _gradient(xp: Any, spec: GradientSpec, rank: int) -> Any:
 
         return xp.full(spec.shape, rank, ml_dtypes.bfloat16)
     return xp.full(spec.shape, rank if spec.dtype.startswith(_FLOATING) else 0, spec.dtype)
-
-
-def _device(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
-    """Returns the array module, and what waits for the work that was queued on the device."""
-    if communicator.device == "cpu":
-        return np, lambda: None
-    import cupy
-
-    cupy.cuda.Device(int(communicator.device.partition(":")[2] or 0)).use()
-    return cupy, lambda: cupy.cuda.get_current_stream().synchronize()

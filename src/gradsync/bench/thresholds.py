@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsync.bench.measurement import Seconds
+from gradsync.bench.text import MEGABYTE
 from gradsync.bucketing.plan import GradientSpec, plan_buckets
 from gradsync.errors import InvalidArgument
 
-MEGABYTE = 1024**2
 DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
 # A larger threshold costs memory and delays the first all-reduce: it has to be worth more than this.
 TOLERANCE = 0.03

@@ -1,0 +1,120 @@
+"""One form of a collective on one rank: what runs it, and where its result is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gradsync.bench.collectives.cases import Case
+from gradsync.bench.collectives.kinds import GATHER, REDUCE, ROOT, SCATTER
+
+SEPARATE, IN_PLACE = "out-of-place", "in-place"
+
+
+class NotOffered(Exception):
+    """A system has no such collective, dtype or operator, and says so."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The arrays of one form on one rank.
+
+    Attributes:
+        source: what the rank gives; None where it gives nothing.
+        target: what it gets into; None where it gets nothing. It may be, or be part of, the source, and the other way
+            round.
+    """
+
+    source: Any
+    target: Any
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank says of a form of a case.
+
+    Attributes:
+        wrong: elements of its result that are not what they have to be; None where nothing was checked.
+        refusal: why it is not offered; "" where it is.
+    """
+
+    wrong: int | None = None
+    refusal: str = ""
+
+
+class System(Protocol):
+    """What moves the bytes between ranks.
+
+    Attributes:
+        rank: this rank's number.
+        versions: of what it runs on.
+        backend: what carries the bytes, as tables call it.
+    """
+
+    rank: int
+    versions: dict[str, str]
+    backend: str
+
+    def empty(self, elements: int, dtype: str) -> Any:
+        """Returns an array where this system wants it, every page touched.
+
+        Raises:
+            NotOffered: not of this dtype.
+        """
+
+    def fill(self, target: Any, values: Any) -> None:
+        """Writes a host array, or 0, into an array of `empty`."""
+
+    def to_host(self, array: Any) -> Any:
+        """Returns an array of `empty` as NumPy's."""
+
+    def operation(self, case: Case, buffers: Buffers) -> Callable[[], object]:
+        """Returns what runs the collective once on these arrays.
+
+        Raises:
+            NotOffered: there is no such collective, or not in this form.
+        """
+
+    def barrier(self) -> object:
+        """Returns once all ranks have called it."""
+
+    def wait(self) -> object:
+        """Returns once all that was begun on a device has been done."""
+
+    def close(self) -> object:
+        """Leaves in order."""
+
+
+def make_buffers(system: System, case: Case, form: str) -> Buffers:
+    """Makes the arrays of a rank, as nccl-tests lays them out.
+
+    In place, what is gathered comes from its own part of the target, and what is dealt out goes to its own part of the
+    source. Only the root has the large array of a rooted collective, and the result of a reduction to it.
+    """
+    return _make_separate(system, case) if form == SEPARATE else _make_in_place(system, case)
+
+
+def _make_separate(system: System, case: Case) -> Buffers:
+    is_root = system.rank == ROOT
+    source_count = case.count * (case.ranks if case.kind.source_parts == "n" else 1)
+    target_count = case.count * (case.ranks if case.kind.target_parts == "n" else 1)
+    gives = is_root or case.collective != SCATTER
+    gets = is_root or case.collective not in (REDUCE, GATHER)
+    return Buffers(
+        system.empty(source_count, case.dtype) if gives else None,
+        system.empty(target_count, case.dtype) if gets else None,
+    )
+
+
+def _make_in_place(system: System, case: Case) -> Buffers:
+    if case.kind.source_parts == case.kind.target_parts:
+        array = system.empty(case.count * (case.ranks if case.kind.is_dealt else 1), case.dtype)
+        return Buffers(array, array)
+    gathers = case.kind.target_parts == "n"
+    if case.kind.rooted and system.rank != ROOT:
+        part = system.empty(case.count, case.dtype)
+        return Buffers(part, None) if gathers else Buffers(None, part)
+    whole = system.empty(case.count * case.ranks, case.dtype)
+    part = whole[system.rank * case.count : (system.rank + 1) * case.count]
+    return Buffers(part, whole) if gathers else Buffers(whole, part)

@@ -1,0 +1,45 @@
+"""Pictures of measurements. Only what draws imports matplotlib, which the extra `plot` brings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gradsync.errors import BackendUnavailable
+
+#: So that a contender has one colour, marker and dash in all pictures, and they differ in print without colour.
+STYLES = (
+    {"color": "tab:blue", "marker": "o", "linestyle": "-"},
+    {"color": "tab:orange", "marker": "s", "linestyle": "--"},
+    {"color": "tab:green", "marker": "^", "linestyle": "-."},
+    {"color": "tab:red", "marker": "D", "linestyle": ":"},
+)
+
+
+def check_plotting() -> None:
+    """Makes sure that pictures can be made, before anything is measured for one.
+
+    Raises:
+        BackendUnavailable: matplotlib is missing; the text says how to install it.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BackendUnavailable("--plot needs matplotlib: pip install 'gradsync[plot]'")
+
+
+@contextmanager
+def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 120) -> Iterator[Any]:
+    """Gives a figure to draw in, and writes it as PNG.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and sets nothing for the process
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure
+    figure.savefig(path, format="png", dpi=dots_per_inch)

@@ -1,0 +1,57 @@
+"""The processes to start for ranks of a measurement: under gradsync's launcher, under mpiexec, or each by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gradsync.bench.crew import Start
+from gradsync.cores import blas_thread_variables
+
+# What a shell has inherited that was started by a launcher: it would take the ranks for those of that launcher.
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ADDRESS", "HOSTED", "BACKEND", "SECRET")
+_INHERITED = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_"),
+    *("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_"),
+    *(f"GRADSYNC_{name}" for name in _PLACE),
+)
+
+# Open MPI refuses to run as root, which is what one is in a container, and more ranks than cores.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables less those by which a launcher tells a process its place."""
+    return {name: value for name, value in environ.items() if not name.startswith(_INHERITED)}
+
+
+def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns mpiexec's path: the one beside this Python, which a wheel of MPI has brought, or that on the PATH."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec", path=environ.get("PATH"))
+
+
+def under_gradsync(ranks: int, arguments: Sequence[str]) -> list[Start]:
+    """Returns gradsync's launcher of so many ranks, each `python -m` with these arguments."""
+    return [Start([sys.executable, "-m", "gradsync", "run", "-n", str(ranks), "--no-prefix", "-m", *arguments])]
+
+
+def under_mpiexec(mpiexec: str, ranks: int, arguments: Sequence[str]) -> list[Start]:
+    """Returns mpiexec of so many ranks, likewise."""
+    variables = blas_thread_variables(ranks) | _OPEN_MPI
+    return [Start([mpiexec, "-n", str(ranks), sys.executable, "-m", *arguments], variables)]
+
+
+def by_themselves(ranks: int, arguments: Sequence[str], variables: Mapping[str, str]) -> list[Start]:
+    """Returns each rank as a process of its own, with RANK and WORLD_SIZE."""
+    common = {**blas_thread_variables(ranks), **variables, "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", *arguments]
+    return [Start(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]

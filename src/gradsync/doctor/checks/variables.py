@@ -1,0 +1,82 @@
+"""What is set for gradsync in the environment: names that it does not know, and values that it refuses."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from gradsync import environment
+from gradsync.doctor.finding import Finding, broken, ok, warning
+from gradsync.doctor.surroundings import Surroundings
+from gradsync.errors import InvalidArgument
+
+_PREFIX = "GRADSYNC_"
+KNOWN = {v for k, v in vars(environment).items() if k.isupper() and isinstance(v, str) and v.startswith(_PREFIX)}
+
+
+def check_variables(here: Surroundings) -> list[Finding]:
+    """The GRADSYNC_* variables; a line for each that is wrong."""
+    present = sorted(name for name in here.environ if name.startswith(_PREFIX))
+    unknown = [_unknown(name) for name in present if name not in KNOWN and not name.startswith(f"{_PREFIX}STAND_IN")]
+    refused = [broken(name, reason, f"unset {name}") for name, reason in _refusals(here).items()]
+    if unknown or refused:
+        return [*refused, *unknown]
+    shown = ", ".join(_shown(here, name) for name in present)
+    return [ok("GRADSYNC_*", shown or "none is set")]
+
+
+def _unknown(name: str) -> Finding:
+    close = difflib.get_close_matches(name, sorted(KNOWN), n=1, cutoff=0.75)
+    meant = f"did you mean {close[0]}?" if close else "gradsync does not know it"
+    return warning(name, f"no such variable, so it does nothing: {meant}", f"unset {name}")
+
+
+def _refusals(here: Surroundings) -> dict[str, str]:
+    """Returns what gradsync would say of each value that it refuses."""
+    environ = dict(here.environ)
+    questions: dict[str, Callable[[], object]] = {
+        environment.FLIGHT_RECORDER_ENTRIES: lambda: environment.flight_recorder_entries(environ),
+        environment.COLLECTIVE_TIMEOUT_SECONDS: lambda: environment.collective_timeout_seconds(1.0, environ),
+        environment.LOG: lambda: environment.log_level(environ),
+        environment.BACKEND: lambda: _check_backend(environ[environment.BACKEND]),
+        environment.ADDRESS: lambda: environment.check_address(environ[environment.ADDRESS], environment.ADDRESS),
+        environment.SECRET_FILE: lambda: environment.take_secret(
+            {environment.SECRET_FILE: environ[environment.SECRET_FILE]}
+        ),
+        environment.SECRET: lambda: environment.take_secret({environment.SECRET: environ[environment.SECRET]}),
+    }
+    found = {}
+    for name, ask in questions.items():
+        if environ.get(name, "").strip():
+            try:
+                ask()
+            except InvalidArgument as error:
+                found[name] = str(error)
+    return found
+
+
+def _check_backend(value: str) -> None:
+    if value.strip() not in environment.BACKENDS:
+        raise InvalidArgument(f"{value!r} is no backend: use one of {', '.join(environment.BACKENDS)}")
+
+
+def _shown(here: Surroundings, name: str) -> str:
+    return name if name == environment.SECRET else f"{name}={here.environ[name]}"
+
+
+def _origin(source: str) -> str:
+    return {"RANK": "that torchrun or you have", "gradsync": "that gradsync run has"}.get(source, f"that {source} has")
+
+
+def check_launcher(here: Surroundings) -> list[Finding]:
+    """Whether this shell has inherited some rank's place, which every script started here would take for its own."""
+    try:
+        place = environment.read_environment(dict(here.environ))
+    except InvalidArgument as error:
+        return [broken("launcher", str(error).replace("\n", " "), "unset what is not of this run")]
+    if place is None:
+        return [ok("launcher", "no rank's variables are set here")]
+    text = f"this shell is rank {place.rank} of {place.world_size}, by variables {_origin(place.source)} set"
+    names = [name for name in ("RANK", "WORLD_SIZE", environment.RANK, environment.WORLD_SIZE) if name in here.environ]
+    advice = f"inside a job that is right; else: unset {' '.join(names)}" if names else "inside a job that is right"
+    return [warning("launcher", text, advice)]
