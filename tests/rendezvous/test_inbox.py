@@ -79,7 +79,7 @@ def test_failure_behind_an_answer_is_known_at_once(wire) -> None:
 def test_poll_reads_all_that_is_there(wire) -> None:
     wire.server.sendall(wire.seal(REPLY, ASKED, FAILED))  # nobody waits for the reply
     wire.inbox.poll()
-    assert wire.questions == [("g", 7)]
+    assert wire.questions == [("g", 7), FAILED[1:]]
     assert isinstance(wire.inbox.failure, RankFailed)
 
 
@@ -132,6 +132,14 @@ def test_a_join_says_at_once_who_joins(wire, monkeypatch) -> None:
     joining, introduction = (wire._session.open(reader.next_frame()) for _ in range(2))
     assert (joining.type, introduction.type) == (FrameType.JOIN, FrameType.INTRODUCE)
     assert introduction.fields[2] == os.getpid()
+
+
+def test_a_descriptor_that_was_closed_elsewhere_is_no_untyped_error(wire) -> None:
+    os.close(wire.connection._stream.fileno())
+    with pytest.raises(RendezvousError, match="Bad file descriptor"):
+        wire.inbox.poll()
+    wire.connection.shut_down()
+    wire.connection.close()
 
 
 @pytest.mark.parametrize("bytes_sent", [b"", b"\0" * 100])
