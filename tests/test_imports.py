@@ -68,6 +68,7 @@ LAYERS = [
     ("bucketing.backward_pass",),
     ("bucketing.join", "bucketing.with_blocks", "bucketing.forgotten"),
     ("bucketing.callback", "bucketing.parameters", "bucketing.tree_broadcast", "consistency", "sharding"),
+    ("bucketing.tree_average",),
     ("mpi_meeting",),
     ("bootstrap", "backend_choice"),
     ("world_connection",),
