@@ -5,7 +5,6 @@ The ranks run in a Python that has torch: the environment of the benchmarks, whe
 
 from __future__ import annotations
 
-import json
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch_checks
+from reported_checks import outcomes_in
 
 import cross_check_launch as launch
 
@@ -64,8 +64,7 @@ def outcomes(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """What became of each check on two ranks: "" or its traceback."""
     folder = tmp_path_factory.mktemp("checks")
     launch.run_on_gradsync(2, folder, CHECKS, str(folder), python=python)
-    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    return {name: "\n".join(filter(None, (of_rank[name] for of_rank in by_rank))) for name in by_rank[0]}
+    return outcomes_in(folder, 2)
 
 
 @pytest.mark.timeout(120)

@@ -1,34 +1,18 @@
 """What Synchronised does beyond training: run on two ranks, with the Python that has torch, as torch_checks.py FOLDER.
 
-pytest reads nothing but NAMES, in a Python that need not have torch.
+pytest reads nothing but NAMES, in a Python that need not have it.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
-import json
 import pickle
 import sys
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-NAMES = [
-    node.name
-    for node in ast.parse(Path(__file__).read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
-]
+from reported_checks import expect, names_of, run_all
 
-
-def expect(kind: type[Any], action: Callable[[], Any], text: str = "") -> Any:
-    try:
-        action()
-    except kind as error:
-        assert text in str(error), f"{text!r} is not in {str(error)!r}"
-        return error
-    raise AssertionError(f"{kind.__name__} was not raised")
+NAMES = names_of(__file__)
 
 
 def group() -> Any:
@@ -251,19 +235,6 @@ def check_what_is_refused(comm: Any) -> None:
     expect(gs.InvalidArgument, sparse(torch.tensor([1])).sum().backward, "sparse=False")
 
 
-def run_all(folder: str) -> None:
-    outcomes = {}
-    with gs.init_process_group() as comm:
-        for name in NAMES:
-            try:
-                globals()[name](comm)
-                outcomes[name] = ""
-            except Exception:
-                outcomes[name] = f"rank {comm.rank}:\n{traceback.format_exc()}"
-            Path(folder, f"{comm.rank}.json").write_text(json.dumps(outcomes))
-            comm.barrier()
-
-
 if __name__ == "__main__":
     import torch
     from torch import nn
@@ -272,4 +243,5 @@ if __name__ == "__main__":
     from gradsync.adapters.torch import Synchronised
 
     torch.set_num_threads(1)
-    run_all(sys.argv[1])
+    with gs.init_process_group() as comm:
+        run_all({name: globals()[name] for name in NAMES}, comm, sys.argv[1])
