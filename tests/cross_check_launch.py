@@ -34,6 +34,7 @@ MPI_AS_HERE = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+NO_TORCH = "no torch: `make peers`, or a Python in GRADSYNC_TEST_TORCH_PYTHON"
 HELLO = "from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.Get_size() - 2)"
 
 
@@ -96,21 +97,19 @@ class Gloo:
 
     def why_not(self, folder: Path) -> str | None:
         """Returns why it cannot be used; None when it can."""
-        return None if self._python() else "no torch: `make bench-peers`, or a Python in GRADSYNC_TEST_TORCH_PYTHON"
+        return None if torch_python() else NO_TORCH
 
     def run(self, world_size: int, folder: Path) -> None:
-        meeting = {"INIT_METHOD": f"file://{folder}/meeting", "GLOO_SOCKET_IFNAME": "lo"}
-        variables = _variables(folder, {"WORLD_SIZE": str(world_size), **meeting})
-        # Its deprecations are not ours to hear.
-        commands = [[str(self._python()), "-W", "ignore", RANK, "gloo", str(folder)]] * world_size
-        run_processes(commands, variables, folder)
+        run_on_gloo(world_size, folder, RANK, "gloo", str(folder))
 
-    def _python(self) -> str | None:
-        if named := os.environ.get("GRADSYNC_TEST_TORCH_PYTHON"):
-            return named
-        if find_spec("torch") is not None:
-            return sys.executable
-        return shutil.which(ENVIRONMENTS / "torch" / "bin" / "python")
+
+def torch_python() -> str | None:
+    """Returns a Python that has torch, if there is one."""
+    if named := os.environ.get("GRADSYNC_TEST_TORCH_PYTHON"):
+        return named
+    if find_spec("torch") is not None:
+        return sys.executable
+    return shutil.which(ENVIRONMENTS / "torch" / "bin" / "python")
 
 
 #: Not among the peers that results are compared with.
@@ -127,10 +126,18 @@ def run_gradsync(system: str, world_size: int, folder: Path) -> None:
     run_on_gradsync(world_size, folder, RANK, system, str(folder))
 
 
-def run_on_gradsync(world_size: int, folder: Path, *arguments: str) -> str:
+def run_on_gradsync(world_size: int, folder: Path, *arguments: str, python: str = sys.executable) -> str:
     """Runs a script under `gradsync run`, and returns what its ranks printed."""
-    command = [sys.executable, "-m", "gradsync", "run", "--no-prefix", "-n", str(world_size), *arguments]
+    command = [python, "-m", "gradsync", "run", "--no-prefix", "-n", str(world_size), *arguments]
     return run_processes([command], _variables(folder, {"PYTHONPATH": SOURCE}), folder)
+
+
+def run_on_gloo(world_size: int, folder: Path, *arguments: str) -> str:
+    """Runs a script on ranks that know each other as those of gloo do, and returns what they printed."""
+    meeting = {"INIT_METHOD": f"file://{folder}/meeting", "GLOO_SOCKET_IFNAME": "lo"}
+    variables = _variables(folder, {"WORLD_SIZE": str(world_size), **meeting})
+    # Its deprecations are not ours to hear.
+    return run_processes([[str(torch_python()), "-W", "ignore", *arguments]] * world_size, variables, folder)
 
 
 def read_results(world_size: int, folder: Path) -> list[dict[str, np.ndarray]]:

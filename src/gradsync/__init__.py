@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradsync.bucketing.future import GradientFuture as GradientFuture
     from gradsync.bucketing.parameters import bcast_list_ as bcast_list_
     from gradsync.bucketing.parameters import pack_allreduce_split as pack_allreduce_split
+    from gradsync.bucketing.tree_average import average_gradients as average_gradients
     from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_tree
     from gradsync.collective_future import CollectiveFuture as CollectiveFuture
     from gradsync.communicators.base import Communicator as Communicator
@@ -75,6 +76,7 @@ _HOME = {
     "AllreduceCallback": "gradsync.bucketing.callback",
     "make_allreduce_cb": "gradsync.bucketing.callback",
     "bcast_list_": "gradsync.bucketing.parameters",
+    "average_gradients": "gradsync.bucketing.tree_average",
     "broadcast_tree": "gradsync.bucketing.tree_broadcast",
     "check_consistency": "gradsync.consistency",
     "dump_flight_recorder": "gradsync.dumps",

@@ -79,7 +79,7 @@ def test_failure_behind_an_answer_is_known_at_once(wire) -> None:
 def test_poll_reads_all_that_is_there(wire) -> None:
     wire.server.sendall(wire.seal(REPLY, ASKED, FAILED))  # nobody waits for the reply
     wire.inbox.poll()
-    assert wire.questions == [("g", 7), FAILED[1:]]
+    assert wire.questions == [("g", 7), (*FAILED[1:4], "forward", [], FAILED[-1])]
     assert isinstance(wire.inbox.failure, RankFailed)
 
 

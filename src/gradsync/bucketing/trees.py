@@ -71,7 +71,7 @@ def layout_of(tree: Any, native: ToNative, path: str = "", within: tuple[int, ..
     Raises:
         Unfit: a container is in itself, could not be made anew, or has a key that cannot be found again.
     """
-    if _is_array(tree):
+    if is_array(tree):
         array = native(tree, path)
         return ArrayLayout(array.shape, str(array.dtype))
     children = _children(tree)
@@ -98,11 +98,11 @@ def arrays_along(layout: Layout, tree: Any, native: ToNative, path: str = "") ->
         for key, child in layout.children:
             yield from arrays_along(child, children[key], native, join(path, key))
     elif isinstance(layout, ArrayLayout):
-        array = native(tree, path) if _is_array(tree) else None
+        array = native(tree, path) if is_array(tree) else None
         if array is None or (array.shape, str(array.dtype)) != layout:
             raise _difference(path, layout, tree, native)
         yield path, array
-    elif _is_array(tree) or _children(tree) is not None:
+    elif is_array(tree) or _children(tree) is not None:
         raise _difference(path, layout, tree, native)
 
 
@@ -121,13 +121,41 @@ def rebuilt(layout: Layout, tree: Any) -> Any:
     return _filled(tree, {key: rebuilt(child, children[key]) for key, child in layout.children})
 
 
+def leaves_of(tree: Any) -> list[tuple[str, Any]]:
+    """Returns what is in a tree and no container, with its path.
+
+    Raises:
+        Unfit: see layout_of.
+    """
+    return list(_leaves(tree, "", ()))
+
+
+def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
+    """Returns a tree of the same containers, with other leaves in place of its own, in the order of leaves_of."""
+    children = _children(tree)
+    if children is None:
+        return next(leaves)
+    return _filled(tree, {key: with_leaves(child, leaves) for key, child in children.items()})
+
+
 def join(path: str, key: Hashable) -> str:
     """Returns the path of a child, e.g. "optimizer/momentum/0"."""
     return f"{path}/{key}" if path else str(key)
 
 
-def _is_array(value: Any) -> bool:
-    """Whether it has memory to be written to: a shape and a dtype alone may also describe something."""
+def _leaves(tree: Any, path: str, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    children = _children(tree)
+    if children is None:
+        yield path, tree
+        return
+    _check_container(tree, children, path, within)
+    inner = (*within, id(tree))
+    for key, child in children.items():
+        yield from _leaves(child, join(path, key), inner)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value has memory to be written to: a shape and a dtype alone may also describe something."""
     if isinstance(value, np.ndarray):
         return True
     exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradsync.communicators import host_values
+from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array, divide_into
 
@@ -125,8 +126,10 @@ class HostArrays:
         return np.empty(shape, dtype)
 
     def empty_like(self, native: Array) -> Array:
-        """See ArrayKind."""
-        return np.empty(native.shape, native.dtype)
+        """See ArrayKind; from a cache line on, as JAX wants memory that it takes over without a copy."""
+        room = np.empty(native.nbytes + CACHE_LINE_BYTES, np.uint8)
+        begin = -room.__array_interface__["data"][0] % CACHE_LINE_BYTES
+        return room[begin : begin + native.nbytes].view(native.dtype).reshape(native.shape)
 
     def empty_flat(self, native: Array) -> Array:
         """See ArrayKind."""
@@ -240,11 +243,27 @@ def _from_dlpack(array: Any, who: str) -> Array:
             f'(DLPack device type {int(device_type)}): copy it to the host, or use backend="nccl"'
         )
     try:
-        return np.from_dlpack(array)
+        return _bfloat16_view(array) if _is_bfloat16(array) else np.from_dlpack(array)
     except (RuntimeError, BufferError, TypeError) as error:
         raise InvalidArgument(
             f"{who} cannot view {type(array).__name__} without a copy: {error}{advice(error)}"
         ) from error
+
+
+def _is_bfloat16(array: Any) -> bool:
+    return str(getattr(array, "dtype", "")) == "bfloat16"  # ml_dtypes' own, as JAX has it; PyTorch's reads otherwise
+
+
+def _bfloat16_view(array: Any) -> Array:
+    """Returns what NumPy's DLPack does not know: JAX gives it as an array that nobody may write to.
+
+    Raises:
+        TypeError: from another library, which may give a copy.
+    """
+    native = np.asarray(array)
+    if native.flags.writeable:
+        raise TypeError("NumPy takes no bfloat16 by DLPack")
+    return native
 
 
 def advice(error: Exception) -> str:

@@ -1,0 +1,160 @@
+"""JAX: gradients averaged over the ranks, inside jax.jit and outside, and a state broadcast; functions of pytrees.
+
+JAX's arrays cannot be written to, so results are new arrays. On the CPU they and the gradients are read and made where
+they lie, without a copy on the way. Arrays on a GPU travel through host memory: there, JAX's own collectives are the
+better choice. Beside gradsync's launcher nothing of jax.distributed is needed; each rank has its own devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gradsync.adapters import without
+from gradsync.bucketing.tree_average import Leaf, average_leaves
+from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_containers
+from gradsync.communicators.base import Communicator
+from gradsync.communicators.world import group_or_world
+from gradsync.errors import InvalidArgument
+from gradsync.reduction import ReduceOp, parse_reduce_method
+
+try:
+    import jax
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise without("JAX", "jax") from error
+
+from jax.experimental import io_callback
+
+Tree = TypeVar("Tree")
+
+
+def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicator | None = None) -> Tree:
+    """Averages all gradients of a pytree over the ranks: `gradients = average_gradients(gradients)`.
+
+    Every rank must call it, with a pytree of the same paths and with leaves of the same shapes and dtypes. Inside
+    jax.jit it becomes a call from the compiled program, which all ranks must run: calls keep their order. There an error
+    comes out of the compiled function as JAX's own, with the text of ours.
+
+    Args:
+        tree: any pytree of arrays or numbers; None is no leaf.
+        op: "mean" or "sum", in any case.
+        communicator: None is the world's.
+
+    Returns:
+        A pytree of the same structure, of new arrays on the devices of the old ones. With one rank, the tree as it is.
+
+    Raises:
+        UnsupportedDtype: e.g. the mean of integers; the text has the path.
+        PlanMismatch: the ranks' trees differ; on all of them, with the first path where they do.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+    """
+    method = parse_reduce_method(op)
+    communicator = group_or_world(communicator, "average_gradients", "communicator")
+    if communicator.world_size == 1:
+        return tree
+    paths, leaves, structure = _taken_apart(tree)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        results = _traced(paths, leaves, method, communicator)
+    else:
+        averages = _averaged(paths, leaves, method, communicator)
+        results = [_as_given(leaf, average) for leaf, average in zip(leaves, averages, strict=True)]
+    whole: Tree = jax.tree_util.tree_unflatten(structure, results)
+    return whole
+
+
+def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
+    """Brings the root's parameters and optimiser state to all ranks: `state = broadcast_tree(state)`.
+
+    Every rank must call it, with a pytree of the same paths and with arrays of the same shapes and dtypes. Leaves that
+    are no arrays, such as step counters, come from the root by pickle, in which the ranks trust each other.
+
+    Args:
+        tree: any pytree; its leaves are left as they are.
+        root: the rank whose values all ranks get.
+        communicator: None is the world's.
+
+    Returns:
+        A pytree of the same structure with the root's values, on the devices of this rank's.
+
+    Raises:
+        InvalidArgument, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see gs.broadcast_tree.
+    """
+    paths, leaves, structure = _taken_apart(tree)
+    copies = {path: _copied(leaf) for path, leaf in zip(paths, leaves, strict=True)}
+    received = broadcast_containers(copies, root, communicator)
+    results = [_as_given(leaf, received[path]) for path, leaf in zip(paths, leaves, strict=True)]
+    whole: Tree = jax.tree_util.tree_unflatten(structure, results)
+    return whole
+
+
+def _taken_apart(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Returns the leaves of a pytree, where each is, and the structure."""
+    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = ["/".join(map(_name_of, path)) or "the tree" for path, _ in named]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise InvalidArgument(f"two leaves of the pytree have the path {twice}: rename one of their keys")
+    return paths, [leaf for _, leaf in named], structure
+
+
+def _name_of(entry: Any) -> str:
+    """Returns a step of a path as people write it: the key, index or attribute alone."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def _averaged(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
+    """Returns the reduced leaves, as NumPy arrays that nothing else refers to."""
+    given = [Leaf(path, leaf, _read_only(leaf)) for path, leaf in zip(paths, leaves, strict=True)]
+    results = average_leaves(given, op, communicator)
+    return [results[path] for path in paths]
+
+
+def _traced(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
+    """Has the compiled program call back; ordered, as collectives have to be."""
+    run = partial(_call_back, paths, op, communicator)
+    wanted = [jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves]
+    results: list[Any] = io_callback(run, wanted, leaves, ordered=True)
+    return results
+
+
+def _call_back(paths: Sequence[str], op: ReduceOp, communicator: Communicator, leaves: Sequence[Any]) -> list[Any]:
+    return _averaged(paths, leaves, op, communicator)
+
+
+def _read_only(leaf: Any) -> Any:
+    """Returns a leaf as a NumPy array that is not written to: JAX's array itself, where that is in host memory."""
+    array = np.asarray(leaf)
+    if array.flags.writeable and isinstance(leaf, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array
+
+
+def _copied(leaf: Any) -> Any:
+    """Returns an array's values to be written over; another leaf as it is."""
+    if _is_key(leaf):
+        return np.array(jax.random.key_data(leaf))
+    return np.array(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
+
+
+def _as_given(leaf: Any, value: Any) -> Any:
+    """Returns a result as the kind of thing that a leaf was, where that was."""
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(value, leaf.sharding)  # takes the memory over, where it begins on a cache line
+    if isinstance(value, np.ndarray) and not isinstance(leaf, np.ndarray):
+        return value[()] if isinstance(leaf, np.generic) else type(leaf)(value.item())
+    return value
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

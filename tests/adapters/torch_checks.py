@@ -1,0 +1,247 @@
+"""What Synchronised does beyond training: run on two ranks, with the Python that has torch, as torch_checks.py FOLDER.
+
+pytest reads nothing but NAMES, in a Python that need not have it.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from typing import Any
+
+from reported_checks import expect, names_of, run_all
+
+NAMES = names_of(__file__)
+
+
+def group() -> Any:
+    """A communicator of all ranks, for a check that may break it."""
+    return gs.new_group([0, 1])
+
+
+def two_layers(**options: Any) -> Any:
+    return nn.Sequential(nn.Linear(3, 4, **options), nn.Linear(4, 2, **options))
+
+
+def loss_of(model: Any, comm: Any) -> Any:
+    return (model(torch.full((2, 3), comm.rank + 1.0)) ** 2).sum()
+
+
+def same_on_all_ranks(comm: Any, tensor: Any) -> bool:
+    values = comm.all_gather(tensor.detach().float().reshape(1, -1).numpy())
+    return bool((values[0] == values[1]).all())
+
+
+def check_the_module_s_names_are_kept(comm: Any) -> None:
+    torch.manual_seed(comm.rank)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    names = list(plain.state_dict())
+    model = Synchronised(plain)
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert next(model.parameters()) is plain[0].weight
+    assert same_on_all_ranks(comm, plain[0].weight)
+    assert model.module is plain
+    model.eval()
+    assert not plain.training
+    assert not plain[1].training
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in plain.state_dict().items()})
+    assert (plain[0].weight == 0).all()
+    plain.note = "of the module"
+    assert model.note == "of the module"
+    expect(AttributeError, lambda: model.nothing)
+    for of_it in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(of_it) is nn.Sequential
+        assert list(of_it.state_dict()) == names
+    assert model.unwrap() is plain
+    loss_of(plain, comm).backward()  # no collective: the ranks' gradients differ
+    assert plain[0].weight.grad is not None
+
+
+def check_gradients_live_in_the_buckets(comm: Any) -> None:
+    model = Synchronised(two_layers())
+    places = []
+    for set_to_none in (True, True, False):
+        model.zero_grad(set_to_none=set_to_none)
+        loss_of(model, comm).backward()
+        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+    assert places == [places[0]] * 3
+    assert max(places[0]) - min(places[0]) < 4096  # side by side, in one bucket
+
+
+def check_half_precision(comm: Any) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.complex64):
+        for views in (True, False):
+            weight = nn.Parameter(torch.full((3,), 0.5, dtype=dtype))
+            model = nn.Module()
+            model.weight = weight
+            Synchronised(model, gradient_as_bucket_view=views)
+            (weight * (comm.rank + 1)).sum().abs().backward()
+            assert weight.grad.dtype is dtype
+            assert (weight.grad == 1.5).all(), weight.grad
+
+
+def check_errors_are_the_library_s(comm: Any) -> None:
+    model = Synchronised(two_layers(), group())
+    head = model.module[1]
+    only = model.module[0](torch.ones(2, 3)).sum()
+    error = expect(gs.MissingGradient, only.backward, "'1.bias'")
+    assert "no rank has handed over a gradient for" in str(error)
+    part = model.module[0](torch.ones(2, 3)).sum() if comm.rank else loss_of(model, comm)
+    expect(gs.PlanMismatch, part.backward, "1.bias")
+    model.zero_grad()
+    loss_of(model, comm).backward()  # all have had those errors: they can go on
+    assert same_on_all_ranks(comm, head.weight.grad)
+
+
+def check_an_exception_in_a_backward_pass_reaches_the_others(comm: Any) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            raise KeyError("a mistake of the program")
+
+    mine = group()
+    model = Synchronised(two_layers(), mine, threshold_bytes=1)
+    images = torch.ones(2, 3)
+    hidden = model.module[0](images)
+    if comm.rank == 1:
+        hidden = Fails.apply(hidden)
+    loss = model.module[1](hidden).sum()
+    if comm.rank == 1:
+        expect(KeyError, loss.backward, "a mistake of the program")
+    else:
+        error = expect(gs.RankFailed, loss.backward)
+        assert error.rank == 1
+    assert mine.closed
+    comm.barrier()
+
+
+def check_no_sync_keeps_gradients_local(comm: Any) -> None:
+    model = Synchronised(two_layers())
+    with model.no_sync():
+        loss_of(model, comm).backward()
+    assert not same_on_all_ranks(comm, model.module[0].weight.grad)
+    loss_of(model, comm).backward()
+    assert same_on_all_ranks(comm, model.module[0].weight.grad)
+    model.zero_grad()
+    if comm.rank == 0:  # other numbers of local passes are told
+        with model.no_sync():
+            loss_of(model, comm).backward()
+    expect(gs.PlanMismatch, lambda: loss_of(model, comm).backward(), "local")
+
+
+def check_uneven_batches(comm: Any) -> None:
+    for batches in ([3, 1], [0, 2], [2, 2]):
+        torch.manual_seed(comm.rank)
+        model = Synchronised(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join() as joined:
+            for _ in range(batches[comm.rank]):
+                optimizer.zero_grad()
+                (model(torch.randn(5, 3)) ** 2).sum().backward()
+                optimizer.step()
+        assert joined.last_rank == batches.index(max(batches))
+        for value in model.state_dict().values():
+            assert same_on_all_ranks(comm, value)
+    unused = Synchronised(two_layers(), find_unused_parameters=True)
+    expect(gs.InvalidArgument, lambda: unused.join().__enter__(), "find_unused_parameters")
+
+
+def check_knobs(comm: Any) -> None:
+    model = Synchronised(two_layers(), clip_norm=1e-3, nonfinite="skip", op="sum")
+    loss_of(model, comm).backward()
+    norm = sum(float((parameter.grad.double() ** 2).sum()) for parameter in model.parameters()) ** 0.5
+    assert abs(norm - 1e-3) < 1e-6
+    assert not model.callback.skip_step
+    (loss_of(model, comm) * (float("inf") if comm.rank else 1.0)).backward()
+    assert model.callback.skip_step
+
+
+def check_evaluation_on_one_rank(comm: Any) -> None:
+    model = Synchronised(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    (model(torch.full((4, 3), comm.rank + 1.0) * torch.arange(4.0)[:, None]) ** 2).sum().backward()
+    assert same_on_all_ranks(comm, model.module[1].running_mean)
+    if comm.rank == 0:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+    assert same_on_all_ranks(comm, model.module[1].running_mean)
+
+
+def check_a_buffer_that_a_graph_still_needs(comm: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x: Any) -> Any:
+            return (self.weight * self.scale * x).sum()
+
+    model = Synchronised(Scaled())
+    first, second = model(torch.ones(3)), model(torch.ones(3))
+    first.backward()
+    if comm.rank == 0:
+        model.unwrap()
+        second.backward()  # the values are its own
+    else:
+        expect(RuntimeError, second.backward, "modified by an inplace operation")
+
+
+def check_several_backward_passes_through_one_graph(comm: Any) -> None:
+    model = Synchronised(two_layers())
+    loss = loss_of(model, comm)
+    loss.backward(retain_graph=True)
+    once = model.module[0].weight.grad.clone()
+    loss.backward()
+    assert same_on_all_ranks(comm, model.module[0].weight.grad)
+    torch.testing.assert_close(model.module[0].weight.grad, 2 * once)
+
+
+def check_checkpointed_layers(comm: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for is_reentrant in (False, True):
+        model = Synchronised(two_layers())
+        images = torch.full((2, 3), comm.rank + 1.0, requires_grad=True)
+        hidden = checkpoint(model.module[0], images, use_reentrant=is_reentrant)
+        model.module[1](hidden).sum().backward()
+        for parameter in model.parameters():
+            assert same_on_all_ranks(comm, parameter.grad)
+
+
+def check_what_is_refused(comm: Any) -> None:
+    expect(gs.InvalidArgument, lambda: Synchronised([1]), "needs a torch.nn.Module, got list")
+    expect(gs.InvalidArgument, lambda: Synchronised(nn.ReLU()), "no parameter needs a gradient")
+    expect(gs.InvalidArgument, lambda: Synchronised(nn.Linear(2, 2, device="meta")), "is on meta")
+    other = nn.Linear(3, 2 + comm.rank)
+    expect(gs.PlanMismatch, lambda: Synchronised(other), "weight: float32[3, 3]")
+    model = Synchronised(two_layers(), group())
+    model.double()
+    expect(gs.InvalidArgument, (model(torch.ones(2, 3).double())).sum().backward, "when the module was wrapped")
+    frozen = two_layers()
+    frozen[0].bias.requires_grad_(False)
+    model = Synchronised(frozen, group())
+    loss_of(model, comm).backward()
+    assert frozen[0].bias.grad is None
+    frozen[0].bias.requires_grad_(True)
+    expect(gs.InvalidArgument, loss_of(model, comm).backward, "0.bias needed no gradient when")
+    sparse = Synchronised(nn.Embedding(5, 2, sparse=True), group())
+    expect(gs.InvalidArgument, sparse(torch.tensor([1])).sum().backward, "sparse=False")
+
+
+if __name__ == "__main__":
+    import torch
+    from torch import nn
+
+    import gradsync as gs
+    from gradsync.adapters.torch import Synchronised
+
+    torch.set_num_threads(1)
+    with gs.init_process_group() as comm:
+        run_all({name: globals()[name] for name in NAMES}, comm, sys.argv[1])
