@@ -290,7 +290,7 @@ METHODS = {
     ),
     "buckets.at_a_glance": (
         METHOD[0],
-        f"{METHOD[1]}; gradients tensor by tensor for the MPIs. All ways, and what each knob costs: docs/performance.md",
+        f"{METHOD[1]}; the MPIs tensor by tensor. All ways, and what each knob costs: docs/performance.md",
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),

@@ -1,4 +1,4 @@
-"""Parts of the pages that are made from the source: what each environment variable does, and what each command takes."""
+"""Parts of the pages that are made from the source: what environment variables do, and what commands take."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Points links at the site's own files."""
     uri = page.file.src_uri
     return relink(markdown, _home(uri), posixpath.dirname(uri))

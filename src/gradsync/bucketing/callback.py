@@ -183,6 +183,9 @@ class AllreduceCallback(WithBlocks):
         gradsync.bucketing.bucket_hook.GradientBucket): a flat buffer in, an array or a future out. Its futures are
         waited for in flush(), so that what it launches may run meanwhile. gradsync.hooks has some.
 
+        Args:
+            hook: a function of a bucket; None goes back to all-reduces.
+
         Raises:
             InvalidArgument: in the middle of a step, no function, or together with compression.
         """
@@ -226,6 +229,9 @@ class AllreduceCallback(WithBlocks):
         """Writes the last step's gradients to a JSON file, in arrival order: for `gradsync bench thresholds --model`.
 
         Not collective: call it on one rank, after a flush.
+
+        Args:
+            path: where to; a file that is there is replaced.
 
         Raises:
             InvalidArgument: in the middle of a step, or no step has ended well yet.
