@@ -20,7 +20,8 @@ from gradsync.communicators.for_bucketing import ForBucketing
 GIVEN = {"Communicator", "MultiprocessContext", "NonMember", "GradientFuture", "CollectiveFuture", "GradientBucket"}
 # For use inside the library; the reference leaves them out.
 INNER = {*vars(ForBucketing), "resolve", "fail", "disown", "all_gather_for", "broadcast_for"}
-ERRORS = {name for name in gs.__all__ if inspect.isclass(getattr(gs, name)) and issubclass(getattr(gs, name), Exception)}
+CLASSES = {name: getattr(gs, name) for name in gs.__all__ if inspect.isclass(getattr(gs, name))}
+ERRORS = {name for name, found in CLASSES.items() if issubclass(found, Exception)}
 ENTRY = re.compile(r"^    \*{0,2}([a-z_]\w*): ", flags=re.MULTILINE)
 RAISED = re.compile(r"^    ([A-Z]\w+(?:, [A-Z]\w+)*): ", flags=re.MULTILINE)
 GIVES = re.compile(r"(Returns|Gives|Whether) ")
