@@ -15,7 +15,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo peers test soak prove test-gpu lint bench bench-gpu bench-peers bench-buckets bench-collectives bench-mpi \
+.PHONY: help demo docs peers test test-pythons soak prove test-gpu lint bench bench-gpu bench-peers bench-buckets bench-collectives bench-mpi \
 	bench-failures bench-rendezvous clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -34,6 +34,11 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[examples,test,dev]'
 	@touch $@ $(VENV)/.demo
 
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	@echo "Installing gradsync and MkDocs into $(VENV) (once, about 20 s) ..."
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	@touch $@
+
 demo: $(VENV)/.demo  ## train a digit classifier on two ranks
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
@@ -46,6 +51,18 @@ peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray, for the te
 test: $(VENV)/.dev  ## run the tests (about eight minutes on two cores)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-pythons:    ## run the tests with every supported Python that is installed, each in an environment of its own
+	@for version in 3.10 3.11 3.12 3.13 3.14; do \
+		if python$$version -c '' 2>/dev/null; then \
+			echo "Python $$version"; \
+			$(MAKE) --no-print-directory PYTHON=python$$version VENV=.venv-$$version test || exit 1; \
+		else echo "Python $$version is not installed here"; fi; \
+	done
+
+# Any warning is an error: of links, anchors, pages without a place, and docstrings.
+docs: $(VENV)/.docs  ## build the documentation as a site: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills; 30 restarts (16 minutes)
 	$(BIN)/python tests/soak.py
@@ -74,7 +91,7 @@ bench-gpu:  ## time packing and a step on a GPU, likewise; results as JSON under
 
 clean:           ## remove .venv and caches
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 
 bench-peers: $(VENV)/.dev  ## time the library against PyTorch and MPI (installs them, once)
 	$(BIN)/python benchmarks/full_speed.py --install

@@ -1,6 +1,6 @@
 """Writes into the pages what can be made: example files, the output of commands, and tables of measured figures.
 
-    python benchmarks/readme.py          # rewrites README.md and the pages under docs that have such parts
+    python benchmarks/readme.py          # rewrites README.md and the pages under docs
     python benchmarks/readme.py --check  # exit code 1 when one of them is not what it would write
 
 Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison_tables import comparison, knobs, lists, thresholds
+from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
 from contract_coverage import coverage
+from source_tables import SOURCES
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md", ROOT / "docs" / "tracing.md")
+# The tables of docs/scaling.md are predictions too: scaling_page.py makes them.
+PAGES = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "scaling.md"}))
 #: What the commands of the pages leave behind, for the next command of the page.
 LEFT_BEHIND = ("dumps", "traced", "trace.json")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -79,6 +81,12 @@ def _made_anew(text: str) -> str:
     text = re.sub(
         r"(<!-- exit code (\d+) -->\n```console\n\$ ([^\n]+)\n).*?(```\n)",
         lambda m: m[1] + play(m[3], int(m[2])) + m[4],
+        text,
+        flags=re.DOTALL,
+    )
+    text = re.sub(
+        r"(<!-- from the source: (\S+) -->\n).*?(<!-- end -->\n)",
+        lambda m: m[1] + "\n" + "\n".join(SOURCES[m[2]]()) + "\n" + m[3],
         text,
         flags=re.DOTALL,
     )
@@ -288,6 +296,7 @@ LAYOUTS = {
     "buckets": lists,
     "buckets.thresholds": thresholds,
     "buckets.knobs": knobs,
+    "buckets.at_a_glance": at_a_glance,
     "start_up": start_up,
     "over_mpi": over_mpi,
     "rendezvous_scale": rendezvous_scale,
@@ -314,6 +323,10 @@ METHODS = {
         METHOD[0],
         f"{METHOD[1]}. Both MPIs: tensor by tensor, and as one flat array. DDP: its backward pass less the same one in "
         "`no_sync()`. The samples and the limits are in `benchmarks/results/buckets.json`",
+    ),
+    "buckets.at_a_glance": (
+        METHOD[0],
+        f"{METHOD[1]}; the MPIs tensor by tensor. All ways, and what each knob costs: docs/performance.md",
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),

@@ -21,10 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import gradsync as gs
 from digits_network import Array, Network
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    sys.exit("the digits are part of scikit-learn: pip install scikit-learn")
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,19 @@
-"""The README is true: its code runs, its output is what is printed, its figures are those that were measured."""
+"""What is made in pages is up to date: files, output of commands, figures. test_pages.py has all else of them."""
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
 import json
-import os
-import re
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import gradsync as gs
-from gradsync.communicators.collectives.asynchronous import Asynchronous
-from gradsync.communicators.collectives.objects import Objects
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import readme  # noqa: E402
-
-TEXT = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str, text: str = TEXT) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
-def commands() -> list[str]:
-    """Each `$ command` of the README."""
-    lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
-    return [line.removeprefix("$ ").split("#")[0].strip() for line in lines]
 
 
 @pytest.mark.timeout(200)  # one of the commands waits for a deadline
@@ -47,11 +25,6 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert not difference, f"run `python benchmarks/readme.py`:\n{difference}"
 
 
-def test_every_command_but_make_is_run() -> None:
-    run = re.findall(r"<!-- exit code \d+ -->\n```console\n\$ (.*)\n", TEXT)
-    assert run == [command for command in commands() if not command.startswith("make ")]
-
-
 def test_output_is_what_the_command_prints_on_both_streams() -> None:
     assert readme.play("gradsync --version && python -c 'exit(\"told on stderr\")'", 1).endswith("\ntold on stderr\n")
 
@@ -59,92 +32,6 @@ def test_output_is_what_the_command_prints_on_both_streams() -> None:
 def test_another_exit_code_than_the_readme_says_is_refused() -> None:
     with pytest.raises(RuntimeError, match="ended with 3 in place of 0:\nhello\n"):
         readme.play("echo hello; exit 3", 0)
-
-
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = [command.split()[1] for command in commands() if command.startswith("make ")]
-    targets += re.findall(r"`make ([a-z-]+)`", TEXT)
-    assert {"demo", "test", "lint"} <= set(targets)
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
-
-
-def test_make_soak_does_what_it_says() -> None:
-    [said] = re.findall(r"\$ make soak +# (.*)", TEXT)
-    assert f"  ## {said}\n" in (ROOT / "Makefile").read_text()
-
-
-def test_every_collective_is_shown_as_it_is_called() -> None:
-    homes = {"asynchronous": Asynchronous, "objects": Objects}
-    shown = set()
-    for code in re.findall(r"`(comm\.[a-z_.]+\([^`]*\))`", TEXT):
-        call = ast.parse(code, mode="eval").body
-        assert isinstance(call, ast.Call)
-        *path, name = ast.unparse(call.func).split(".")[1:]
-        method = getattr(homes[path[0]] if path else gs.Communicator, name)
-        inspect.signature(method).bind("self", *call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
-        shown.add(name)
-    collectives = {name for name in vars(Asynchronous) if not name.startswith("_")}
-    assert collectives | {"new_group", "split", "split_by_machine"} <= shown
-
-
-def test_every_error_is_explained() -> None:
-    public = {name for name in gs.__all__ if name not in ("WORLD", "comm")}
-    errors = {
-        name for name in public if isinstance(getattr(gs, name), type) and issubclass(getattr(gs, name), Exception)
-    }
-    assert "RankFailed" in errors
-    assert [name for name in errors if f"{name}`" not in TEXT] == []
-
-
-def test_files_that_it_names_exist() -> None:
-    named = re.findall(r"`((?:benchmarks|examples|src|tests)/[\w/.]+\w)`", TEXT)
-    assert "benchmarks/results/full_speed.json" in named
-    assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-def test_make_demo_runs_the_demo() -> None:
-    """`make demo` is this command, after installing; CI and the test of the example run the rest."""
-    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].splitlines()[1]
-    assert recipe.endswith("gradsync run -n 2 examples/train_digits.py")
-
-
-@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(tmp_path: Path, page: Path) -> None:
-    for number, code in enumerate(blocks("python", page.read_text())):
-        script = tmp_path / f"block_{number}.py"
-        script.write_text(code)
-        alone = "__main__" in code  # it starts its own ranks
-        launcher = [] if alone else ["-m", "gradsync", "run", "-n", "2"]
-        done = subprocess.run(
-            [sys.executable, *launcher, str(script)],
-            capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ),
-        )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, ""), code
-        expected = re.findall(r"by rank: (\[.*?\])", code)
-        assert not expected or done.stdout.strip() == expected[0]
-
-
-def test_the_commands_for_several_machines_run(tmp_path: Path) -> None:
-    """With two launchers on this machine in place of two machines, and a rank each in place of eight."""
-    section = TEXT.partition("\n## Several machines\n")[2].partition("\n## ")[0]
-    [block] = re.findall(r"```sh\n(.*?)```", section, flags=re.DOTALL)
-    block = block.replace("head:29400", f"127.0.0.1:{gs.free_port()}").replace("-n 8", "-n 1")
-    secret, *nodes = block.replace("gradsync run", f"{shlex.quote(sys.executable)} -m gradsync run").splitlines()
-    (tmp_path / "train.py").write_text(
-        "import gradsync as gs\n"
-        "with gs.init_process_group('shm') as comm:\n"
-        "    print(comm.objects.all_gather(comm.rank))\n"
-    )
-    subprocess.run(secret, shell=True, cwd=tmp_path, check=True, timeout=60)
-    started = [
-        subprocess.Popen(node, shell=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for node in nodes
-    ]
-    told = [process.communicate(timeout=100) for process in started]
-    assert [process.returncode for process in started] == [0, 0], told
-    assert [out for out, _ in told] == ["[rank 0] [0, 1]\n", "[rank 1] [0, 1]\n"]
 
 
 MACHINE = {

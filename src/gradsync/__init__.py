@@ -7,6 +7,7 @@ multiprocessing nor msgpack.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ __all__ = ["__version__", *_MODULES, *_HOME]
 
 
 def _load(name: str) -> object:
+    if sys.platform == "win32" and name in __all__:
+        raise ImportError(f"gradsync.{name} is not for Windows: use gradsync in WSL 2, which is Linux (wsl --install)")
     if name == "WORLD":
         from gradsync import process_group
 

@@ -94,6 +94,9 @@ class CollectiveFuture:
         Else it runs in the thread that completes the future: on the CPU the one that ran the collective, on a GPU one
         of the communicator's. An exception in it is logged, not raised. What of collectives in it: see
         communicator.asynchronous.
+
+        Args:
+            function: gets this future.
         """
         self._end.add_callback(function, self)
 

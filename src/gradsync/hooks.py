@@ -58,7 +58,11 @@ class EightBitHook:
         self._errors.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
-        """Returns the reduced values in `bucket.flat`. Every rank must call it, for the same buckets in one order."""
+        """Returns the reduced values in `bucket.flat`. Every rank must call it, for the same buckets in one order.
+
+        Args:
+            bucket: gradients of any floating dtype, on the host or a GPU; its flat buffer is overwritten.
+        """
         flat, communicator = bucket.flat, bucket.communicator
         if not _is_compressible(bucket):
             return communicator.asynchronous.all_reduce(flat, bucket.op)
@@ -168,7 +172,11 @@ class LowRankHook:
         self._steps.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
-        """Returns the reduced values in `bucket.flat`. Every rank must call it, for the same buckets in one order."""
+        """Returns the reduced values in `bucket.flat`. Every rank must call it, for the same buckets in one order.
+
+        Args:
+            bucket: gradients of any floating dtype, on the host or a GPU; its flat buffer is overwritten.
+        """
         flat, communicator = bucket.flat, bucket.communicator
         step = self._steps[bucket.index] = self._steps.get(bucket.index, 0) + 1
         side = isqrt(max(flat.size - 1, 0)) + 1

@@ -168,6 +168,9 @@ def get_communicator() -> Communicator:
 def new_group(ranks: Iterable[int]) -> Communicator | NonMember:
     """Makes a group of some ranks of the world: `gs.get_communicator().new_group(ranks)`, see there.
 
+    Args:
+        ranks: the members' numbers in the world, in any order.
+
     Returns:
         The group; a NonMember, which is false, on a rank that is not in it.
 

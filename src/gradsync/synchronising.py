@@ -19,7 +19,10 @@ def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     When it raises, this rank does not wait: the others learn of it when the process group ends.
 
     Args:
-        func: any function; its result is returned.
+        func: any function.
+
+    Returns:
+        The function that waits, and returns what `func` does.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the barrier.

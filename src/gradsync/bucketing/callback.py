@@ -60,7 +60,8 @@ class AllreduceCallback(WithBlocks):
             a time, the last ones in the flush. See gradient_buffers().
         compression: "float16" or "bfloat16": what float32 and float64 gradients travel in. On the CPU they are added up
             in float32, in rank order (over MPI up to 16 ranks), and rounded once; NCCL adds in half precision.
-        prescale, postscale: factors of the gradients before, and of the results after the reduction.
+        prescale: factor of the gradients before the reduction.
+        postscale: factor of the results after it.
         nonfinite: what is done about NaN and infinity, on all ranks in the same step: "off": nothing; "raise": flush()
             raises NonFiniteGradient, which names parameter and rank; "skip": `skip_step` says so, for loss scaling.
             A sum that overflows counts too.
@@ -171,7 +172,8 @@ class AllreduceCallback(WithBlocks):
         Raises:
             InvalidArgument: the callback was made without gradient_as_bucket_view, in the middle of a step, or nobody
                 has told the parameters.
-            PlanMismatch, BackendUnavailable (memory), RankFailed, CollectiveTimeout, CommunicatorClosed.
+            BackendUnavailable: there is not enough memory to share.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         self._check_between_steps("gradient_buffers()")
         return self._backward.live_in_buckets(parameters, self._communicator())
@@ -182,6 +184,9 @@ class AllreduceCallback(WithBlocks):
         Every rank must register the same, between steps. The hook gets each bucket once it is complete (see
         gradsync.bucketing.bucket_hook.GradientBucket): a flat buffer in, an array or a future out. Its futures are
         waited for in flush(), so that what it launches may run meanwhile. gradsync.hooks has some.
+
+        Args:
+            hook: a function of a bucket; None goes back to all-reduces.
 
         Raises:
             InvalidArgument: in the middle of a step, no function, or together with compression.
@@ -226,6 +231,9 @@ class AllreduceCallback(WithBlocks):
         """Writes the last step's gradients to a JSON file, in arrival order: for `gradsync bench thresholds --model`.
 
         Not collective: call it on one rank, after a flush.
+
+        Args:
+            path: where to; a file that is there is replaced.
 
         Raises:
             InvalidArgument: in the middle of a step, or no step has ended well yet.

@@ -95,6 +95,9 @@ class WithBlocks(ABC):
             parameters: names -> array or (shape, dtype), in the order in which gradients are handed over; or a list of
                 arrays, where gradients are handed over by those. Only for ranks that may not have a single batch.
 
+        Returns:
+            What gives a Join to `as`, whose `last_rank` is known after the block.
+
         Raises:
             InvalidArgument: in the middle of a step, or inside another join() of this callback.
             PlanMismatch: the others' step is not the one that this rank repeats, or it knows none; on all ranks.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gradsync.errors import InvalidArgument
+from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.launching.numbers import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds
 from gradsync.launching.start_methods import START_METHODS
 from gradsync.launching.targets import Target
@@ -84,6 +85,7 @@ class Job:
 
     Raises:
         InvalidArgument: a number is out of its range, or the start method is unknown.
+        BackendUnavailable: this is not Linux.
     """
 
     target: Target
@@ -107,6 +109,11 @@ class Job:
     network: Network | None = None
 
     def __post_init__(self) -> None:
+        if sys.platform != "linux":
+            raise BackendUnavailable(
+                f"starting ranks takes Linux, this is {sys.platform}: run the script as one rank by itself, with "
+                "GRADSYNC_BACKEND=local"
+            )
         self._check_numbers()
         if self.world_size == 0:
             object.__setattr__(self, "world_size", self.rank_start + self.n_ranks)

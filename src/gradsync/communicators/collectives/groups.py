@@ -170,6 +170,9 @@ class Groups(CollectiveBase):
 
         Ranks in different containers of one machine count as on different ones: they do not see each other's processes.
 
+        Returns:
+            The group of this rank's machine.
+
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, ...: as for split.
         """

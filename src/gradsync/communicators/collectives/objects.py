@@ -73,7 +73,12 @@ class Objects:
         return self._unpack(*self._run(agreement, mine, 1, move), agreement)
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Returns every rank's object, by rank, on the root; None elsewhere."""
+        """Returns every rank's object, by rank, on the root; None elsewhere.
+
+        Args:
+            obj: this rank's.
+            root: the rank that gets them.
+        """
         self._communicator._check_root("objects.gather", root)
         agreement = agreement_on("objects.gather", (), None, f"root {root}")
         mine = self._parcel([obj])

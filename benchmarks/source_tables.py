@@ -1,0 +1,44 @@
+"""Parts of the pages that are made from the source: what environment variables do, and what commands take."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+
+import click
+
+from gradsync import environment
+from gradsync.cli import main
+
+_VARIABLE = re.compile(r'((?:^#: .*\n)+)^[A-Z_]+ = "(GRADSYNC_\w+)"$', flags=re.MULTILINE)
+_COLUMNS = 100
+
+
+def variables() -> list[str]:
+    """Returns the lines of a table of the environment variables, with what their comments in the source say."""
+    lines = ["| variable | what it is |", "| --- | --- |"]
+    for comment, name in _VARIABLE.findall(inspect.getsource(environment)):
+        text = " ".join(line.removeprefix("#: ") for line in comment.splitlines())
+        lines.append(f"| `{name}` | {text} |")
+    return lines
+
+
+def commands() -> list[str]:
+    """Returns a section for each command of `gradsync`, with what its --help prints."""
+    lines: list[str] = []
+    for context in _contexts(main.make_context("gradsync", [], resilient_parsing=True, terminal_width=_COLUMNS)):
+        lines += [f"## {context.command_path}", "", "```text", *context.get_help().splitlines(), "```", ""]
+    return lines[:-1]
+
+
+def _contexts(context: click.Context) -> Iterator[click.Context]:
+    """Yields the context of a command, and of those below it."""
+    yield context
+    if isinstance(context.command, click.Group):
+        for name, command in context.command.commands.items():
+            yield from _contexts(click.Context(command, info_name=name, parent=context))
+
+
+#: By what the pages call them.
+SOURCES: dict[str, Callable[[], list[str]]] = {"variables": variables, "commands": commands}

@@ -1,0 +1,78 @@
+"""What the site has beside docs: README.md as its home, two more pages of the repository, and the files they link to.
+
+A hook of MkDocs. In the repository pages link to each other, and to example files, by paths that work there; here each
+link becomes the path of the same file in the site. A link to what is not there stays as it is, and MkDocs warns.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+# Pages that the repository keeps outside of docs, and where they are in the site.
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+_LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+_FENCE = re.compile(r"^(```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages of PAGES, and every file of the repository that some page links to."""
+    for path, name in PAGES.items():
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
+    for page in [file for file in files if file.is_documentation_page()]:
+        for path in _linked(Path(page.abs_src_path or "").read_text(), _home(page.src_uri)):
+            name = in_site(path)
+            if files.get_file_from_path(name) is None and (ROOT / path).is_file():
+                files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Points links at the site's own files."""
+    uri = page.file.src_uri
+    return relink(markdown, _home(uri), posixpath.dirname(uri))
+
+
+def relink(markdown: str, home: str, folder: str) -> str:
+    """Returns a page with the links of the repository turned into those of the site.
+
+    Args:
+        markdown: the page.
+        home: the folder of the repository that its links start from, e.g. "docs".
+        folder: the folder of the site in which the page is.
+    """
+
+    def turned(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(home, link[2]))
+        if not (ROOT / path).exists():
+            return link[0]
+        return f"{link[1]}{posixpath.relpath(in_site(path), folder or '.')}{link[3] or ''}{link[4]}"
+
+    parts = _FENCE.split(markdown)  # code and prose take turns
+    return "".join(part if part.startswith("```") else _LINK.sub(turned, part) for part in parts)
+
+
+def in_site(path: str) -> str:
+    """Returns where a file of the repository is in the site."""
+    return PAGES.get(path, path.removeprefix("docs/"))
+
+
+def _home(uri: str) -> str:
+    """Returns the folder of the repository in which a page of the site has its source."""
+    source = next((path for path, name in PAGES.items() if name == uri), None)
+    if source is not None:
+        return ""
+    return posixpath.dirname(uri if (ROOT / uri).is_file() else f"docs/{uri}")
+
+
+def _linked(markdown: str, home: str) -> set[str]:
+    """Returns the files of the repository that a page links to."""
+    prose = "".join(part for part in _FENCE.split(markdown) if not part.startswith("```"))
+    return {posixpath.normpath(posixpath.join(home, link[2])) for link in _LINK.finditer(prose)}

@@ -1,0 +1,15 @@
+"""Rank 1 has changed a parameter that the others have not: check_consistency names it, on all ranks."""
+
+import numpy as np
+
+import gradsync as gs
+
+with gs.init_process_group() as comm:
+    parameters = {"weights": np.ones((100, 10)), "bias": np.zeros(10)}
+    if comm.rank == 1:
+        parameters["bias"][3] = 1e-12
+    try:
+        gs.check_consistency(parameters)
+    except gs.PlanMismatch as error:  # on both ranks; the communicator stays usable
+        if comm.rank == 0:
+            print(error)
