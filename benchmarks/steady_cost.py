@@ -84,7 +84,7 @@ def large_model() -> Model:
 
 MODELS: dict[str, Callable[[], Model]] = {"three layers": small_model, "ResNet-50": large_model}
 # Rounds, and the steps of a block: short ones, so that what else the machine does falls on all alike.
-AMOUNTS = {"three layers": (300, 4), "ResNet-50": (40, 2)}
+AMOUNTS = {"three layers": (150, 4), "ResNet-50": (16, 2)}
 
 
 class _NoRecorder:

@@ -28,13 +28,22 @@ def dump(rank: int | None, *groups: DumpedGroup, at: float = 200.0) -> Dump:
     return Dump(path, rank, 4200, "node1", "boot", "it was asked for", "", at, at, by_name, (), (), (), 0)
 
 
+STACKS = """MainThread, innermost call first:
+  /usr/lib/gradsync/bucketing/with_blocks.py:12 in backward
+    self.flush()
+  train.py:12 in read
+    with sync.backward():
+  train.py:40 in <module>
+loader, innermost call first:
+  data.py:7 in fetch"""
+
 COMMON = [call(1, "barrier"), call(2, "all_reduce(sum)")]
 
 
 def test_the_difference_comes_first_and_then_who_is_where() -> None:
     calls = {0: call(3, "flush"), 1: call(3, "broadcast(root 0)", "runs"), 2: call(3, "flush", "failed")}
     dumps = [dump(rank, group("world", *COMMON, calls[rank])) for rank in range(3)]
-    dumps[1] = dumps[1]._replace(stacks="MainThread, innermost call first:\n  train.py:12 in read\n    file.read()")
+    dumps[1] = dumps[1]._replace(stacks=STACKS)
     assert report(dumps) == [
         "rank 1 called broadcast(root 0) as #3 of group 'world', where the others called flush",
         "group 'world': ranks 0, 1 and 2 have begun 3 collectives; compared: #1 to #3",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
 from gradsync.divergence import Divergence, Wait, circle, circle_text, compared, first_divergence
@@ -133,8 +134,15 @@ def _whereabouts(dump: Dump) -> list[str]:
     else:
         verb = "has failed in" if last.state == "failed" else "is outside of collectives, after"
         told = [f"{who} {verb} {last.what}, {seconds_text(max(dump.at - _end(last), 0.0))} before the dump"]
-    place = dump.stacks.splitlines()[1:2]  # of the main thread, which comes first, the innermost call
-    return [*told, *(f"  at {line.strip()}" for line in place), f"  dumped because: {dump.reason}"]
+    return [*told, *_place(dump.stacks), f"  dumped because: {dump.reason}"]
+
+
+def _place(stacks: str) -> list[str]:
+    """Returns the line in which the main thread is, which comes first: the innermost that is not of gradsync."""
+    _, *lines = stacks.splitlines() or [""]
+    calls = [line.strip() for line in takewhile(lambda line: line.startswith("  "), lines) if line[2:3].strip()]
+    outside = [call for call in calls if f"{os.sep}gradsync{os.sep}" not in call.rpartition(":")[0]]
+    return [f"  at {call}" for call in (outside or calls)[:1]]
 
 
 def _running(group: DumpedGroup, call: DumpedCall, at: float) -> str:

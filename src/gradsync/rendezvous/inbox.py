@@ -40,7 +40,7 @@ class Inbox:
     Args:
         connection: authenticated; nobody else reads from it.
         who: the rank as messages name it, e.g. "rank 1/4".
-        answer_push: called with each push that wants an answer, without any lock held.
+        answer_push: called with each push that wants an answer, and with the first failure, without any lock held.
         introduce: called when this rank is seated, before anybody can be told so: what it sends next must say who it
             is, because the server does not miss a rank that it does not know.
 
