@@ -292,6 +292,7 @@ def costs(took: dict[str, list[list[float]]], counted: dict[str, float]) -> list
     """Returns the costs of a model: of what is always on, and of what may be asked for."""
     step = float(np.median(took[USUAL]))
     per_step = {**counted, "heartbeats": counted["heartbeats"] * step}
+    per_step[ALL_THREE] = sum(per_step[name] for name in WITHOUT if name != ALL_THREE)
     always = [
         cost_of(name, took[USUAL], took[name], per_step[name] / step if name in per_step else None) for name in WITHOUT
     ]

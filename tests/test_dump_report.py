@@ -25,7 +25,9 @@ def group(name: str, *calls: DumpedCall, ranks: tuple[int, ...] = (0, 1, 2)) -> 
 def dump(rank: int | None, *groups: DumpedGroup, at: float = 200.0) -> Dump:
     by_name = {one.name: one for one in groups}
     path = Path(f"gradsync-rank{rank}.json")
-    return Dump(path, rank, 4200, "node1", "boot", "it was asked for", "", at, at, by_name, (), (), (), 0)
+    return Dump(
+        path, rank, 4200, "node1", "boot", "it was asked for", "", "/usr/lib/gradsync/", at, at, by_name, (), (), (), 0
+    )
 
 
 STACKS = """MainThread, innermost call first:

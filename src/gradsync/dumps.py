@@ -145,6 +145,7 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None) -> dict[str, Any
         "groups": groups,
         "calls": calls,
         "stacks": stack_report(),
+        "package": os.path.join(os.path.dirname(__file__), ""),
     }
     return content if tracer is None else content | {"trace": tracer.content()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from itertools import takewhile, zip_longest
 
@@ -134,15 +133,14 @@ def _whereabouts(dump: Dump) -> list[str]:
     else:
         verb = "has failed in" if last.state == "failed" else "is outside of collectives, after"
         told = [f"{who} {verb} {last.what}, {seconds_text(max(dump.at - _end(last), 0.0))} before the dump"]
-    return [*told, *_place(dump.stacks), f"  dumped because: {dump.reason}"]
+    return [*told, *_place(dump), f"  dumped because: {dump.reason}"]
 
 
-def _place(stacks: str) -> list[str]:
-    """Returns the line in which the main thread is, which comes first: the innermost that is not of gradsync."""
-    _, *lines = stacks.splitlines() or [""]
+def _place(dump: Dump) -> list[str]:
+    """Returns the line of the program in which the main thread is: the innermost that is not of gradsync."""
+    _, *lines = dump.stacks.splitlines() or [""]  # the main thread comes first
     calls = [line.strip() for line in takewhile(lambda line: line.startswith("  "), lines) if line[2:3].strip()]
-    outside = [call for call in calls if f"{os.sep}gradsync{os.sep}" not in call.rpartition(":")[0]]
-    return [f"  at {call}" for call in (outside or calls)[:1]]
+    return [f"  at {call}" for call in calls if not call.startswith(dump.package)][:1]
 
 
 def _running(group: DumpedGroup, call: DumpedCall, at: float) -> str:
