@@ -19,12 +19,11 @@ The exit code is 1 when all three together cost more than 1 % beyond doubt: when
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,152 +33,13 @@ from rich.console import Console
 from rich.table import Table
 
 import gradsync as gs
-from gradsync import process_group, tracing
-from gradsync.bench.models import resnet50
-from gradsync.bucketing.gradient_guard import GradientGuard
-from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.shared_memory.barrier import SharedBarrier
-from gradsync.rendezvous.liveness import Liveness
+from gradsync import process_group
 from measurement import Seconds, provenance
+from steady_contenders import ALL_THREE, CONTENDERS, MODELS, SILENT, USUAL, WITH, WITHOUT, Model
 
 TARGET = 0.01
-USUAL = "as ever"
-ALL_THREE = "all three"
-
-
-class Model:
-    """A training step whose gradients are those of a model.
-
-    Args:
-        shapes: of the gradients, in the order in which they come.
-        work: how often a matrix is multiplied for each gradient, so that there is something to overlap with.
-        width: of that matrix.
-    """
-
-    def __init__(self, shapes: list[tuple[int, ...]], work: int, width: int) -> None:
-        self._gradients = [np.ones(shape, np.float32) for shape in shapes]
-        self._matrix = np.full((width, width), 1e-3, np.float32)
-        self._product = np.empty_like(self._matrix)
-        self._work = work
-        self.sync = gs.AllreduceCallback("mean")
-
-    def step(self) -> None:
-        """Computes, and synchronises each gradient once it is there."""
-        with self.sync.backward():
-            for number, gradient in enumerate(self._gradients):
-                for _ in range(self._work):
-                    np.matmul(self._matrix, self._matrix, out=self._product)
-                self.sync(number, gradient)
-
-
-def small_model() -> Model:
-    """A perceptron of three layers, some milliseconds a step."""
-    return Model([(10,), (512, 10), (512,), (512, 512), (512,), (784, 512)], work=4, width=160)
-
-
-def large_model() -> Model:
-    """The gradients of ResNet-50, 102 MB, last layer first."""
-    return Model(list(reversed(resnet50())), work=3, width=200)
-
-
-MODELS: dict[str, Callable[[], Model]] = {"three layers": small_model, "ResNet-50": large_model}
 # Rounds, and the steps of a block: short ones, so that what else the machine does falls on all alike.
-AMOUNTS = {"three layers": (300, 4), "ResNet-50": (40, 2)}
-
-
-class _NoRecorder:
-    """What stands in for the flight recorder."""
-
-    def begin(self, what: object) -> None:
-        pass
-
-    def end(self, failed: bool = False) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def without_recorder(comm: gs.Communicator, _model: Model) -> Iterator[None]:
-    """Notes no collective."""
-    recorder, comm.lifetime._recorder = comm.lifetime._recorder, _NoRecorder()
-    try:
-        yield
-    finally:
-        comm.lifetime._recorder = recorder
-
-
-@contextlib.contextmanager
-def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
-    """Ranks meet without comparing what they are about to do, and end a step without a word."""
-    agreements, meet = model.sync._step.agreements, SharedBarrier.meet
-    nothing = Agreement(0, str)
-
-    def only_meet(barrier: SharedBarrier, _agreement: Agreement) -> None:
-        barrier.arrive()
-        barrier.await_round(barrier.round)
-
-    agreements.bucket = agreements.flush = lambda *_: nothing
-    comm.agree = lambda _agreement: None
-    SharedBarrier.meet = only_meet
-    try:
-        yield
-    finally:
-        SharedBarrier.meet = meet
-        del agreements.bucket, agreements.flush, comm.agree
-
-
-@contextlib.contextmanager
-def without_heartbeats(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
-    """Tells the server nothing. Its own heartbeats still come, every half second."""
-    beat, Liveness.beat = Liveness.beat, lambda *_, **__: None
-    try:
-        yield
-    finally:
-        Liveness.beat = beat
-
-
-@contextlib.contextmanager
-def without_all(comm: gs.Communicator, model: Model) -> Iterator[None]:
-    """All three at once."""
-    with without_recorder(comm, model), without_agreement(comm, model), without_heartbeats(comm, model):
-        yield
-
-
-@contextlib.contextmanager
-def as_ever(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
-    """Changes nothing."""
-    yield
-
-
-@contextlib.contextmanager
-def debugging(comm: gs.Communicator, model: Model) -> Iterator[None]:
-    """The debug mode's watch over gradients; what it asks beside, over NCCL, is not here."""
-    backward = model.sync._backward
-    backward._guard = GradientGuard(comm)
-    try:
-        yield
-    finally:
-        backward._guard = None
-
-
-@contextlib.contextmanager
-def being_traced(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
-    """With somebody who traces."""
-    tracing.start()
-    try:
-        yield
-    finally:
-        tracing.stop()
-
-
-WITHOUT = {
-    "recorder": without_recorder,
-    "agreement": without_agreement,
-    "heartbeats": without_heartbeats,
-    ALL_THREE: without_all,
-}
-WITH = {"debug mode": debugging, "tracing": being_traced}
-CONTENDERS = {USUAL: as_ever, **WITHOUT, **WITH}
-_SILENT = ("heartbeats", ALL_THREE)
+AMOUNTS = {"three layers": (150, 4), "ResNet-50": (16, 2)}
 
 
 @dataclass
@@ -211,9 +71,9 @@ def measure(plan: Plan) -> tuple[dict[str, list[list[float]]], dict[str, float]]
 
 def _order(chance: random.Random) -> list[str]:
     """Returns the contenders in a new order, in which no two are silent one after the other: the server would ask."""
-    order = [name for name in CONTENDERS if name not in _SILENT]
+    order = [name for name in CONTENDERS if name not in SILENT]
     chance.shuffle(order)
-    for place, name in zip((1, 4), chance.sample(_SILENT, len(_SILENT)), strict=True):
+    for place, name in zip((1, 4), chance.sample(SILENT, len(SILENT)), strict=True):
         order.insert(place, name)
     return order
 
@@ -292,6 +152,7 @@ def costs(took: dict[str, list[list[float]]], counted: dict[str, float]) -> list
     """Returns the costs of a model: of what is always on, and of what may be asked for."""
     step = float(np.median(took[USUAL]))
     per_step = {**counted, "heartbeats": counted["heartbeats"] * step}
+    per_step[ALL_THREE] = sum(per_step[name] for name in WITHOUT if name != ALL_THREE)
     always = [
         cost_of(name, took[USUAL], took[name], per_step[name] / step if name in per_step else None) for name in WITHOUT
     ]

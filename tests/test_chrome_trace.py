@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from gradsync import tracing
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump_files import read_dumps
+from places import STAND_IN
 from rank_processes import run_ranks
 
 Event = dict[str, Any]
@@ -135,6 +140,36 @@ def test_gradients_in_buckets_are_reduced_where_they_lie(tmp_path: Path) -> None
 
 def train_in_buckets(comm: gs.Communicator, folder: str) -> None:
     train(comm, folder, gradient_as_bucket_view=True)
+
+
+def test_over_nccl_the_phases_are_the_hosts(tmp_path: Path) -> None:
+    STAND_IN.run(2, train, str(tmp_path))
+    trace = chrome_trace(read_dumps([tmp_path])[0])
+    check_format(trace)
+    assert {phase["name"] for phase in slices(trace, "phase")} == {"waiting", "packing", "launching", "splitting"}
+
+
+def test_over_mpi_the_reduction_is_all_of_mpis(tmp_path: Path) -> None:
+    mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip("there is no mpiexec beside this Python")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np, gradsync as gs\n"
+        "with gs.init_process_group('mpi') as comm:\n"
+        "    sync = gs.AllreduceCallback('mean')\n"
+        "    with sync.backward():\n"
+        "        sync('a', np.ones(100)), sync('b', np.ones(100))\n"
+    )
+    command = [str(mpiexec), "-n", "2", sys.executable, str(script)]
+    environ = os.environ | {"GRADSYNC_TRACE": str(tmp_path / "traced")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
+    trace = chrome_trace(read_dumps([tmp_path / "traced"])[0])
+    check_format(trace)
+    for rank in range(2):
+        phases = [phase["name"] for phase in slices(trace, "phase", rank)]
+        assert phases[-4:] == ["waiting", "packing", "reducing", "splitting"]
 
 
 def test_a_traced_block_ends_with_its_dump_and_leaves_nothing_behind(tmp_path: Path) -> None:

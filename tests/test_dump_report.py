@@ -25,22 +25,37 @@ def group(name: str, *calls: DumpedCall, ranks: tuple[int, ...] = (0, 1, 2)) -> 
 def dump(rank: int | None, *groups: DumpedGroup, at: float = 200.0) -> Dump:
     by_name = {one.name: one for one in groups}
     path = Path(f"gradsync-rank{rank}.json")
-    return Dump(path, rank, 4200, "node1", "boot", "it was asked for", "", at, at, by_name, (), (), (), 0)
+    return Dump(
+        path, rank, 4200, "node1", "boot", "it was asked for", "", "/usr/lib/gradsync/", at, at, by_name, (), (), (), 0
+    )
 
+
+STACKS = """MainThread, innermost call first:
+  /usr/lib/gradsync/bucketing/with_blocks.py:12 in backward
+    self.flush()
+  train.py:12 in read
+    with sync.backward():
+  train.py:40 in <module>
+loader, innermost call first:
+  data.py:7 in fetch"""
 
 COMMON = [call(1, "barrier"), call(2, "all_reduce(sum)")]
 
 
 def test_the_difference_comes_first_and_then_who_is_where() -> None:
     calls = {0: call(3, "flush"), 1: call(3, "broadcast(root 0)", "runs"), 2: call(3, "flush", "failed")}
-    assert report([dump(rank, group("world", *COMMON, calls[rank])) for rank in range(3)]) == [
+    dumps = [dump(rank, group("world", *COMMON, calls[rank])) for rank in range(3)]
+    dumps[1] = dumps[1]._replace(stacks=STACKS)
+    assert report(dumps) == [
         "rank 1 called broadcast(root 0) as #3 of group 'world', where the others called flush",
         "group 'world': ranks 0, 1 and 2 have begun 3 collectives; compared: #1 to #3",
-        "rank 0 (pid 4200 on node1) is outside of collectives, after flush, 96.5 s before the dump; "
-        "dumped because: it was asked for",
-        "rank 1 (pid 4200 on node1) is in broadcast(root 0), #3 of group 'world', for 97.0 s; "
-        "dumped because: it was asked for",
-        "rank 2 (pid 4200 on node1) has failed in flush, 96.5 s before the dump; dumped because: it was asked for",
+        "rank 0 (pid 4200 on node1) is outside of collectives, after flush, 96.5 s before the dump",
+        "  dumped because: it was asked for",
+        "rank 1 (pid 4200 on node1) is in broadcast(root 0), #3 of group 'world', for 97.0 s",
+        "  at train.py:12 in read",
+        "  dumped because: it was asked for",
+        "rank 2 (pid 4200 on node1) has failed in flush, 96.5 s before the dump",
+        "  dumped because: it was asked for",
     ]
 
 

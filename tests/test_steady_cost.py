@@ -15,6 +15,7 @@ from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import steady_contenders
 import steady_cost
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's ranks share memory on Linux")
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's
 
 def leave_out(comm: gs.Communicator) -> dict[str, int]:
     """Returns how many entries of the flight recorder a step makes, by contender; the usual one comes last again."""
-    model = steady_cost.Model([(3,), (4, 5)], work=1, width=4)
+    model = steady_contenders.Model([(3,), (4, 5)], work=1, width=4)
     begun = {}
     for name in [*steady_cost.CONTENDERS, steady_cost.USUAL]:
         with steady_cost.CONTENDERS[name](comm, model):
@@ -46,8 +47,8 @@ def test_contenders_leave_out_what_they_say() -> None:
 
 
 def disagree_without_agreement(comm: gs.Communicator) -> None:
-    model = steady_cost.Model([(3,)], work=1, width=4)
-    with steady_cost.without_agreement(comm, model):
+    model = steady_contenders.Model([(3,)], work=1, width=4)
+    with steady_contenders.without_agreement(comm, model):
         comm.all_reduce(np.ones(4), "sum" if comm.rank else "max")  # nobody compares
     with pytest.raises(gs.PlanMismatch):
         comm.all_reduce(np.ones(4), "sum" if comm.rank else "max")
@@ -61,7 +62,7 @@ def test_the_silent_ones_are_apart() -> None:
     chance = random.Random(1)
     rounds = [name for _ in range(50) for name in steady_cost._order(chance)]
     assert {name: rounds.count(name) for name in rounds} == dict.fromkeys(steady_cost.CONTENDERS, 50)
-    silent = [name in steady_cost._SILENT for name in rounds]
+    silent = [name in steady_cost.SILENT for name in rounds]
     assert not any(one and after for one, after in pairwise(silent))
 
 

@@ -109,7 +109,7 @@ def dump_because(reason: str) -> None:
 def dump_at_failure(error: BaseException) -> None:
     """Does so for a failure of a collective that other ranks have a part in."""
     if _folder is not None and isinstance(error, _TOLD):
-        dump_because(describe(error).partition("\n")[0])
+        dump_because(describe(error).partition("\n")[0].rstrip(":"))
 
 
 def write_trace() -> None:
@@ -145,6 +145,7 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None) -> dict[str, Any
         "groups": groups,
         "calls": calls,
         "stacks": stack_report(),
+        "package": os.path.join(os.path.dirname(__file__), ""),
     }
     return content if tracer is None else content | {"trace": tracer.content()}
 

@@ -23,7 +23,8 @@ from gradsync.machine import machine_identity
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.liveness import Liveness
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.messages import FrameType, Message
+from gradsync.rendezvous.pushes import Pushes
 from gradsync.rendezvous.self_report import SelfReport
 from gradsync.rendezvous.server import RendezvousServer
 
@@ -376,3 +377,24 @@ def test_report_that_raises_says_so() -> None:
     assert min(second[1].values()) == 0
     assert len(second[2].encode()) <= 16 * 1024
     assert third == (3, {}, "(its report cannot be made: ZeroDivisionError: division by zero)")
+
+
+def test_who_is_told_of_failures_hears_the_first_line_and_may_raise() -> None:
+    report = SelfReport(FakeConnection())
+    report.note_failure("nobody listens")
+    heard: list[str] = []
+    report.describe_with(dict, str, on_failure=heard.append)
+    Pushes(None, report).answer(Message(FrameType.FAILED, 0, (0, 0, 1, "forward", [], "rank 1 died\nin line 3")))
+    assert heard == ["rank 1 died"]
+    report.describe_with(dict, str, on_failure=lambda text: 1 / 0)
+    report.note_failure("it raises")
+
+
+def test_a_history_goes_before_the_status_and_may_raise() -> None:
+    connection = FakeConnection()
+    report = SelfReport(connection)
+    report.describe_with(dict, str, lambda: {"world": [(1, 2, "barrier", True)]})
+    report.answer(1)
+    report.describe_with(dict, str, lambda: 1 / 0)
+    report.answer(2)
+    assert [message[0] for message in connection.sent] == [FrameType.HISTORY, FrameType.STATUS, FrameType.STATUS]

@@ -1,7 +1,8 @@
 """Dumps as a picture: a trace in the Chrome trace-event format, for https://ui.perfetto.dev and chrome://tracing.
 
 One process a rank. Its tracks: the steps, with the gradients' arrivals; for each group its collectives, below each of
-which lie its phases (packing, waiting, reducing, splitting); and messages. Arrows lead from rank to rank of the same
+which lie its phases (packing, waiting, reducing, splitting); and messages. Where collectives overlap, as on a GPU, a
+group has several tracks. Arrows lead from rank to rank of the same
 collective, in the order in which the ranks began it. Times are microseconds from the first event on.
 
 Source: "Trace Event Format", Google; complete events ("X"), instants ("i"), flows ("s", "t", "f") and metadata ("M").
@@ -10,16 +11,18 @@ Source: "Trace Event Format", Google; complete events ("X"), instants ("i"), flo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
 from gradsync.tracing import Phase
 
 Event = dict[str, Any]
 
-_STEPS_TRACK = 1
-_MESSAGES_TRACK = 2
-_FIRST_GROUP_TRACK = 3
+# Numbers of tracks. Each may have lanes beside it, where slices overlap that do not lie within each other.
+_LANES = 100
+_STEPS_TRACK = _LANES
+_MESSAGES_TRACK = 2 * _LANES
+_FIRST_GROUP_TRACK = 3 * _LANES
 
 
 def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
@@ -29,12 +32,11 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
     of the dumps, as well as those agree.
     """
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
-    tracks = {name: _FIRST_GROUP_TRACK + number for number, name in enumerate(names)}
+    tracks = {name: _FIRST_GROUP_TRACK + _LANES * number for number, name in enumerate(names)}
     clock = _Clock(dumps)
-    events: list[Event] = []
-    for dump in dumps:
-        events += _OfRank(dump, tracks, clock).events()
-    events += _arrows(dumps, tracks, clock)
+    ranks = [_OfRank(dump, tracks, clock) for dump in dumps]
+    events = [event for rank in ranks for event in rank.events()]
+    events += _arrows(ranks)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made by": "gradsync trace"}}
 
 
@@ -59,6 +61,24 @@ class _Clock:
         return round((at + self._offsets[id(dump)] - self._zero) * 1e6, 3)
 
 
+class PlacedCall(NamedTuple):
+    """A collective, or a message, with its place in the picture.
+
+    Attributes:
+        group, call, phases: what is shown.
+        lane: the track that it has for itself while it lasts.
+        at: when it began, in microseconds of the picture.
+        ended: when it ended, in the rank's own seconds.
+    """
+
+    group: DumpedGroup
+    call: DumpedCall
+    phases: tuple[Phase, ...]
+    lane: int
+    at: float
+    ended: float
+
+
 class _OfRank:
     """The events of one rank.
 
@@ -66,60 +86,69 @@ class _OfRank:
         dump: the rank's.
         tracks: by group.
         clock: of the picture.
+
+    Attributes:
+        pid: the rank's number in the picture.
+        calls: its collectives and messages.
     """
 
     def __init__(self, dump: Dump, tracks: dict[str, int], clock: _Clock) -> None:
         self._dump = dump
-        self._pid = dump.rank or 0
-        self._tracks = tracks
+        self.pid = dump.rank or 0
         self._clock = clock
+        phases: dict[tuple[str, int], list[Phase]] = {}
+        for phase in dump.phases:
+            phases.setdefault((phase.group, phase.number), []).append(phase)
+        self._names_of_tracks = {_STEPS_TRACK: "steps"}
+        self._lane_ends: dict[int, list[float]] = {}
+        self.calls: list[PlacedCall] = []
+        for group in dump.groups.values():
+            self._names_of_tracks[tracks[group.name]] = f"group {group.name}"
+            for call in sorted(group.calls, key=lambda call: call.began):
+                of_call = () if call.is_message else tuple(phases.get((group.name, call.number), ()))
+                # One that was dumped while it ran ends with the dump.
+                ended = max([call.ended or dump.at, *(phase.ended for phase in of_call)])
+                track = _MESSAGES_TRACK if call.is_message else tracks[group.name]
+                lane = self._lane(track, call.began, ended)
+                self.calls.append(PlacedCall(group, call, of_call, lane, clock.microseconds(dump, call.began), ended))
+
+    def _lane(self, track: int, began: float, ended: float) -> int:
+        """Returns the first lane of a track that is free again at a moment, and takes it."""
+        ends = self._lane_ends.setdefault(track, [])
+        lane = next((lane for lane, end in enumerate(ends) if end <= began), min(len(ends), _LANES - 1))
+        ends[lane : lane + 1] = [ended]
+        name = self._names_of_tracks.setdefault(track, "messages")
+        self._names_of_tracks[track + lane] = f"{name} ({lane + 1})" if lane else name
+        return track + lane
 
     def events(self) -> Iterator[Event]:
         """Makes all of them."""
+        for step in sorted(self._dump.steps, key=lambda step: step.began):
+            lane = self._lane(_STEPS_TRACK, step.began, step.ended)
+            yield self._slice(lane, "step", step.began, step.ended, {"gradients": step.gradients})
         yield from self._names()
-        for step in self._dump.steps:
-            yield self._slice(_STEPS_TRACK, "step", step.began, step.ended, {"gradients": step.gradients})
         for arrival in self._dump.arrivals:
             yield self._event("i", _STEPS_TRACK, arrival.name, arrival.at) | {"s": "t", "cat": "gradient"}
-        phases: dict[tuple[str, int], list[Phase]] = {}
-        for phase in self._dump.phases:
-            phases.setdefault((phase.group, phase.number), []).append(phase)
-        for group in self._dump.groups.values():
-            for call in group.calls:
-                if call.is_message:
-                    yield self._call(_MESSAGES_TRACK, group, call, ())
-                else:
-                    yield self._call(self._tracks[group.name], group, call, phases.get((group.name, call.number), ()))
-            first = min((call.number for call in group.calls), default=0)
-            for (name, number), of_call in phases.items():
-                if name == group.name and number >= first:  # else the collective around them is not remembered
-                    yield from self._phases(group, of_call)
-
-    def _phases(self, group: DumpedGroup, phases: Sequence[Phase]) -> Iterator[Event]:
-        for phase in phases:
-            args = {"collective": phase.number}
-            yield self._slice(self._tracks[group.name], phase.name, phase.began, phase.ended, args, "phase")
-
-    def _call(self, track: int, group: DumpedGroup, call: DumpedCall, phases: Sequence[Phase]) -> Event:
-        ended = self._dump.at if call.ended is None else call.ended
-        facts = {name: value for name, value in call.facts.items() if name != "description"}
-        args = {"group": group.name, "number": call.number, "state": call.state, **facts}
-        # A collective that was dumped while it ran ends with the dump; phases noted after that do not stand out of it.
-        ended = max([ended, *(phase.ended for phase in phases)])
-        return self._slice(track, call.what, call.began, ended, args, "message" if call.is_message else "collective")
+        for placed in self.calls:
+            call = placed.call
+            facts = {name: value for name, value in call.facts.items() if name != "description"}
+            args = {"group": placed.group.name, "number": call.number, "state": call.state, **facts}
+            category = "message" if call.is_message else "collective"
+            yield self._slice(placed.lane, call.what, call.began, placed.ended, args, category)
+            for phase in placed.phases:
+                args = {"collective": phase.number}
+                yield self._slice(placed.lane, phase.name, phase.began, phase.ended, args, "phase")
 
     def _names(self) -> Iterator[Event]:
         dump = self._dump
         yield self._metadata("process_name", 0, {"name": f"rank {dump.rank} (pid {dump.pid} on {dump.host})"})
-        yield self._metadata("process_sort_index", 0, {"sort_index": self._pid})
-        tracks = {"steps": _STEPS_TRACK, "messages": _MESSAGES_TRACK}
-        tracks |= {f"group {name}": self._tracks[name] for name in dump.groups}
-        for name, track in tracks.items():
+        yield self._metadata("process_sort_index", 0, {"sort_index": self.pid})
+        for track, name in sorted(self._names_of_tracks.items()):
             yield self._metadata("thread_name", track, {"name": name})
             yield self._metadata("thread_sort_index", track, {"sort_index": track})
 
     def _metadata(self, name: str, track: int, args: dict[str, Any]) -> Event:
-        return {"ph": "M", "name": name, "pid": self._pid, "tid": track, "args": args}
+        return {"ph": "M", "name": name, "pid": self.pid, "tid": track, "args": args}
 
     def _slice(
         self, track: int, name: str, began: float, ended: float, args: dict[str, Any], category: str = "step"
@@ -132,29 +161,28 @@ class _OfRank:
         return {
             "ph": kind,
             "name": name,
-            "pid": self._pid,
+            "pid": self.pid,
             "tid": track,
             "ts": self._clock.microseconds(self._dump, at),
         }
 
 
-def _arrows(dumps: Sequence[Dump], tracks: dict[str, int], clock: _Clock) -> Iterator[Event]:
+def _arrows(ranks: Sequence[_OfRank]) -> Iterator[Event]:
     """Makes the arrows between the ranks of each collective that several remember, and mean alike."""
-    met: dict[tuple[str, int, int], list[tuple[float, Dump, DumpedCall]]] = {}
-    for dump in dumps:
-        for group in dump.groups.values():
-            for call in group.calls:
-                if not call.is_message:
-                    key = group.name, call.number, call.digest
-                    met.setdefault(key, []).append((clock.microseconds(dump, call.began), dump, call))
+    met: dict[tuple[str, int, int], list[tuple[int, PlacedCall]]] = {}
+    for rank in ranks:
+        for placed in rank.calls:
+            if not placed.call.is_message:
+                key = placed.group.name, placed.call.number, placed.call.digest
+                met.setdefault(key, []).append((rank.pid, placed))
     for identity, ((name, number, _), calls) in enumerate(met.items(), 1):
         if len(calls) < 2:
             continue
-        ordered = sorted(calls, key=lambda met_call: met_call[0])
-        for place, (at, dump, _) in enumerate(ordered):
+        ordered = sorted(calls, key=lambda met_call: met_call[1].at)
+        for place, (pid, placed) in enumerate(ordered):
             kind = "s" if place == 0 else "f" if place == len(ordered) - 1 else "t"
             arrow = {"ph": kind, "name": f"#{number} of {name}", "cat": "collective", "id": identity}
-            arrow |= {"pid": dump.rank or 0, "tid": tracks[name], "ts": at}
+            arrow |= {"pid": pid, "tid": placed.lane, "ts": placed.at}
             yield arrow | {"bp": "e"} if kind == "f" else arrow
 
 

@@ -65,6 +65,7 @@ class Dump(NamedTuple):
         path: of the file.
         rank: as the world counts; None where it was written before the ranks had met, and no launcher told.
         pid, host, machine, reason, stacks: of the process; see gradsync.dumps.
+        package: where its gradsync lies: tells which lines of the stacks are not of the program.
         at: when it was written, in monotonic seconds of its machine.
         wall_at: the same moment by the wall clock.
         groups: by name.
@@ -79,6 +80,7 @@ class Dump(NamedTuple):
     machine: str
     reason: str
     stacks: str
+    package: str
     at: float
     wall_at: float
     groups: dict[str, DumpedGroup]
@@ -146,6 +148,7 @@ def _parsed(path: Path, content: dict[str, Any]) -> Dump:
         content["machine"],
         content["reason"],
         content["stacks"],
+        content["package"],
         content["monotonic_seconds"],
         content["wall_seconds"],
         {group.name: group for group in groups},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
 from gradsync.divergence import Divergence, Wait, circle, circle_text, compared, first_divergence
@@ -122,19 +122,25 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _whereabouts(dump: Dump) -> list[str]:
-    """Returns what one rank does, and for how long."""
+    """Returns what one rank does, for how long, and in which line of the program."""
     who = f"rank {dump.rank} (pid {dump.pid} on {dump.host})"
     running = [(group, call) for group in dump.groups.values() for call in group.calls if call.state == "runs"]
-    if running:
-        return [
-            f"{who} is in {_running(group, call, dump.at)}; dumped because: {dump.reason}" for group, call in running
-        ]
     last = max((call for group in dump.groups.values() for call in group.calls), key=_end, default=None)
-    if last is None:
-        return [f"{who} has begun no collective; dumped because: {dump.reason}"]
-    verb = "has failed in" if last.state == "failed" else "is outside of collectives, after"
-    ago = seconds_text(max(dump.at - _end(last), 0.0))
-    return [f"{who} {verb} {last.what}, {ago} before the dump; dumped because: {dump.reason}"]
+    if running:
+        told = [f"{who} is in {_running(group, call, dump.at)}" for group, call in running]
+    elif last is None:
+        told = [f"{who} has begun no collective"]
+    else:
+        verb = "has failed in" if last.state == "failed" else "is outside of collectives, after"
+        told = [f"{who} {verb} {last.what}, {seconds_text(max(dump.at - _end(last), 0.0))} before the dump"]
+    return [*told, *_place(dump), f"  dumped because: {dump.reason}"]
+
+
+def _place(dump: Dump) -> list[str]:
+    """Returns the line of the program in which the main thread is: the innermost that is not of gradsync."""
+    _, *lines = dump.stacks.splitlines() or [""]  # the main thread comes first
+    calls = [line.strip() for line in takewhile(lambda line: line.startswith("  "), lines) if line[2:3].strip()]
+    return [f"  at {call}" for call in calls if not call.startswith(dump.package)][:1]
 
 
 def _running(group: DumpedGroup, call: DumpedCall, at: float) -> str:

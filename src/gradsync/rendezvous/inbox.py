@@ -40,7 +40,7 @@ class Inbox:
     Args:
         connection: authenticated; nobody else reads from it.
         who: the rank as messages name it, e.g. "rank 1/4".
-        answer_push: called with each push that wants an answer, without any lock held.
+        answer_push: called with each push that wants an answer, and with the first failure, without any lock held.
 
     Attributes:
         failure: what every request raises from now on, or None; the first one stays.
