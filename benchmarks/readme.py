@@ -1,6 +1,6 @@
 """Writes into the pages what can be made: example files, the output of commands, and tables of measured figures.
 
-    python benchmarks/readme.py          # rewrites README.md and docs/gradients.md
+    python benchmarks/readme.py          # rewrites README.md, docs/gradients.md and docs/security.md
     python benchmarks/readme.py --check  # exit code 1 when one of them is not what it would write
 
 Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
@@ -23,9 +23,10 @@ from typing import Any
 
 from comparison_tables import comparison, knobs, lists, thresholds
 from contract_coverage import coverage
+from security_tables import hostile, transcripts
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md", ROOT / "docs" / "security.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 #: Patterns, and what stands in the README in their place.
@@ -260,6 +261,8 @@ LAYOUTS = {
     "detection": detection,
     "partition": partition,
     "contract": coverage,
+    "proof_transcripts": transcripts,
+    "proof_hostile": hostile,
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
 METHODS = {
@@ -288,6 +291,8 @@ METHODS = {
         "processor time",
     ),
     "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
+    "proof_transcripts": ("Made", "by the command `python tests/proof/transcripts.py --count 1000000`"),
+    "proof_hostile": ("Measured", "made by `python tests/proof/hostile.py`; the server in a process of its own"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 

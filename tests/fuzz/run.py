@@ -57,7 +57,8 @@ def _in_child(name: str, arguments: list[str]) -> None:
 
     with atheris.instrument_imports(include=["gradsync"]):
         import targets
-    atheris.Setup(["run.py", *arguments], targets.TARGETS[name])
+    again = f"{sys.executable} {FOLDER / 'run.py'} --child {name}"  # libFuzzer merges in processes of its own
+    atheris.Setup([again, *arguments], targets.TARGETS[name])
     atheris.Fuzz()
 
 
