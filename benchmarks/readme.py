@@ -24,6 +24,7 @@ from typing import Any
 
 from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
 from contract_coverage import coverage
+from security_tables import hostile, transcripts
 from source_tables import SOURCES
 
 ROOT = Path(__file__).parent.parent
@@ -304,6 +305,8 @@ LAYOUTS = {
     "contract": coverage,
     "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
     "steady_cost.debug": lambda results: steady_cost(results, ("debug mode", "tracing")),
+    "proof_transcripts": transcripts,
+    "proof_hostile": hostile,
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
 METHODS = {
@@ -343,6 +346,8 @@ METHODS = {
         "steps meet. Made by `python benchmarks/steady_cost.py`",
     ),
     "steady_cost.debug": (METHOD[0], "lower quartiles of steps that take turns, with a 95 % interval"),
+    "proof_transcripts": ("Made", "by the command `python tests/proof/transcripts.py --count 1000000`"),
+    "proof_hostile": ("Measured", "made by `python tests/proof/hostile.py`; the server in a process of its own"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 

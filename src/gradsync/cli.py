@@ -146,7 +146,8 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help=f"With the secret that the machines share, yours alone (mode 0600).  [default: {SECRET_FILE}]",
+    help=f"With the secret that the machines share, yours alone (mode 0600); - reads a line of standard input.  "
+    f"[default: {SECRET_FILE}]",
 )
 @click.option(
     "--join-timeout",
@@ -227,7 +228,11 @@ def doctor(**options: Any) -> None:
 @click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of ranks of the run.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
 @click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=0, help="Port; 0 takes a free one.  [default: 0]")
-@click.option("--secret-file", help="File with the secret of the run, yours alone (mode 0600).  [required]")
+@click.option(
+    "--secret-file",
+    metavar="FILE",
+    help="File with the secret of the run, yours alone (mode 0600); - reads a line of standard input.  [required]",
+)
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
     """Runs a rendezvous server by itself, for ranks that gradsync did not start.
 
@@ -235,14 +240,14 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
     starts no server of its own) and the same secret as GRADSYNC_SECRET_FILE. Ends on Ctrl-C or SIGTERM.
     """
     from gradsync.rendezvous.server import RendezvousServer
-    from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_file
+    from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
 
     if secret_file is None:
         raise InvalidArgument(
             f"serve needs --secret-file, so that no other user can join the run; make one with: "
             f"{HOW_TO_MAKE_A_SECRET_FILE}"
         )
-    server = RendezvousServer(world_size, secret=read_secret_file(secret_file), host=host, port=port)
+    server = RendezvousServer(world_size, secret=read_secret_option(secret_file), host=host, port=port)
     signals = _stop_on_termination(server)
     click.echo(server.address)
     if sys.stdout.isatty():
@@ -263,7 +268,8 @@ def _print_exports(address: str, secret_file: str) -> None:
 
     click.echo(f"export {environment.ADDRESS}={shlex.quote(address)}", err=True)
     click.echo(f"export {environment.HOSTED}=1", err=True)
-    click.echo(f"export {environment.SECRET_FILE}={shlex.quote(os.path.abspath(secret_file))}", err=True)
+    if secret_file != "-":
+        click.echo(f"export {environment.SECRET_FILE}={shlex.quote(os.path.abspath(secret_file))}", err=True)
 
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:

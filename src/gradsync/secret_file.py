@@ -32,6 +32,23 @@ def read_secret_file(path: str) -> bytes:
     return parse_secret(read_private_file(path), f"secret file {path!r}")
 
 
+def read_secret_option(path: str) -> bytes:
+    """Reads the secret that `--secret-file` names: a file, or "-" for a line of standard input.
+
+    Raises:
+        InvalidArgument: see `read_secret_file`.
+    """
+    return parse_secret(_line_of_standard_input(), "standard input") if path == "-" else read_secret_file(path)
+
+
+def _line_of_standard_input() -> str:
+    """Returns the first line, and leaves what follows it to whoever reads on: a rank."""
+    line = b""
+    while len(line) < _MAXIMUM_FILE_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    return line.decode("ascii", "replace")
+
+
 def read_private_file(path: str) -> str:
     """Reads a short text from a file that nobody else can read.
 

@@ -40,7 +40,7 @@ def fuzz_with_atheris(name: str, seconds: float) -> int:
         code = _child(name, work, *limits, f"-artifact_prefix={FAILURES}/{name}-")
         shutil.rmtree(merged)
         Path(merged).mkdir()
-        _child(name, "-set_cover_merge=1", merged, work)
+        _child(name, "-merge=1", merged, work)
         _replace(corpus, sorted(Path(merged).iterdir(), key=lambda file: file.stat().st_size)[:_MOST_FILES])
     if not any(FAILURES.iterdir()):
         FAILURES.rmdir()
@@ -57,7 +57,8 @@ def _in_child(name: str, arguments: list[str]) -> None:
 
     with atheris.instrument_imports(include=["gradsync"]):
         import targets
-    atheris.Setup(["run.py", *arguments], targets.TARGETS[name])
+    again = f"{sys.executable} {FOLDER / 'run.py'} --child {name}"  # libFuzzer merges in processes of its own
+    atheris.Setup([again, *arguments], targets.TARGETS[name])
     atheris.Fuzz()
 
 

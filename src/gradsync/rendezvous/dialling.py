@@ -10,6 +10,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
+from gradsync.environment import TLS_CA, TLS_CERTIFICATE, TLS_KEY
 from gradsync.errors import AuthenticationError, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
 from gradsync.rendezvous.sockets import look_up, parse_address, tune_stream
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
 _NO_TLS = (
-    "TLS does not come about ({}): the server is busy, or does not use TLS; if so, unset GRADSYNC_TLS_CA and its like "
-    "here, or set GRADSYNC_TLS_CERTIFICATE and GRADSYNC_TLS_KEY where it runs"
+    f"the server is busy, or does not use TLS; if so, unset {TLS_CA} and its like here, or set {TLS_CERTIFICATE} and "
+    f"{TLS_KEY} where it runs"
 )
 # A server that is flooded drops its oldest strangers, and looks from here like a service that ends each connection:
 # several attempts over several seconds tell them apart.
@@ -154,7 +155,7 @@ def _authenticated(
         except OSError as error:
             if isinstance(error, RendezvousError):
                 raise
-            raise StreamEnded(_NO_TLS.format(error.strerror or error)) from error
+            raise StreamEnded(f"TLS does not come about ({error.strerror or error}): {_NO_TLS}") from error
     connection = ClientConnection(stream, address)
     try:
         connection.authenticate(secret, deadline)

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgpack
 
+from gradsync.environment import TLS_CA, TLS_CERTIFICATE, TLS_KEY
 from gradsync.errors import RendezvousError
 from gradsync.rendezvous.mac import MAC_BYTES, Mac
 from gradsync.rendezvous.messages import SCHEMAS, FieldError, FrameType, Message, check_fields
@@ -33,9 +34,7 @@ _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!IBQ")
 _MIN_FRAME_BYTES = _HEADER.size + MAC_BYTES
 _TLS_ALERT = b"\x15\x03"  # how TLS answers what is not TLS
-_TLS_HINT = (
-    ": it speaks TLS; set GRADSYNC_TLS_CA (or GRADSYNC_TLS_CERTIFICATE and GRADSYNC_TLS_KEY) here, as where it runs"
-)
+_TLS_HINT = f": it speaks TLS; set {TLS_CA} (or {TLS_CERTIFICATE} and {TLS_KEY}) here, as where it runs"
 
 
 class FrameError(RendezvousError):

@@ -10,7 +10,7 @@ from gradsync.errors import InvalidArgument
 from gradsync.launching.numbers import check_seconds
 from gradsync.rendezvous.messages import MAX_RANKS
 from gradsync.rendezvous.sockets import parse_address
-from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_file
+from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def check_node_options(
     _check_rendezvous(rendezvous)
     if node_address is not None:
         _check_host("--node-address", node_address)
-    secret = take_secret() if secret_file is None else read_secret_file(secret_file)
+    secret = take_secret() if secret_file is None else read_secret_option(secret_file)
     if secret is None:
         raise InvalidArgument(
             f"--nnodes {nnodes} needs --secret-file (or {SECRET_FILE}), so that nobody else can join the run: make one "
