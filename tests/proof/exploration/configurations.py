@@ -66,15 +66,15 @@ CONFIGURATIONS = (
     ),
     Configuration(
         "agreement",
-        "two positions: one rank asks, the others go ahead and are asked; at the second one they differ",
-        programs=((agree(0, 7), agree(1, 8)), (Launch("g", 0, 7), Launch("g", 1, 9)), (Launch("g", 0, 7),)),
-        rare={"crash": 1},
+        "one rank asks, the others go ahead and are asked; one of them has gone ahead with something else",
+        programs=((agree(0, 7),), (Launch("g", 0, 7),), (Launch("g", 0, 8),)),
+        rare={"crash": 1, "leave": 1},
     ),
     Configuration(
-        "agreement given up",
-        "one position, where questions are given up, ended by their deadline, or left alone by a rank that leaves",
-        programs=((agree(0, 7, timeout_ms=SHORT_MS),), (agree(0, 7),), (Launch("g", 0, 8),)),
-        rare={"cancel": 1, "leave": 1},
+        "agreement of two",
+        "two positions, at the second of which they differ; questions are given up, left alone, or ended by a deadline",
+        programs=((agree(0, 7, timeout_ms=SHORT_MS), agree(1, 8)), (Launch("g", 0, 7), Launch("g", 1, 9))),
+        rare={"crash": 1, "cancel": 1, "leave": 1},
     ),
     Configuration(
         "unique id",
