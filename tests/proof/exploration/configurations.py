@@ -60,7 +60,7 @@ CONFIGURATIONS = (
         programs=(
             (barrier(timeout_ms=SHORT_MS),),
             (barrier("pair", ranks=(1, 2)), barrier()),
-            (barrier("pair", ranks=(1, 2)), barrier()),
+            (barrier("pair", ranks=(1, 2)),),
         ),
         rare={"cancel": 1, "report": 1},
     ),
