@@ -164,7 +164,8 @@ def _shortened(message: tuple[Any, ...]) -> Told:
     return (frame_type, sequence) if place is None else (frame_type, sequence, rest[place - 2])
 
 
-SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None)
+SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None)
+BROKEN_SETTINGS = settings(SETTINGS, max_examples=300, phases=[Phase.generate], derandomize=True, database=None)
 TestCoreMachine = CoreMachine.TestCase
 TestCoreMachine.settings = SETTINGS
 
@@ -192,6 +193,4 @@ def _a_second_failure_is_told(patch: pytest.MonkeyPatch) -> None:
 def test_the_machine_notices_a_broken_core(mutation, monkeypatch) -> None:
     mutation(monkeypatch)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(
-            CoreMachine, settings=settings(SETTINGS, database=None, max_examples=300, phases=[Phase.generate])
-        )
+        run_state_machine_as_test(CoreMachine, settings=BROKEN_SETTINGS)
