@@ -178,7 +178,7 @@ class Ledger:
                 self._close(connection, asked.sequence)
                 self._withdraw_word(turn.era, turn.rank, asked)
         elif message.type is FrameType.BYE:
-            self._leave(turn, connection)
+            self._leave(turn.era, turn.rank, connection)
         elif message.type is FrameType.REPORT_FAILURE:
             culprit = message.fields[1]
             blamed = culprit if culprit in turn.era.members else turn.rank
@@ -193,15 +193,13 @@ class Ledger:
         self._unseat(connection)
         self._blame(turn, turn.era, turn.rank)
 
-    def _leave(self, turn: Turn, connection: int) -> None:
-        assert turn.era is not None
-        assert turn.rank is not None
+    def _leave(self, era: Era, rank: int, connection: int) -> None:
         self.alive.discard(connection)
         self._unseat(connection)
-        if turn.era.number is None and not turn.era.has_failed:
-            del turn.era.members[turn.rank]
+        if era.number is None and not era.has_failed:
+            del era.members[rank]
         else:
-            turn.era.left.add(turn.rank)
+            era.left.add(rank)
 
     def _blame(self, turn: Turn, era: Era, rank: int, *, but_not: int | None = None) -> None:
         if era.has_failed:
@@ -293,12 +291,9 @@ def _settle_reply(era: Era, asked: Message, value: Any) -> None:
     elif asked.type is FrameType.PUT_ID:
         era.ids[key] = asked.fields[3]
     elif asked.type is FrameType.BARRIER:
-        era.rounds[key, _hashable(asked.fields[1])] = value
+        ranks = asked.fields[1]
+        era.rounds[key, None if ranks is None else tuple(ranks)] = value
 
 
 def _is_push(send: Send) -> bool:
     return send.type is FrameType.FAILED and send.fields[0] == TO_GENERATION
-
-
-def _hashable(ranks: list[int] | None) -> tuple[int, ...] | None:
-    return None if ranks is None else tuple(ranks)

@@ -17,6 +17,7 @@ from gradsync.rendezvous.messages import TO_GENERATION, FrameType, Message
 
 _LATE_SECONDS = 2.0  # that the server did not run, beyond what its clocks make allowance for
 _IMPOSTOR = 90  # its connection's number is its rank's beside this
+_MOST_MOMENTS = 200  # of that time at which the core wants to be woken
 _LONGEST_LIFE_SECONDS = 30.0  # by which the clock alone has to end every wait
 
 
@@ -74,10 +75,10 @@ class Model:
         Raises:
             Violation: a request stays open, or an invariant does not hold on the way.
         """
-        until = world.now + _LONGEST_LIFE_SECONDS
+        until, moments = world.now + _LONGEST_LIFE_SECONDS, 0
         while world.ledger.open:
-            due = world.core.next_deadline()
-            if due is None or due > until:
+            due, moments = world.core.next_deadline(), moments + 1
+            if due is None or due > until or moments > _MOST_MOMENTS:
                 raise Violation(f"nobody_waits_for_ever: time alone does not end {world.ledger.open}")
             self._time(world, 0)
 

@@ -89,7 +89,7 @@ class Search:
             states=len(self._came_by),
             moves=self._moves,
             depth=depth,
-            is_closed=not level and found is None,
+            is_closed=not level and found is None and not self._is_full,
             seconds=time.perf_counter() - began,
             counterexample=found,
         )
@@ -102,6 +102,8 @@ class Search:
         """Returns the states one move further that were not met before, or a counterexample."""
         new_level = []
         for origin, packed in level:
+            if self._is_full:
+                break
             for move in list(open_moves(self._model.configuration, World.unpacked(packed))):
                 world = World.unpacked(packed)
                 self._moves += 1

@@ -16,6 +16,7 @@ _SLACK_SECONDS = 1.0  # of the network and of a slow or stopped rank
 # From the fault until the survivors know, at most: the targets of the failures, and what the network takes.
 _DETECTION_SECONDS = {"crash": 0.5, "reset": 0.5, "stop": 3.0, "vanish": 6.0, "cut": 6.0, "server crash": 0.5}
 _NETWORK_SECONDS = 0.3
+_NEEDED_SECONDS = 4.0  # above what ranks wait for one that computes, is slow, or is stopped for a moment
 
 
 def every_call_ends_in_time(outcome: Outcome) -> Iterator[str]:
@@ -48,6 +49,16 @@ def nothing_fails_unless_something_is_wrong(outcome: Outcome) -> Iterator[str]:
     for rank, diary in enumerate(outcome.diaries):
         if is_harmless and diary.error is not None:
             yield f"rank {rank} failed, and nothing was wrong: {diary.error!r}"
+
+
+def nobody_waits_without_need(outcome: Outcome) -> Iterator[str]:
+    """Where nothing is wrong nothing takes long: what wakes who waits is never lost until a deadline."""
+    if outcome.scenario.fault.kind not in HARMLESS:
+        return
+    for rank, diary in enumerate(outcome.diaries):
+        for call in diary.calls:
+            if call.ended is not None and call.ended - call.began > _NEEDED_SECONDS:
+                yield f"rank {rank}: {call.name} took {call.ended - call.began:.3f} s, and nothing was wrong"
 
 
 def values_are_right(outcome: Outcome) -> Iterator[str]:
@@ -91,7 +102,7 @@ def survivors_hear_of_it_in_time(outcome: Outcome) -> Iterator[str]:
     if within is None or outcome.fault_at is None:
         return
     for rank, diary in _who_has_to_hear(outcome):
-        call = next((call for call in diary.calls if call.error is not None), None)
+        call = next((call for call in diary.calls if call.error is not None and call.error is diary.error), None)
         if call is not None and call.ended is not None and call.ended - outcome.fault_at > within + _NETWORK_SECONDS:
             yield f"rank {rank} heard {call.ended - outcome.fault_at:.3f} s after the {outcome.scenario.fault.kind}"
 
@@ -119,6 +130,7 @@ CHECKS: tuple[Callable[[Outcome], Iterator[str]], ...] = (
     every_rank_that_lives_comes_to_its_end,
     every_error_is_one_of_ours,
     nothing_fails_unless_something_is_wrong,
+    nobody_waits_without_need,
     values_are_right,
     survivors_name_the_culprit,
     survivors_are_told_of_a_rank,

@@ -45,8 +45,9 @@ class Diary:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended its program, if one did."""
-        return next((call.error for call in self.calls if call.error is not None), None)
+        """The error that ended its program, if one did: the first one, where it has several threads."""
+        failed = [call for call in self.calls if call.error is not None]
+        return min(failed, key=lambda call: call.ended or 0.0).error if failed else None
 
 
 class Ended(Exception):
@@ -169,6 +170,23 @@ class SimulatedRank:
                 f"group barrier {step.number}", CALL_SECONDS, lambda: group.barrier(timeout_seconds=CALL_SECONDS)
             )
             group.close()
+
+    def _two_threads(self, client: RendezvousClient, step: Step) -> None:
+        """Two threads of a rank wait at once: one of them reads for both."""
+
+        def meet(name: str) -> None:
+            self._call(
+                f"{name} {step.number}", CALL_SECONDS, lambda: client.barrier(name, timeout_seconds=CALL_SECONDS)
+            )
+
+        def meet_beside() -> None:
+            with contextlib.suppress(Ended):
+                meet("beside")
+
+        scheduler = self._machine.scheduler
+        other = scheduler.process.start("beside", meet_beside)
+        meet("barrier")
+        scheduler.wait(lambda: other.is_over, None)
 
     def _compute(self, client: RendezvousClient, step: Step) -> None:
         client.set_phase(f"computing {step.number}")

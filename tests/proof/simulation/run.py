@@ -25,7 +25,7 @@ class Outcome:
         diaries: of the ranks.
         fault_at: when the fault came, None where it met nobody.
         seated: the ranks that the server had as members by then.
-        ended_at: when all was over.
+        began_at, ended_at: when all began, and when it was over.
         trace: everything that happened, with its time.
         leftovers: what was left behind, in words.
     """
@@ -34,6 +34,7 @@ class Outcome:
     diaries: list[Diary]
     fault_at: float | None = None
     seated: frozenset[int] = frozenset()
+    began_at: float = 0.0
     ended_at: float = 0.0
     trace: list[tuple[Any, ...]] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
@@ -74,6 +75,7 @@ class _Run:
 
     def play(self) -> Outcome:
         scheduler = self._machine.scheduler
+        self._outcome.began_at = scheduler.now
         self._server_process.start("main", self._serve)
         scheduler.at(scheduler.now + self._scenario.fault.at_seconds, self._strike)
         try:

@@ -75,7 +75,7 @@ class Pipe:
                 continue
             self._bytes_under_way -= len(data)
             if self.has_no_reader:
-                self.link.other(self).ending = "reset"
+                self.link.other(self).put("reset")
             elif self.ending is None:
                 self.arrived += data
 
