@@ -24,6 +24,7 @@ from typing import Any
 
 from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
 from contract_coverage import coverage
+from failure_tables import detection, fault_matrix, kills, restarts
 from security_tables import hostile, transcripts
 from source_tables import SOURCES
 
@@ -254,40 +255,6 @@ SCALE_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def detection(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each failure."""
-    lines = [
-        "| failure | while | ranks | told | at most | all down | at most | culprit named | left behind |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for found in results["results"]:
-        head = f"| {found['failure']} | {found['phase']} | {found['ranks']} |"
-        if found["skipped"] is not None:
-            lines.append(f"{head} not here | | | | | |")
-            continue
-        measured = found["measured"]
-        told = _slower(measured["raised"], measured["reported"])
-        named, left = "yes" if found["culprit_named"] else "NO", len(set(found["left_behind"]))
-        lines.append(f"{head} {_worst(told)} | {_worst(measured['down'])} | {named} | {left} |")
-    return lines
-
-
-def _slower(*measurements: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the measurement with the worst round, of those that were made."""
-    return max((m for m in measurements if m is not None), key=lambda m: m["worst_seconds"], default=None)
-
-
-def _worst(measurement: dict[str, Any] | None) -> str:
-    """Returns the cells with the worst round and the target."""
-    if measurement is None:
-        return " | "
-    target = measurement["target_seconds"]
-    worst = f"{measurement['worst_seconds']:.2f} s"
-    if measurement.get("met") is False:
-        worst = f"**{worst}**"
-    return f"{worst} | {'' if target is None else f'{target:g} s'}"
-
-
 #: How the results of each benchmark become a table.
 LAYOUTS = {
     "first_light": timings,
@@ -301,6 +268,9 @@ LAYOUTS = {
     "over_mpi": over_mpi,
     "rendezvous_scale": rendezvous_scale,
     "detection": detection,
+    "fault_matrix": fault_matrix,
+    "proof_kills": kills,
+    "proof_restarts": restarts,
     "partition": partition,
     "contract": coverage,
     "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
@@ -338,7 +308,6 @@ METHODS = {
         f"{METHOD[1]}; wall time, which includes the simulated ranks on the same cores, and in brackets the server's "
         "processor time",
     ),
-    "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
     "steady_cost": (
         METHOD[0],
         "lower quartiles of steps that take turns, with a 95 % interval: where that includes 0, nothing was found "
@@ -348,6 +317,13 @@ METHODS = {
     "steady_cost.debug": (METHOD[0], "lower quartiles of steps that take turns, with a 95 % interval"),
     "proof_transcripts": ("Made", "by the command `python tests/proof/transcripts.py --count 1000000`"),
     "proof_hostile": ("Measured", "made by `python tests/proof/hostile.py`; the server in a process of its own"),
+    "detection": ("Measured", "from the moment of the failure; later than promised in bold"),
+    "fault_matrix": (
+        "Three ranks",
+        "two cells at a time; later than promised in bold; made by `python benchmarks/fault_matrix.py`",
+    ),
+    "proof_kills": ("Run", "made by `make prove`"),
+    "proof_restarts": ("Three ranks", "made by `make prove`"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 

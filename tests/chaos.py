@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ MARK = "GRADSYNC_CHAOS_ROUND"
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 GUARD = b"gradsync: guard"  # begins its command line
+_TOLD_CHARACTERS = 1500
 _ENDS_WITHIN_SECONDS = 20.0  # far above what any failure takes; a hang takes longer
 _CHILDREN = """
 import os, subprocess, sys, time
@@ -67,6 +69,11 @@ class Kill:
     number: int
     after_seconds: float
     faults: tuple[str, ...]
+
+    @property
+    def has_left_something(self) -> bool:
+        """Whether a process, a port or a file was there afterwards."""
+        return any(text.startswith(("left ", "port ", "while ")) for text in self.faults)
 
     def __str__(self) -> str:
         name = signal.Signals(self.number).name
@@ -129,8 +136,11 @@ def run_round(generator: random.Random, victim: str, number: int) -> Kill:
                     _send(pid, signal.SIGKILL)
                 job.kill()
                 job.wait()
-            faults += leftovers.open_ports(_addresses(Path(output.name).read_text()))
+            printed = Path(output.name).read_text()
+            faults += leftovers.open_ports(_addresses(printed))
         faults += [f"left {name}" for name in sorted(leftovers.files_of_runs(scratch) - before)]
+        if faults:
+            faults.append(f"printed was {printed[-_TOLD_CHARACTERS:]!r}")
     return Kill(victim, number, after_seconds, tuple(faults))
 
 
@@ -185,22 +195,30 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def rounds(seed: int, count: int, at_a_time: int) -> Iterator[Kill]:
+def rounds(seed: int, count: int, at_a_time: int) -> Generator[Kill, None, None]:
     """Runs so many rounds, some at a time, for they mostly wait; a seed strikes the same at whatever pace."""
 
     def one(number: int) -> Kill:
         generator = random.Random(f"{seed} {number}")
         return run_round(generator, generator.choice(VICTIMS), generator.choice(SIGNALS))
 
-    with ThreadPoolExecutor(at_a_time) as pool:
+    pool = ThreadPoolExecutor(at_a_time)
+    try:
         yield from pool.map(one, range(count))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def as_json(kills: Sequence[Kill], seed: int, made: dict[str, Any]) -> str:
     """Gives what was struck how often, and what was left."""
     counts = Counter(f"{signal.Signals(kill.number).name} {kill.victim}" for kill in kills)
     found = [{"round": number, **asdict(kill)} for number, kill in enumerate(kills) if kill.faults]
-    summary = {"kills": len(kills), "left_something_behind": len(found), "by_kind": dict(sorted(counts.items()))}
+    summary = {
+        "kills": len(kills),
+        "left_something_behind": sum(kill.has_left_something for kill in kills),
+        "otherwise_wrong": sum(bool(kill.faults) and not kill.has_left_something for kill in kills),
+        "by_kind": dict(sorted(counts.items())),
+    }
     checked = [
         "processes of the run: ranks, guards, the launcher, grandchildren, double-forked ones and other sessions too",
         "shared memory: it has no name, and ends with the last of those processes",
@@ -213,15 +231,20 @@ def as_json(kills: Sequence[Kill], seed: int, made: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no more rounds are begun")
     parser.add_argument("--at-a-time", type=int, default=1, help="rounds that run at once [1]")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--json", type=Path, help="where the result goes")
     options = parser.parse_args()
     made = provenance("tests/chaos.py")
     kills = []
-    for kill in rounds(options.seed, options.rounds, options.at_a_time):
-        kills.append(kill)
-        print(f"{len(kills):4d}/{options.rounds}  {kill}", flush=True)
+    end = time.monotonic() + options.seconds
+    with contextlib.closing(rounds(options.seed, options.rounds, options.at_a_time)) as all_rounds:
+        for kill in all_rounds:
+            kills.append(kill)
+            print(f"{len(kills):4d}/{options.rounds}  {kill}", flush=True)
+            if time.monotonic() > end:
+                break
     faulty = sum(bool(kill.faults) for kill in kills)
     print(f"seed {options.seed}: {len(kills)} kills")
     print(f"{faulty} left something behind" if faulty else "none left a process, a port or a file behind")

@@ -65,9 +65,9 @@ def test_start_up_has_a_line_for_each_launcher(tmp_path: Path, monkeypatch: pyte
 
 
 def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raised = {"worst_seconds": 0.004, "target_seconds": 0.5}
-    reported = {"worst_seconds": 0.111, "target_seconds": 0.5}
-    down = {"worst_seconds": 0.15, "target_seconds": None}
+    raised = {"median_seconds": 0.003, "worst_seconds": 0.004, "target_seconds": 0.5}
+    reported = {"median_seconds": 0.1, "worst_seconds": 0.611, "target_seconds": 0.5, "met": False}
+    down = {"median_seconds": 0.12, "worst_seconds": 0.15, "target_seconds": None}
     killed = {
         "failure": "SIGKILL", "phase": "barrier", "ranks": 2, "skipped": None, "culprit_named": True, "left_behind": [],
         "measured": {"raised": raised, "reported": reported, "down": down},
@@ -81,7 +81,34 @@ def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pyte
     skipped = {**killed, "skipped": "no GPU"}
     lines = made_of("detection", [killed, unnamed, skipped], tmp_path, monkeypatch)
     assert lines[2:5] == [
-        "| SIGKILL | barrier | 2 | 0.11 s | 0.5 s | 0.15 s |  | yes | 0 |",
-        "| SIGKILL | barrier | 2 |  |  |  |  | NO | 1 |",
-        "| SIGKILL | barrier | 2 | not here | | | | | |",
+        "| SIGKILL | barrier | 2 | 0.10 s | **0.61 s** | 0.5 s | 0.12 s | 0.15 s |  | yes | 0 |",
+        "| SIGKILL | barrier | 2 |  | |  |  | |  | NO | 1 |",
+        "| SIGKILL | barrier | 2 | not here | | | | | | | |",
     ]
+
+
+def cell(phase: str, fault: str, worst: float | None, **others: Any) -> dict[str, Any]:
+    reported = None if worst is None else {"worst_seconds": worst, "met": worst < 0.5}
+    measured = {"raised": None, "reported": reported, "down": None}
+    return {"phase": phase, "fault": fault, "measured": measured, "complaints": [], "left_behind": [], **others}
+
+
+def test_fault_matrix_has_the_worst_of_all_victims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [
+        cell("spawn", "kill", 0.1), cell("spawn", "kill", 0.2), cell("spawn", "stop", 0.7),
+        cell("hello", "close", None), cell("hello", "kill", 0.1, left_behind=["process 7"]),
+    ]  # fmt: skip
+    monkeypatch.setitem(MACHINE, "summary", {"cells": 5, "rounds": 5, "wrong_or_unclean": 1})
+    lines = made_of("fault_matrix", cells, tmp_path, monkeypatch)
+    assert lines[0] == "| seconds | kill | stop | raise | exit 0 | exit 3 | close | half-open |"
+    assert lines[2:4] == ["| spawn | 0.20 | **0.70** |  |  |  |  |  |", "| hello | WRONG |  |  |  |  | unharmed |  |"]
+    assert "5 cells, 5 runs: the wrong culprit named, or something left: 1." in lines
+
+
+def test_kills_have_a_line_for_each_victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = {"kills": 5, "left_something_behind": 0, "by_kind": {"SIGKILL rank": 3, "SIGSTOP launcher": 2}}
+    monkeypatch.setitem(MACHINE, "summary", summary)
+    lines = made_of("proof_kills", [], tmp_path, monkeypatch)
+    assert lines[0] == "| hit | SIGKILL | SIGSTOP |"
+    assert lines[2:4] == ["| a launcher | 0 | 2 |", "| a rank | 3 | 0 |"]
+    assert "0 of 5 left a process, shared memory, a port or a file behind." in lines
