@@ -40,6 +40,7 @@ def _draw(axes: Any, rows: Sequence[Row], step: str, style: dict[str, str]) -> N
     axes.errorbar(ranks, medians, yerr=[below, above], capsize=2, elinewidth=0.8, **common)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
