@@ -18,8 +18,9 @@ def results(tmp_path: Path) -> list[Path]:
     (tmp_path / "test_some.py").write_text(BENCHMARK)
     found = [tmp_path / "old.json", tmp_path / "new.json"]
     for path in found:
+        options = ["-q", "-p", "no:cacheprovider", f"--benchmark-json={path}", "test_some.py"]
         subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--benchmark-json={path}", "test_some.py"],
+            [sys.executable, "-m", "pytest", *options],
             cwd=tmp_path, check=True, capture_output=True, timeout=60,
         )  # fmt: skip
     return found

@@ -101,6 +101,7 @@ def tried(**works):
             "Not ready: mpi was asked for, and does not work here.",
         ),
         ({"mpi": True}, "mpi", True, "Ready: mpi works here."),
+        ({}, None, True, "Nothing is broken; no backend was tried."),
         ({"nccl": None}, "nccl", False, "Not ready: nccl was asked for, and does not work here."),
     ],
 )
