@@ -15,7 +15,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo docs peers test test-pythons soak prove test-gpu lint bench bench-gpu bench-peers bench-buckets bench-collectives bench-mpi \
+.PHONY: help demo docs peers test test-pythons soak prove test-gpu lint bench bench-compare bench-gpu bench-peers bench-buckets bench-collectives bench-mpi \
 	bench-failures bench-rendezvous clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -81,10 +81,19 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+BENCHMARKED := benchmarks/results/pytest_benchmark
+OLD ?= $(BENCHMARKED)_before.json
+NEW ?= $(BENCHMARKED).json
+
 bench: $(VENV)/.dev  ## time the library; results as JSON under benchmarks/results
+	@if [ -f $(BENCHMARKED).json ]; then cp $(BENCHMARKED).json $(BENCHMARKED)_before.json; fi
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist --override-ini addopts= -q \
-		--benchmark-json=benchmarks/results/pytest_benchmark.json
+		--benchmark-json=$(BENCHMARKED).json
 	$(BIN)/python benchmarks/first_light.py
+
+bench-compare: $(VENV)/.dev  ## compare the last two runs of `make bench`, or any two: OLD=FILE NEW=FILE
+	@ls $(OLD) $(NEW) >/dev/null || { echo "run \`make bench\` twice, or name two of its JSON files: OLD=FILE NEW=FILE"; exit 2; }
+	$(BIN)/pytest-benchmark compare $(OLD) $(NEW) --group-by=fullname --columns=median,iqr,min,rounds --sort=name
 
 bench-gpu:  ## time packing and a step on a GPU, likewise; results as JSON under benchmarks/results
 	@$(call with_cupy,benchmarks/gpu.py)

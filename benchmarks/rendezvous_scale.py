@@ -15,6 +15,7 @@ Contenders take turns, every second round backwards. The exit code is 1 when a p
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -23,15 +24,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gradsync.bench.rendezvous import run
+from gradsync.bench.rendezvous.contenders import CONTENDERS, GRADSYNC, LEAVE, PHASES, TCPSTORE_OWN
+from gradsync.bench.rendezvous.names import can_give_names
+from gradsync.bench.rendezvous.run import LOAD_PROCESSES, Phase, Run
 from gradsync.rendezvous.silence import heartbeat_seconds
 from measurement import Seconds, provenance
 from peers import systems
 from peers.contenders import TORCH
-from scale.contenders import CONTENDERS, GRADSYNC, LEAVE, PHASES, TCPSTORE_OWN
-from scale.names import can_give_names
-from scale.run import LOAD_PROCESSES, Phase, Run, play
 
 FOLDER = Path(__file__).parent
+play = functools.partial(run.play, torch_python=str(systems.ENVIRONMENTS / TORCH / "bin" / "python"))
 RANKS = (1024, 4096)
 MOST_THREADS = 1024  # of the rows with TCPStore's own clients: more would measure their scheduling
 ROUNDS, QUICK_ROUNDS, WARM_UP = 5, 2, 1

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import readme
 import rendezvous_scale
 import scaling_page
-from scale.contenders import GRADSYNC, LEAVE, PHASES, TCPSTORE
-from scale.run import Phase, Run
-from scale.tcpstore_rank import TCPStoreRank
+from gradsync.bench.rendezvous.contenders import GRADSYNC, LEAVE, PHASES, TCPSTORE
+from gradsync.bench.rendezvous.run import Phase, Run
+from gradsync.bench.rendezvous.tcpstore_rank import TCPStoreRank
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -35,14 +35,18 @@ class Report:
 
     @property
     def is_well(self) -> bool:
-        """Whether ranks can do here what was asked for."""
+        """Whether ranks can do here what was asked for, as far as it was tried."""
         if any(finding.status is Status.BROKEN for finding in self.findings):
             return False
+        if not self.trials:  # nothing was to be tried
+            return True
         return self.asked_for in self.working if self.asked_for else bool(set(self.working) - {"local"})
 
     def verdict(self) -> str:
         """Returns the last line."""
         names = ", ".join(self.working)
+        if self.is_well and not self.trials:
+            return "Nothing is broken; no backend was tried."
         if self.is_well:
             return f"Ready: {names} can be used here." if not self.asked_for else f"Ready: {self.asked_for} works here."
         broken = [finding.what for finding in self.findings if finding.status is Status.BROKEN]

@@ -76,7 +76,7 @@ class CollectiveOptions:
         if parse_dtype(self.dtype) == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
             raise InvalidArgument("NumPy knows bfloat16 with: pip install ml_dtypes")
         if self.backend == "local" and self.ranks != 1:
-            raise InvalidArgument(f"backend 'local' is for one rank, got -n {self.ranks}")
+            raise InvalidArgument(f"backend 'local' is for one rank, got -p {self.ranks}")
         if self.backend == "nccl" and count_gpus() == 0:
             raise BackendUnavailable("backend 'nccl' cannot run here: no GPU is visible; use 'shm' on one host")
         if self.backend == "mpi" and find_mpiexec() is None:

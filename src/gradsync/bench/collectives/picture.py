@@ -30,11 +30,12 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
             _label(of_time, collective, "time (µs)")
             _label(of_bandwidth, collective, "bus bandwidth (GB/s)")
             of_time.set_yscale("log")
+            of_time.yaxis.set_major_formatter("{x:g}")
             of_bandwidth.set_ylim(bottom=0)
         for axes in panels[-1]:
             axes.set_xlabel("size (bytes)")
         handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False)
         figure.suptitle(title, fontsize="medium")
 
 
@@ -58,7 +59,7 @@ def _fastest(row: Row) -> Seconds | None:
 
 
 def _label(axes: Any, collective: str, quantity: str) -> None:
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log", base=4)
     axes.xaxis.set_major_formatter(lambda value, _position: _size_label(value))
     axes.set_title(collective, fontsize="small", loc="left")
     axes.set_ylabel(quantity)

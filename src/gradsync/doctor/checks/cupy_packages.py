@@ -54,9 +54,7 @@ def _loaded(here: Surroundings, name: str, answer: Mapping[str, Any]) -> Finding
     runtime = f"{name}, CUDA runtime {cuda_version(answer['runtime'])}" if "runtime" in answer else name
     if not here.has_gpu:
         text = f"{runtime}; there is no NVIDIA driver here, so it has nothing to run on"
-        return unusable(
-            "CuPy", text, "with a GPU: install NVIDIA's driver; a container sees it with docker run --gpus all"
-        )
+        return unusable("CuPy", text, "beside a GPU: install NVIDIA's driver; for a container: docker run --gpus all")
     if "count" not in answer:
         error = answer.get("count_error", "it does not say why")
         return unusable(

@@ -6,9 +6,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 
-def serve(obey: Callable[[str, str], dict[str, float]]) -> None:
+def serve(obey: Callable[[str, str], dict[str, Any]]) -> None:
     """Obeys until standard input ends. A command is a word and what follows its colon; a report has the times."""
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,20 +1,23 @@
 """A process that is many ranks of one contender, see `reports` and `crowd`.
 
-python -m scale.load CONTENDER HOST PORT WORLD_SIZE FIRST COUNT   # the secret's hex digits on the first line
+    python -m gradsync.bench.rendezvous.load CONTENDER HOST PORT WORLD_SIZE FIRST COUNT
+
+The secret's hex digits are the first line of its input.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+from typing import Any
 
-from scale.contenders import GRADSYNC, LEAVE
-from scale.crowd import Crowd
-from scale.descriptors import raise_limit
-from scale.gradsync_rank import GradsyncRank
-from scale.rank import SimulatedRank
-from scale.reports import chosen, serve
-from scale.tcpstore_rank import TCPStoreRank
+from gradsync.bench.rendezvous.contenders import GRADSYNC, LEAVE
+from gradsync.bench.rendezvous.crowd import Crowd
+from gradsync.bench.rendezvous.descriptors import raise_limit
+from gradsync.bench.rendezvous.gradsync_rank import GradsyncRank
+from gradsync.bench.rendezvous.rank import SimulatedRank
+from gradsync.bench.rendezvous.reports import chosen, serve
+from gradsync.bench.rendezvous.tcpstore_rank import TCPStoreRank
 
 
 def make(contender: str, rank: int, world_size: int, secret: bytes) -> SimulatedRank:
@@ -22,7 +25,7 @@ def make(contender: str, rank: int, world_size: int, secret: bytes) -> Simulated
     return GradsyncRank(rank, world_size, secret) if contender == GRADSYNC else TCPStoreRank(rank, world_size)
 
 
-def obey(crowd: Crowd, word: str, rest: str) -> dict[str, float]:
+def obey(crowd: Crowd, word: str, rest: str) -> dict[str, Any]:
     """Carries out one command and reports on it."""
     beats = 0
     if word == "beat":
@@ -32,7 +35,7 @@ def obey(crowd: Crowd, word: str, rest: str) -> dict[str, float]:
         crowd.leave(word)
     else:
         crowd.play(word, chosen(rest))
-    return {"lost": crowd.lost, "beats": beats}
+    return {"lost": crowd.lost, "beats": beats, "durations": crowd.durations, "connects": crowd.connects}
 
 
 def main() -> None:

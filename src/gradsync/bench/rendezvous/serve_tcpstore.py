@@ -1,6 +1,6 @@
 """PyTorch's TCPStore alone in a process, with its default backend: prints its port, serves until standard input ends.
 
-python -m scale.serve_tcpstore WORLD_SIZE   # in an environment that has PyTorch, and nothing of gradsync's
+python -m gradsync.bench.rendezvous.serve_tcpstore WORLD_SIZE   # in an environment that has PyTorch
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed import TCPStore
 
-from scale.descriptors import raise_limit
+from gradsync.bench.rendezvous.descriptors import raise_limit
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """A process that is many ranks with TCPStore's own client objects, a thread for each: their calls block.
 
-    python -m scale.load_tcpstore tcpstore HOST PORT WORLD_SIZE FIRST COUNT   # where PyTorch is installed
+    python -m gradsync.bench.rendezvous.load_tcpstore tcpstore HOST PORT WORLD_SIZE FIRST COUNT
 
-Takes the commands of `load`; the first line is read and not needed.
+It runs where PyTorch is installed, takes the commands of `load`; the first line is read and not needed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import queue
 import sys
 import threading
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import TCPStore
 
-from scale.contenders import BARRIER, GET_ID, JOIN, PUT_ID, UNIQUE_ID
-from scale.descriptors import raise_limit
-from scale.reports import chosen, serve
+from gradsync.bench.rendezvous.contenders import BARRIER, GET_ID, JOIN, PUT_ID, UNIQUE_ID
+from gradsync.bench.rendezvous.descriptors import raise_limit
+from gradsync.bench.rendezvous.reports import chosen, serve
 
 _TIMEOUT = timedelta(seconds=60)
 _STACK_BYTES = 256 * 1024
@@ -70,14 +71,14 @@ def main() -> None:
     done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     ranks = [Rank((host, int(port)), world_size, done) for _ in range(count)]
 
-    def obey(word: str, rest: str) -> dict[str, float]:
+    def obey(word: str, rest: str) -> dict[str, Any]:
         playing = ranks[chosen(rest)]
         for rank in playing:
             rank.phases.put(word)
         for _ in playing:
             if (error := done.get()) is not None:
                 raise error
-        return {"lost": 0, "beats": 0}
+        return {"lost": 0, "beats": 0, "durations": [], "connects": []}
 
     serve(obey)
 

@@ -1,0 +1,129 @@
+"""`gradsync doctor` as a whole, on this machine, whole and broken in various ways; nothing here is made up."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradsync as gs
+
+SOURCES = str(Path(gs.__file__).parents[1])
+STAND_IN = str(Path(__file__).parents[1] / "stand_in")
+LIMIT_SECONDS = 100
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the doctor looks at Linux"),
+    pytest.mark.timeout(LIMIT_SECONDS),
+]
+
+
+def doctor(*arguments, path=(), before=(), **variables):
+    """Runs the doctor; returns its exit code and what it found."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADSYNC_")}
+    environ = {**kept, "PYTHONPATH": os.pathsep.join([*map(str, path), SOURCES]), **variables}
+    command = [*before, sys.executable, "-m", "gradsync", "doctor", "--json", *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    found["lines"] = {finding["what"]: finding for finding in found["findings"]}
+    return done.returncode, found
+
+
+def test_shared_memory_works_here():
+    code, found = doctor("--backend", "shm", "--timeout", "60")
+    assert (code, found["ready"], found["working"]) == (0, True, ["shm"])
+    [trial] = found["trials"]
+    assert trial["ranks"] == 2
+    assert trial["bus_bytes_per_second"] > 0
+    assert trial["text"].startswith("works: 16 MB in ")
+
+
+def test_one_screen_for_a_person():
+    command = [sys.executable, "-m", "gradsync", "doctor", "--backend", "local", "--timeout", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) < 50
+    assert lines[0].startswith("ok               Python ")
+    assert "backend local  works with one rank" in done.stdout
+    assert lines[-1].startswith("Ready: local works here.")
+
+
+def test_two_wheels_of_cupy_are_one_too_many(tmp_path):
+    for name in ("cupy_cuda12x", "cupy_cuda13x"):
+        folder = tmp_path / f"{name}-14.2.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 14.2.0\n")
+    _, found = doctor("--no-try", path=[tmp_path])
+    line = found["lines"]["CuPy"]
+    assert line["status"] == "warning"
+    assert line["advice"].startswith("pip uninstall -y cupy-cuda12x cupy-cuda13x; then ")
+
+
+def test_the_stand_in_is_not_taken_for_a_gpu():
+    code, found = doctor("--backend", "nccl", path=[STAND_IN])
+    assert code == 1
+    assert "which no installed package has put there" in found["lines"]["CuPy"]["text"]
+    assert found["lines"]["NCCL"]["text"].endswith("no libnccl is in memory, so this is not NVIDIA's")
+    assert [trial["works"] for trial in found["trials"]] == [None]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "loading it ended the process with SIGSEGV"),
+        ("raise OSError('libcuda.so.1: cannot open')", "loading it ended with exit code 1: OSError: libcuda.so.1"),
+        ("raise ImportError('libcublas is missing')", "libcublas is missing"),
+    ],
+)
+def test_a_library_that_dies_when_it_is_loaded_is_a_line(tmp_path, source, text):
+    (tmp_path / "cupy.py").write_text(source)
+    (tmp_path / "cupy_cuda12x-14.2.0.dist-info").mkdir()
+    (tmp_path / "cupy_cuda12x-14.2.0.dist-info" / "METADATA").write_text("Name: cupy-cuda12x\nVersion: 14.2.0\n")
+    _, found = doctor("--no-try", path=[tmp_path])
+    assert f"cupy-cuda12x does not load: {text}" in found["lines"]["CuPy"]["text"]
+
+
+def test_variables_that_are_wrong_and_few_open_files_are_named():
+    few_files = ["sh", "-c", 'ulimit -n 32; exec "$@"', "sh"]
+    variables = {"GRADSYNC_BACKED": "shm", "GRADSYNC_LOG": "loud", "RANK": "1", "WORLD_SIZE": "4"}
+    code, found = doctor("--no-try", before=few_files, **variables)
+    assert code == 1
+    assert found["verdict"] == "Not ready: mend GRADSYNC_LOG first."
+    assert found["lines"]["GRADSYNC_BACKED"]["text"].endswith("did you mean GRADSYNC_BACKEND?")
+    assert found["lines"]["launcher"]["advice"].endswith("unset RANK WORLD_SIZE")
+    assert "32 open files" in found["lines"]["limits"]["text"]
+
+
+def test_a_tiny_shared_memory_folder_is_told():
+    namespace = ["unshare", "--map-root-user", "--mount"]
+    try:
+        made = subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, text=True)
+    except OSError as error:
+        pytest.skip(f"no mount namespaces here: {error}")
+    if made.returncode:
+        pytest.skip(f"no mount namespaces here: {made.stderr.strip()}")
+    script = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"'
+    _, found = doctor("--no-try", before=[*namespace, "sh", "-c", script, "sh"])
+    assert found["lines"]["/dev/shm"]["text"].startswith("4 MB, 4 MB free: too small for NCCL")
+    assert "--shm-size=1g" in found["lines"]["/dev/shm"]["advice"]
+
+
+def test_without_mpiexec_mpi_is_not_tried(tmp_path):
+    pytest.importorskip("mpi4py")
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)  # whose own folder may have an mpiexec beside it
+    code = f"import sys; sys.executable = {str(python)!r}; from gradsync.cli import main; main()"
+    environ = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": SOURCES}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--backend", "mpi", "--json"],
+        env=environ, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert [trial["works"] for trial in found["trials"]] == [None]
+    assert found["verdict"] == "Not ready: mpi was asked for, and does not work here."
