@@ -1,6 +1,6 @@
 """Writes into the pages what can be made: example files, the output of commands, and tables of measured figures.
 
-    python benchmarks/readme.py          # rewrites README.md and docs/gradients.md
+    python benchmarks/readme.py          # rewrites README.md, docs/gradients.md and docs/adapters.md
     python benchmarks/readme.py --check  # exit code 1 when one of them is not what it would write
 
 Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
@@ -25,7 +25,7 @@ from comparison_tables import comparison, knobs, lists, thresholds
 from contract_coverage import coverage
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md", ROOT / "docs" / "adapters.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 #: Patterns, and what stands in the README in their place.
