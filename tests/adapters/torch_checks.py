@@ -162,6 +162,37 @@ def check_knobs(comm: Any) -> None:
     assert model.callback.skip_step
 
 
+def check_pytorch_s_own_scaling_and_clipping(comm: Any) -> None:
+    model = Synchronised(two_layers())
+    before = model.module[0].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for is_finite in (False, True):
+        optimizer.zero_grad()
+        factor = 1.0 if is_finite or comm.rank == 0 else float("inf")
+        scaler.scale(loss_of(model, comm) * factor).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        if not is_finite:  # rank 1's overflow: skipped on both
+            assert scaler.get_scale() == 2.0
+            assert torch.equal(model.module[0].weight, before)
+    assert not torch.equal(model.module[0].weight, before)
+    assert same_on_all_ranks(comm, model.module[0].weight)
+
+
+def check_a_hook_reduces_the_buckets(comm: Any) -> None:
+    model = Synchronised(two_layers())
+    model.callback.register_hook(gs.hooks.EightBitHook())
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, comm).backward()
+        for parameter in model.parameters():
+            assert same_on_all_ranks(comm, parameter.grad)
+    assert float(model.module[0].weight.grad.abs().sum()) > 0
+
+
 def check_evaluation_on_one_rank(comm: Any) -> None:
     model = Synchronised(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     (model(torch.full((4, 3), comm.rank + 1.0) * torch.arange(4.0)[:, None]) ** 2).sum().backward()
