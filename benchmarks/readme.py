@@ -191,6 +191,18 @@ def over_mpi(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def adapters(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each wrapper of a PyTorch module, with its quartiles."""
+    lines = ["| backward pass of | wrapped in | median | quartiles |", "| --- | --- | --- | --- |"]
+    for row in results["results"]:
+        median, lower, upper = (1e3 * row["seconds"][key] for key in ("median", "lower_quartile", "upper_quartile"))
+        lines.append(f"| {row['model']} | {row['what']} | {median:.3g} ms | {lower:.3g} to {upper:.3g} |")
+    load, cores = results["machine"]["load_average_before"], results["machine"]["usable_cores"]
+    if load > cores:
+        lines += ["", f"Other programs kept the cores busy meanwhile (load average {load:.0f}): only ratios tell much."]
+    return lines
+
+
 def partition(results: dict[str, Any]) -> list[str]:
     """Returns the lines of the table of machines that are cut off: the later of both sides counts."""
     by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -266,6 +278,7 @@ LAYOUTS = {
     "buckets.at_a_glance": at_a_glance,
     "start_up": start_up,
     "over_mpi": over_mpi,
+    "adapters": adapters,
     "rendezvous_scale": rendezvous_scale,
     "detection": detection,
     "fault_matrix": fault_matrix,
@@ -302,6 +315,11 @@ METHODS = {
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),
+    "adapters": (
+        "Two ranks",
+        "the slower one counts, and contenders alternate in one run. What the passes hand out is in ResNet-50's "
+        "shapes, and exists already: nothing is computed. Made by `python benchmarks/adapters.py`",
+    ),
     "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
     "rendezvous_scale": (
         "Simulated ranks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ hypothesis.settings.load_profile("gradsync")
 # Rank processes import the test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import cross_check_launch  # noqa: E402
 from cross_check_launch import INTEL_MPI, PEERS, Mpi  # noqa: E402
 
 
@@ -66,6 +68,19 @@ def open_mpi(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
 def intel_mpi(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
     """Intel MPI, likewise."""
     return _mpi_or_skip(INTEL_MPI, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def torch_python() -> str:
+    """A Python with PyTorch and what gradsync needs: the environment that `make peers` makes."""
+    found = cross_check_launch.torch_python()
+    if found is None:
+        pytest.skip(cross_check_launch.NO_TORCH)
+    code = "import click, ml_dtypes, msgpack, torch"
+    done = subprocess.run([found, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip(f"{found}: {done.stderr.splitlines()[-1]}; `make peers` installs it")
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from cross_check_launch import run_on_gradsync
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -84,6 +88,76 @@ def test_collectives_on_any_number_of_ranks(ranks: int) -> None:
     }
     lines = [line.removeprefix("[rank 0] ").split(maxsplit=1) for line in shown.splitlines()]
     assert {name: json.loads(values) for name, values in lines} == wanted
+
+
+def losses_in(shown: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown)]
+
+
+def test_gradient_accumulation_reduces_once_a_step() -> None:
+    code, shown, told = run(EXAMPLES / "gradient_accumulation.py")
+    assert (code, told) == (0, "")
+    assert shown == "[rank 0] weights [1. 2. 3.], 100 all-reduces in 100 steps\n"
+
+
+def test_mixed_precision_skips_the_same_steps_on_all_ranks() -> None:
+    code, shown, told = run(EXAMPLES / "loss_scaling.py")
+    assert (code, told) == (0, "")
+    assert shown.endswith("weights [1. 2. 3.], 7 of 200 steps skipped\n")
+
+
+def test_the_transformer_learns_to_write() -> None:
+    code, shown, told = run(EXAMPLES / "transformer.py", "--steps", 100)
+    assert (code, told) == (0, "")
+    losses = losses_in(shown)
+    assert len(losses) == 6
+    assert losses[0] > 4.4  # a guess among 96 letters
+    assert losses[-1] < 2.8
+
+
+def test_the_transformer_s_gradients_are_those_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import transformer
+
+    rng = np.random.default_rng(0)
+    parameters = {name: array.astype(float) for name, array in transformer.make_parameters(rng).items()}
+    text = rng.integers(0, len(transformer.LETTERS), (2, 12))
+    _, backward = transformer.forward(parameters, text)
+    gradients = dict(backward())
+    assert gradients.keys() == parameters.keys()
+    for name, gradient in gradients.items():
+        direction = rng.normal(size=gradient.shape)
+        losses = []
+        for sign in (1, -1):
+            moved = {**parameters, name: parameters[name] + sign * 1e-6 * direction}
+            losses.append(transformer.forward(moved, text)[0])
+        slope = (losses[0] - losses[1]) / 2e-6
+        np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def check_a_loop(shown: str) -> None:
+    losses = losses_in(shown)
+    assert losses[0] > 0.6
+    assert losses[-1] < 0.35
+
+
+@pytest.mark.skipif(find_spec("jax") is None, reason="no JAX: pip install jax")
+def test_the_loop_of_jax() -> None:
+    code, shown, told = run(EXAMPLES / "jax_loop.py")
+    assert (code, told) == (0, "")
+    check_a_loop(shown)
+
+
+def test_the_loop_of_pytorch(torch_python: str, tmp_path: Path) -> None:
+    check_a_loop(run_on_gradsync(2, tmp_path, str(EXAMPLES / "torch_loop.py"), python=torch_python))
+
+
+def test_every_example_is_in_the_table() -> None:
+    tracked = [path for path in EXAMPLES.rglob("*.*") if path.suffix in (".py", ".sh", ".yaml")]
+    shown = re.findall(r"\]\(([\w/.]+)\)", (EXAMPLES / "README.md").read_text())
+    assert [path for path in tracked if str(path.relative_to(EXAMPLES)) not in shown] == []
+    assert [link for link in shown if not (EXAMPLES / link).exists()] == []
+    assert "examples/README.md" in (EXAMPLES.parent / "README.md").read_text()
 
 
 def test_every_failure_has_its_place_in_the_pages() -> None:

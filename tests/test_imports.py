@@ -208,6 +208,16 @@ def test_a_process_group_needs_no_multiprocessing() -> None:
     assert not loaded & {"cupy", "multiprocessing", "click", "rich"}
 
 
+@pytest.mark.parametrize(("adapter", "library"), [("torch", "PyTorch"), ("jax", "JAX")])
+def test_an_adapter_without_its_library_says_how_to_get_it(adapter: str, library: str) -> None:
+    code = (
+        f"import sys; sys.modules[{adapter!r}] = None\n"  # as where it is not installed
+        f"try:\n    import gradsync.adapters.{adapter}\nexcept ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == f"gradsync.adapters.{adapter} needs {library}: pip install 'gradsync[{adapter}]'\n"
+
+
 def test_every_public_name_loads() -> None:
     for name in gs.__all__:
         assert getattr(gs, name) is not None

@@ -93,7 +93,7 @@ class _HandOut(torch.autograd.Function):
         return (None, *[gradient.detach() for gradient in ctx.gradients])
 
 
-class _Model(torch.nn.Module):
+class HandedOut(torch.nn.Module):
     """Parameters in the shapes of the gradients; a model lists them first to last, a backward pass last to first."""
 
     def __init__(self, gradients: list[torch.Tensor]) -> None:
@@ -106,7 +106,7 @@ class _Model(torch.nn.Module):
 
 
 def _ddp_operations(name: str, gradients: list[torch.Tensor], **options: bool) -> dict[str, Operation]:
-    model = DistributedDataParallel(_Model(gradients), **options)
+    model = DistributedDataParallel(HandedOut(gradients), **options)
     return {
         whole_backward(name): _Backward(model, synchronising=True).operation(),
         local_backward(name): _Backward(model, synchronising=False).operation(),

@@ -1,4 +1,4 @@
-"""Checks that ranks run in a Python of their own, and report in a file; pytest reads their names without running them."""
+"""Checks that ranks run in a Python of their own, and report in a file; pytest reads no more than their names."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ The ranks run in a Python that has torch: the environment of the benchmarks, whe
 
 from __future__ import annotations
 
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -21,30 +20,18 @@ TRAINING = str(HERE / "torch_training_rank.py")
 CHECKS = str(HERE / "torch_checks.py")
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    """A Python with torch and what gradsync needs."""
-    found = launch.torch_python()
-    if found is None:
-        pytest.skip(launch.NO_TORCH)
-    done = subprocess.run([found, "-c", "import click, ml_dtypes, msgpack, torch"], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"{found}: {done.stderr.splitlines()[-1]}; `make peers` installs it")
-    return found
-
-
 # -- Beside DistributedDataParallel -------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_it_trains_what_ddp_trains(python: str, world_size: int, tmp_path: Path) -> None:
+def test_it_trains_what_ddp_trains(torch_python: str, world_size: int, tmp_path: Path) -> None:
     """Also with parameters that some ranks do not use, or none; with gradients in the buckets, and elsewhere."""
     results = {}
     for system in ("ddp", "gradsync"):
         folder = tmp_path / system
         folder.mkdir()
-        run = launch.run_on_gloo if system == "ddp" else partial(launch.run_on_gradsync, python=python)
+        run = launch.run_on_gloo if system == "ddp" else partial(launch.run_on_gradsync, python=torch_python)
         run(world_size, folder, TRAINING, system, str(folder))
         results[system] = launch.read_results(world_size, folder)
     for rank, (ours, theirs) in enumerate(zip(results["gradsync"], results["ddp"], strict=True)):
@@ -60,10 +47,10 @@ def test_it_trains_what_ddp_trains(python: str, world_size: int, tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def outcomes(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def outcomes(torch_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What became of each check on two ranks: "" or its traceback."""
     folder = tmp_path_factory.mktemp("checks")
-    launch.run_on_gradsync(2, folder, CHECKS, str(folder), python=python)
+    launch.run_on_gradsync(2, folder, CHECKS, str(folder), python=torch_python)
     return outcomes_in(folder, 2)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import average_checks
 import callback_hook_checks
 import fixed_checks
 import knob_checks
@@ -32,6 +33,9 @@ CHECKS = (
     lambda comm: callback_hook_checks.hand_buckets_to_hooks(comm, "numpy"),
     lambda comm: callback_hook_checks.differ(comm, "numpy"),
     lambda comm: callback_hook_checks.combine(comm, "numpy"),
+    lambda comm: average_checks.average_everything(comm, "numpy"),
+    lambda comm: average_checks.average_what_is_no_array(comm),
+    lambda comm: average_checks.differ(comm, "numpy"),
 )
 
 if __name__ == "__main__":

@@ -34,11 +34,12 @@ Tree = TypeVar("Tree")
 
 
 def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicator | None = None) -> Tree:
-    """Averages all gradients of a pytree over the ranks: `gradients = average_gradients(gradients)`.
+    """Averages all gradients of a pytree over the ranks.
 
     Every rank must call it, with a pytree of the same paths and with leaves of the same shapes and dtypes. Inside
-    jax.jit it becomes a call from the compiled program, which all ranks must run: calls keep their order. There an error
-    comes out of the compiled function as JAX's own, with the text of ours.
+    jax.jit it becomes a call from the compiled program, which all ranks must run: such calls keep their order. There an
+    error comes out of the compiled function as JAX's own, with the text of ours; and before the program calls another
+    collective itself, it has to wait for the results (jax.block_until_ready), as compiled functions run beside it.
 
     Args:
         tree: any pytree of arrays or numbers; None is no leaf.
@@ -68,7 +69,7 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
 
 
 def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
-    """Brings the root's parameters and optimiser state to all ranks: `state = broadcast_tree(state)`.
+    """Brings the root's parameters and optimiser state to all ranks.
 
     Every rank must call it, with a pytree of the same paths and with arrays of the same shapes and dtypes. Leaves that
     are no arrays, such as step counters, come from the root by pickle, in which the ranks trust each other.

@@ -20,7 +20,7 @@ from gradsync.adapters.torch_tensors import array_of, on_stream_of_torch, tensor
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.plan import list_of_names
 from gradsync.communicators.base import Communicator
-from gradsync.errors import GradientCancelled, InvalidArgument
+from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient
 
 
 class BackwardPasses:
@@ -126,12 +126,24 @@ class BackwardPasses:
             self._callback.flush()  # counts the local pass
             return
         with on_stream_of_torch(self._communicator):
-            with self._callback.backward():
-                self._check_frozen()
-                used = self._complete() if self._may_miss else None
+            used = self._flush()
             if used is not None:
                 self._take_filled(used)
         self._at_end()
+
+    def _flush(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """Reduces what is left; returns what _complete() does, where parameters may be missing."""
+        try:
+            with self._callback.backward():
+                self._check_frozen()
+                return self._complete() if self._may_miss else None
+        except MissingGradient as error:
+            missing = [name for name in self._parameters if name not in self._come]
+            raise MissingGradient(
+                f"{self._communicator.label}: the backward pass made no gradient for {list_of_names(missing)}, on any "
+                "rank: where that is meant, wrap the module with find_unused_parameters=True; where it is "
+                "checkpointed, use_reentrant=False lets autograd make all of them in one pass"
+            ) from error
 
     def abandon(self) -> None:
         """Ends a pass that was left by an exception: the others are told, unless all of them have it."""
