@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "scaling.md"}))
 RESULTS = ROOT / "benchmarks" / "results"
 
-#: Patterns, and what stands in the README in their place.
+#: Patterns, and what stands in the pages in their place.
 SAME_EVERYWHERE = [
     (re.escape(f"{ROOT}/"), ""),
     (r"[^\s\"]*/site-packages/gradsync/", "src/gradsync/"),  # installed, and not run from the sources
@@ -78,10 +78,10 @@ def render(text: str) -> str:
 
 
 def play(command: str, exit_code: int) -> str:
-    """Runs a command as the README gives it, and returns what it prints, in the form of SAME_EVERYWHERE.
+    """Runs a command as a page gives it, and returns what it prints, in the form of SAME_EVERYWHERE.
 
     Raises:
-        RuntimeError: it ended otherwise than the README says.
+        RuntimeError: it ended otherwise than the page says.
     """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -104,7 +104,7 @@ def play(command: str, exit_code: int) -> str:
 
 
 def _programs(folder: Path) -> Path:
-    """Fills a folder with the programs that the README calls, as this interpreter has them."""
+    """Fills a folder with the programs that the pages call, as this interpreter has them."""
     interpreter = shlex.quote(sys.executable)
     commands = {
         "python": interpreter,
