@@ -16,6 +16,7 @@ import gradsync as gs
 from empty_environment import ROOT, Environment, build, environment_with, files_of_the_repository
 
 pytest.importorskip("build", reason="the extra `test` brings it")
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="releases are built from the repository")
 
 # What the repository has, and a release does not need.
 NOT_RELEASED = {".gitignore", ".ci/run"}
