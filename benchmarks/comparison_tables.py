@@ -1,4 +1,4 @@
-"""The README's tables of what was measured beside the peers, and of gradsync's own settings, made of results."""
+"""The tables of docs/performance.md and the README of what was measured beside the peers, made of results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = {
     "MPICH, each / flat": (contenders.MPICH_PER_TENSOR, contenders.MPICH_FLAT),
 }
 
-# The ways of the README's table, and what they are called there.
+# The ways of the table in README.md, and what they are called there.
 AT_A_GLANCE = {
     "gradsync": contenders.GRADSYNC,
     "concatenate, all_reduce, split": contenders.BY_HAND,

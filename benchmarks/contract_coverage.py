@@ -1,4 +1,4 @@
-"""Which collective has been right on which communicator for which dtype: the table of the README."""
+"""Which collective has been right on which communicator for which dtype: the table of docs/collectives.md."""
 
 from __future__ import annotations
 

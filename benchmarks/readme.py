@@ -35,7 +35,7 @@ PAGES = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT /
 LEFT_BEHIND = ("dumps", "traced", "trace.json")
 RESULTS = ROOT / "benchmarks" / "results"
 
-#: Patterns, and what stands in the README in their place.
+#: Patterns, and what stands in the pages in their place.
 SAME_EVERYWHERE = [
     (re.escape(f"{ROOT}/"), ""),
     (r"[^\s\"]*/site-packages/gradsync/", "src/gradsync/"),  # installed, and not run from the sources
@@ -100,10 +100,10 @@ def _made_anew(text: str) -> str:
 
 
 def play(command: str, exit_code: int) -> str:
-    """Runs a command as the README gives it, and returns what it prints, in the form of SAME_EVERYWHERE.
+    """Runs a command as a page gives it, and returns what it prints, in the form of SAME_EVERYWHERE.
 
     Raises:
-        RuntimeError: it ended otherwise than the README says.
+        RuntimeError: it ended otherwise than the page says.
     """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -126,7 +126,7 @@ def play(command: str, exit_code: int) -> str:
 
 
 def programs(folder: Path) -> Path:
-    """Fills a folder with the programs that the README calls, as this interpreter has them."""
+    """Fills a folder with the programs that the pages call, as this interpreter has them."""
     interpreter = shlex.quote(sys.executable)
     commands = {
         "python": interpreter,

@@ -23,11 +23,12 @@ _FENCE = re.compile(r"^(```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of PAGES, and every file of the repository that some page links to."""
-    for path, name in PAGES.items():
-        files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
-    for page in [file for file in files if file.is_documentation_page()]:
-        for path in _linked(Path(page.abs_src_path or "").read_text(), _home(page.src_uri)):
+    """Adds the pages of PAGES, those of the examples, and every file of the repository that some page links to."""
+    examples = (path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("examples/*.md")))
+    for path in (*PAGES, *examples):
+        files.append(File.generated(config, in_site(path), abs_src_path=str(ROOT / path)))
+    for page in files.documentation_pages():
+        for path in _linked(page.content_string, _home(page.src_uri)):
             name = in_site(path)
             if files.get_file_from_path(name) is None and (ROOT / path).is_file():
                 files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))

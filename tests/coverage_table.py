@@ -3,7 +3,7 @@
     python tests/coverage_table.py              # runs the contract, writes benchmarks/results/contract.json
     python tests/coverage_table.py groups ...   # runs these parts only, and leaves the results of the others
 
-The README shows it as a table. The tests compare their own runs with it.
+docs/collectives.md shows it as a table. The tests compare their own runs with it.
 """
 
 from __future__ import annotations

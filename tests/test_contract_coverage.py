@@ -1,4 +1,4 @@
-"""The README's table of what the contract has covered, from small results."""
+"""The table of docs/collectives.md: what the contract has covered, from small results."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import gradsync as gs
 from empty_environment import ROOT, Environment, build, environment_with, files_of_the_repository
 
 pytest.importorskip("build", reason="the extra `test` brings it")
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="releases are built from the repository")
 
 # What the repository has, and a release does not need.
 NOT_RELEASED = {".gitignore", ".ci/run"}
@@ -66,6 +67,10 @@ MISSING = {
     "nccl": ("import gradsync as gs\ngs.init_process_group('nccl', rank=0, world_size=1)", "pip install 'cupy-cuda12x"),
     "mpi": ("import gradsync as gs\ngs.init_process_group('mpi', rank=0, world_size=1)", "`pip install mpi4py` where"),
     "bfloat16": (f"{ALONE} gs.AllreduceCallback(compression='bfloat16')", "pip install ml_dtypes"),
+    "parameters": (
+        f"{ALONE} gs.AllreduceCallback(parameters={{'w': ((3,), 'bfloat16')}}).flush()",
+        "pip install ml_dtypes",
+    ),
     "cloudpickle": ("import gradsync as gs\ngs.launch(lambda: 0, nprocs=2)", "pip install cloudpickle"),
 }
 

@@ -30,7 +30,7 @@ UNIT = "us a gradient"
 
 
 def bucket_targets() -> list[Target]:
-    """Returns what the README may claim, in its order; those without limits are for the record."""
+    """Returns what the pages may claim, in its order; those without limits are for the record."""
     lists = [*gradient_lists(), *small_gradients()]
     return [
         *(target for model in MODELS for target in _of_model(model)),

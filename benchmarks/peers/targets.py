@@ -99,7 +99,7 @@ class Verdict:
 
 
 def all_reduce_targets() -> list[Target]:
-    """Returns what the README may claim of all_reduce, in its order."""
+    """Returns what the pages may claim of all_reduce, in its order."""
     sizes = [target for size_bytes in SIZES_BYTES for target in _targets_of_size(size_bytes)]
     busy = [Target(w.name, (GRADSYNC,), must=10.0, reach=4.0, state=BUSY) for w in busy_cores()]
     return [*sizes, *busy]
@@ -120,7 +120,7 @@ def _targets_of_size(size_bytes: int) -> list[Target]:
 
 
 def collective_targets() -> list[Target]:
-    """Returns what the README may claim of the other collectives; beside Open MPI nothing is promised."""
+    """Returns what the pages may claim of the other collectives; beside Open MPI nothing is promised."""
     sizes = [
         Target(size_name(size_bytes, collective), (other,), must if size_bytes >= LARGE_FROM_BYTES else None)
         for collective in TIMED_COLLECTIVES

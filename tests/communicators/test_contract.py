@@ -27,7 +27,7 @@ class Contract:
         return self._ranks.run(part, kit)
 
     def run_and_compare(self, communicator: str, part: str, world_size: int, kit: str) -> None:
-        """Runs a part, and compares what it has covered with what the README's table is made of."""
+        """Runs a part, and compares what it has covered with what the table of docs/collectives.md is made of."""
         found = self.run(part, world_size, kit, COMMUNICATORS[communicator].options)
         assert found == committed(communicator, part, world_size, kit), f"run `python tests/coverage_table.py {part}`"
 

@@ -65,16 +65,23 @@ def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Com
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns the dtype of that name."""
+    """Returns the dtype of that name.
+
+    Raises:
+        TypeError: there is none.
+        InvalidArgument: "bfloat16", without ml_dtypes.
+    """
     try:
         return np.dtype(name)
     except TypeError:
         if name != "bfloat16":
             raise
+    try:
         import ml_dtypes  # which tells NumPy that name
-
-        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return dtype
+    except ImportError:
+        raise InvalidArgument("NumPy knows bfloat16 with: pip install ml_dtypes") from None
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
 
 
 def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, communicator: Communicator) -> GradientSpec:
