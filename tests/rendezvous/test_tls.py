@@ -10,12 +10,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rendezvous_ranks import SECRET, connect, connect_all, run_ranks, run_threads
-from wiretaps import Tap, in_the_middle, relay
+from wiretaps import Tap, in_the_middle, narrow, relay, small_buffers
 
 from certificates import Authority, Variables, environment
 from gradsync.errors import AuthenticationError, RankFailed, RendezvousError
@@ -278,19 +277,6 @@ def test_handshake_that_does_not_fit_the_socket_goes_on(authority: Authority, mo
     with serve(variables) as server, join(server, variables) as client:
         assert client.barrier() == 1
     assert waited
-
-
-def narrow(stream: socket.socket) -> socket.socket:
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    return stream
-
-
-def small_buffers(tune: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
-    def tuned(stream: socket.socket) -> None:
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        tune(stream)
-
-    return tuned
 
 
 def test_lost_rank_is_told(authority: Authority) -> None:

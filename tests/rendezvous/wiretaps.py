@@ -1,4 +1,4 @@
-"""Who sits between a client and a server: listens, or speaks TLS with both."""
+"""What lies between a client and a server: a listener, one who speaks TLS with both, and buffers of little room."""
 
 from __future__ import annotations
 
@@ -74,3 +74,16 @@ def in_the_middle(variables: dict[str, str]) -> Callable[[socket.socket, socket.
             relay(inside, upper, bytearray())
 
     return meddle
+
+
+def narrow(stream: socket.socket) -> socket.socket:
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    return stream
+
+
+def small_buffers(tune: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
+    def tuned(stream: socket.socket) -> None:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        tune(stream)
+
+    return tuned
