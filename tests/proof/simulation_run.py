@@ -28,7 +28,7 @@ from simulation.run import Outcome, play
 
 from measurement import provenance
 
-_SEEDS_AT_ONCE = 250
+_SEEDS_AT_ONCE = 50
 
 
 @dataclass
