@@ -112,6 +112,18 @@ def test_a_tiny_shared_memory_folder_is_told():
     assert "--shm-size=1g" in found["lines"]["/dev/shm"]["advice"]
 
 
+@pytest.mark.parametrize("module", ["numpy", "rich"])
+def test_without_what_gradsync_stands_on_it_says_what_to_type(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text("raise ImportError('damaged')")
+    done = subprocess.run(
+        [sys.executable, "-m", "gradsync", "doctor", "--no-try"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), SOURCES])},
+        capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("gradsync: error: what gradsync stands on does not load here (damaged): pip install")
+
+
 def test_without_mpiexec_mpi_is_not_tried(tmp_path):
     pytest.importorskip("mpi4py")
     (tmp_path / "bin").mkdir()
