@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,8 @@ def test_without_mpiexec_mpi_is_not_tried(tmp_path):
     python = tmp_path / "bin" / "python"
     python.symlink_to(sys.executable)  # whose own folder may have an mpiexec beside it
     code = f"import sys; sys.executable = {str(python)!r}; from gradsync.cli import main; main()"
-    environ = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": SOURCES}
+    packages = os.pathsep.join([SOURCES, sysconfig.get_paths()["purelib"]])
+    environ = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": packages}
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--backend", "mpi", "--json"],
         env=environ, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,
