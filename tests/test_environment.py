@@ -1,4 +1,3 @@
-import logging
 import os
 import pickle
 from pathlib import Path
@@ -315,33 +314,6 @@ def test_malformed_secret_is_not_quoted(text):
     assert not text or text not in str(caught.value)
 
 
-@pytest.fixture
-def logger():
-    found = logging.getLogger("gradsync")
-    level, handlers = found.level, found.handlers[:]
-    found.handlers[:] = []
-    yield found
-    found.setLevel(level)
-    found.handlers[:] = handlers
-
-
-def test_logging(logger, capsys):
-    environment.configure_logging({})
-    assert not logger.handlers
-    environment.configure_logging({"GRADSYNC_LOG": "info"})
-    environment.configure_logging({"GRADSYNC_LOG": "info"})
-    logger.info("taking shm")
-    logger.debug("unseen")
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].endswith("gradsync INFO: taking shm")
-
-
-def test_unknown_log_level(logger):
-    with pytest.raises(InvalidArgument, match=r"GRADSYNC_LOG needs to be debug, info.*got 'loud'"):
-        environment.configure_logging({"GRADSYNC_LOG": "loud"})
-
-
 def test_every_name_is_described():
     names = [value for name, value in vars(environment).items() if name.isupper() and name[0] != "_"]
     ours = [value for value in names if isinstance(value, str) and value.startswith("GRADSYNC_")]
@@ -350,16 +322,3 @@ def test_every_name_is_described():
     for value in ours:
         (index,) = [i for i, line in enumerate(lines) if line.endswith(f'= "{value}"')]
         assert lines[index - 1].startswith("#: ")
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
-def test_collective_timeout_of_the_environment_is_checked(text):
-    environ = {environment.COLLECTIVE_TIMEOUT_SECONDS: text}
-    with pytest.raises(InvalidArgument, match=r"needs to be a number of seconds above 0, got '"):
-        environment.collective_timeout_seconds(300.0, environ)
-
-
-def test_collective_timeout_of_the_environment_decides():
-    environ = {environment.COLLECTIVE_TIMEOUT_SECONDS: "3600"}
-    assert environment.collective_timeout_seconds(300.0, environ) == 3600
-    assert environment.collective_timeout_seconds(300.0, {}) == 300

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync import environment, flight_recorder
+from gradsync import flight_recorder, settings
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.flight_recorder import FlightRecorder, finish, names_text, seconds_text, size_text
@@ -211,7 +211,7 @@ def test_its_size_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(5):
             comm.barrier()
         assert [entry.number for entry in comm.recorder.entries()] == [3, 4, 5]
-    assert environment.flight_recorder_entries({}) == 64
+    assert settings.flight_recorder_entries({}) == 64
 
 
 # What communicators record.

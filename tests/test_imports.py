@@ -47,6 +47,7 @@ LAYERS = [
         "bucketing.statistics",
         "bucketing.bucket_ends",
     ),
+    ("settings",),
     ("visible_devices", "flight_recorder", "stack_report"),
     ("tracing",),
     ("dumps",),

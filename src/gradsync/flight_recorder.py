@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
-from gradsync.environment import flight_recorder_entries
+from gradsync.settings import flight_recorder_entries
 
 _REMEMBERED_RECORDERS = 16  # also when their communicators have ended: a failure ends them, and is looked into then
 

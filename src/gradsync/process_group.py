@@ -29,9 +29,9 @@ from gradsync.communicators.world import (
     set_world,
 )
 from gradsync.dumps import arm, dump_because, write_trace
-from gradsync.environment import configure_logging
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.settings import configure_logging
 from gradsync.world_connection import WorldSettings, choose_backend, connect_world, meets_over_mpi, read_settings
 from gradsync.world_siblings import Siblings
 

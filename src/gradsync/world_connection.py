@@ -17,15 +17,14 @@ from gradsync.environment import (
     BACKEND,
     BACKENDS,
     RankEnvironment,
-    allows_shared_gpu,
-    asks_for_debug_mode,
     read_environment,
 )
-from gradsync.environment import collective_timeout_seconds as environment_timeout
 from gradsync.errors import InvalidArgument
 from gradsync.launcher_variables import SLURM, SOURCES_WITH_MPI
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.settings import allows_shared_gpu, asks_for_debug_mode
+from gradsync.settings import collective_timeout_seconds as environment_timeout
 from gradsync.visible_devices import count_gpus
 
 _log = logging.getLogger("gradsync")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgpack
 
-from gradsync import environment
+from gradsync import environment, settings
 from gradsync.bench.thresholds import parse_megabytes
 from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 from gradsync.communicators.agreement import Description, mismatch
@@ -235,8 +235,8 @@ def variables(data: bytes) -> None:
         environ[VARIABLES[record[0] % len(VARIABLES)] if record else "RANK"] = record[1:].decode("latin-1")
     readers: tuple[Callable[[], object], ...] = (
         lambda: read_environment(dict(environ)),
-        lambda: environment.flight_recorder_entries(environ),
-        lambda: environment.collective_timeout_seconds(300.0, environ),
+        lambda: settings.flight_recorder_entries(environ),
+        lambda: settings.collective_timeout_seconds(300.0, environ),
         lambda: read_tls_files(environ),
     )
     environ.pop(environment.SECRET_FILE, None)  # a file of this machine: `secret_file` has those

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsync import environment
-from gradsync.environment import allows_shared_gpu
 from gradsync.errors import InvalidArgument
 from gradsync.launching.failure_report import failure_text
 from gradsync.launching.gpus import choose_gpus, parse_gpus
@@ -24,6 +23,7 @@ from gradsync.launching.outcome import Outcome
 from gradsync.launching.output.pump import OutputPump
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import module_target, script_target
+from gradsync.settings import allows_shared_gpu
 from gradsync.visible_devices import count_gpus, default_process_count
 
 if TYPE_CHECKING:

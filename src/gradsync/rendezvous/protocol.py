@@ -1,11 +1,10 @@
 """The server's core: generations, and who is in them. (now, event) -> actions, without I/O.
 
-No sockets, no clock, no randomness: `event_loop` feeds it, tests and model checkers can too. A connection joins
-as one rank of the earliest generation that has not had that rank yet; a generation forms when all its ranks
-have joined and the one before has ended, and ends when all its connections are gone. A connection lost
-without a goodbye poisons its generation: every member is told at once, and every later request is answered
-with the same failure. So does a member that was found stopped or out of reach, after a silence, and one that
-does not come to a collective in time.
+No sockets, no clock, no randomness: `event_loop` feeds it, tests and model checkers can too. A connection joins as one
+rank of the earliest generation that has not had that rank yet; a generation forms when all its ranks have joined and
+the one before has ended, and ends when all its connections are gone. A connection lost without a goodbye poisons its
+generation: every member is told at once, and every later request is answered with the same failure. So does a member
+that was found stopped or out of reach, after a silence, and one that does not come to a collective in time.
 """
 
 from __future__ import annotations
@@ -282,8 +281,7 @@ class RendezvousCore:
         return self._notice(now, head.roster)
 
     def _form(self, generation: Generation) -> list[Action]:
-        self.formed_count += 1
-        generation.number = self.formed_count
+        generation.number = self.formed_count = self.formed_count + 1
         self._notice_at = None
         actions: list[Action] = []
         for _, member in generation.roster.present():

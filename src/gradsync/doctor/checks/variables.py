@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from gradsync import environment
+from gradsync import environment, settings
 from gradsync.doctor.finding import Finding, broken, ok, warning
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.errors import InvalidArgument
@@ -35,9 +35,9 @@ def _refusals(here: Surroundings) -> dict[str, str]:
     """Returns what gradsync would say of each value that it refuses."""
     environ = dict(here.environ)
     questions: dict[str, Callable[[], object]] = {
-        environment.FLIGHT_RECORDER_ENTRIES: lambda: environment.flight_recorder_entries(environ),
-        environment.COLLECTIVE_TIMEOUT_SECONDS: lambda: environment.collective_timeout_seconds(1.0, environ),
-        environment.LOG: lambda: environment.log_level(environ),
+        environment.FLIGHT_RECORDER_ENTRIES: lambda: settings.flight_recorder_entries(environ),
+        environment.COLLECTIVE_TIMEOUT_SECONDS: lambda: settings.collective_timeout_seconds(1.0, environ),
+        environment.LOG: lambda: settings.log_level(environ),
         environment.BACKEND: lambda: _check_backend(environ[environment.BACKEND]),
         environment.ADDRESS: lambda: environment.check_address(environ[environment.ADDRESS], environment.ADDRESS),
         environment.SECRET_FILE: lambda: environment.take_secret(
