@@ -2,8 +2,8 @@
 
 Each round starts `gradsync run` on a script that reduces without end and leaves children of every kind behind, sends
 SIGKILL, SIGTERM or SIGSTOP to a random process of it, and waits for its end. Afterwards nothing may be left: no
-process, and with it none of its shared memory, which has no name; no port, no file. Run by `make soak`; a short form
-is a test.
+process, and with it none of its shared memory, which has no name; no port, no file. Run by `make soak`, and more of it
+by `make prove`; a short form is a test.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import random
 import signal
@@ -19,13 +20,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from failures import leftovers
+from measurement import provenance
 from process_table import parent_of
 
 RANKS = 3
@@ -34,7 +38,7 @@ VICTIMS = ("rank", "launcher", "grandchild")
 MARK = "GRADSYNC_CHAOS_ROUND"
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-_GUARD = b"gradsync: guard"  # begins its command line
+GUARD = b"gradsync: guard"  # begins its command line
 _ENDS_WITHIN_SECONDS = 20.0  # far above what any failure takes; a hang takes longer
 _CHILDREN = """
 import os, subprocess, sys, time
@@ -84,15 +88,15 @@ def _roles(pids: Iterable[int]) -> dict[int, str]:
 
 
 def _role(pid: int) -> str:
-    command = _command_line(pid)
-    if command.startswith(_GUARD):
+    command = command_line(pid)
+    if command.startswith(GUARD):
         return "guard"
-    if b"chaos_script" in command and _command_line(parent_of(pid)).startswith(_GUARD):
+    if b"chaos_script" in command and command_line(parent_of(pid)).startswith(GUARD):
         return "rank"
     return "launcher" if b"-m\0gradsync" in command else "grandchild"
 
 
-def _command_line(pid: int) -> bytes:
+def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
@@ -181,22 +185,48 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def rounds(seed: int, count: int, at_a_time: int) -> Iterator[Kill]:
+    """Runs so many rounds, some at a time, for they mostly wait; a seed strikes the same at whatever pace."""
+
+    def one(number: int) -> Kill:
+        generator = random.Random(f"{seed} {number}")
+        return run_round(generator, generator.choice(VICTIMS), generator.choice(SIGNALS))
+
+    with ThreadPoolExecutor(at_a_time) as pool:
+        yield from pool.map(one, range(count))
+
+
+def as_json(kills: Sequence[Kill], seed: int, made: dict[str, Any]) -> str:
+    """Gives what was struck how often, and what was left."""
+    counts = Counter(f"{signal.Signals(kill.number).name} {kill.victim}" for kill in kills)
+    found = [{"round": number, **asdict(kill)} for number, kill in enumerate(kills) if kill.faults]
+    summary = {"kills": len(kills), "left_something_behind": len(found), "by_kind": dict(sorted(counts.items()))}
+    checked = [
+        "processes of the run: ranks, guards, the launcher, grandchildren, double-forked ones and other sessions too",
+        "shared memory: it has no name, and ends with the last of those processes",
+        "ports",
+        "files, also under /dev/shm",
+    ]
+    return json.dumps({**made, "seed": seed, "summary": summary, "checked": checked, "faulty": found}, indent=1) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--at-a-time", type=int, default=1, help="rounds that run at once [1]")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--json", type=Path, help="where the result goes")
     options = parser.parse_args()
-    generator = random.Random(options.seed)
-    counts: Counter[str] = Counter()
-    faulty = []
-    for number in range(options.rounds):
-        kill = run_round(generator, generator.choice(VICTIMS), generator.choice(SIGNALS))
-        counts[f"{signal.Signals(kill.number).name} {kill.victim}"] += 1
-        if kill.faults:
-            faulty.append(kill)
-        print(f"{number + 1:4d}/{options.rounds}  {kill}", flush=True)
-    print(f"seed {options.seed}: {options.rounds} kills ({', '.join(f'{n} {k}' for k, n in sorted(counts.items()))})")
-    print(f"{len(faulty)} left something behind" if faulty else "none left a process, a port or a file behind")
+    made = provenance("tests/chaos.py")
+    kills = []
+    for kill in rounds(options.seed, options.rounds, options.at_a_time):
+        kills.append(kill)
+        print(f"{len(kills):4d}/{options.rounds}  {kill}", flush=True)
+    faulty = sum(bool(kill.faults) for kill in kills)
+    print(f"seed {options.seed}: {len(kills)} kills")
+    print(f"{faulty} left something behind" if faulty else "none left a process, a port or a file behind")
+    if options.json is not None:
+        options.json.write_text(as_json(kills, options.seed, made))
     return 1 if faulty else 0
 
 

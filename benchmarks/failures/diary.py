@@ -13,7 +13,7 @@ from typing import Any
 
 #: Names the scene's folder; also marks every process of the scene.
 FOLDER_VARIABLE = "DETECTION_FOLDER"
-READY, FAULT, ERROR = "ready", "fault", "error"
+READY, FAULT, ERROR, KEPT = "ready", "fault", "error", "kept"
 _DIARY, _GO = "diary", "go"
 _MAX_TEXT = 600  # characters: a line that a pipe takes at once is never mixed with another
 
@@ -23,7 +23,8 @@ class Note:
     """What one process did.
 
     Attributes:
-        what: READY: the rank is about to go where it is wanted; FAULT: it is about to fail; ERROR: it caught one.
+        what: READY: the rank is about to go where it is wanted; FAULT: it is about to fail; ERROR: it caught one;
+            KEPT: it has closed everything after an error, and still holds something.
         at: monotonic seconds.
         pid: the process.
         rank: its rank, or -1.
@@ -60,7 +61,8 @@ def _facts_of(error: BaseException) -> dict[str, Any]:
     from gradsync.errors import GradsyncError
 
     text = str(error)[:_MAX_TEXT]
-    return {"type": type(error).__name__, "is_typed": isinstance(error, GradsyncError), "text": text}
+    blamed = getattr(error, "rank", None)
+    return {"type": type(error).__name__, "is_typed": isinstance(error, GradsyncError), "text": text, "blamed": blamed}
 
 
 def await_go() -> None:
@@ -98,8 +100,8 @@ class Diary:
         *lines, self._begun = self._begun.split(b"\n")
         return [Note(**json.loads(line)) for line in lines]
 
-    def say_go(self) -> None:
-        os.write(self._go, b"!")
+    def say_go(self, times: int = 1) -> None:
+        os.write(self._go, b"!" * times)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -14,6 +14,9 @@ from failures.diary import ERROR, FAULT, READY, Note
 from failures.scene import Scene, SceneFailed
 
 RAISED, REPORTED, DOWN = "raised", "reported", "down"
+_VERDICT = re.compile(
+    r"^gradsync: rank (?P<rank>\d+) \(pid \d+ on \S+\) (was killed|failed).*?(because of rank (?P<other>\d+))?:?$"
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Row:
         told_within: seconds until the errors are raised, and until the report is there.
         down_within: seconds until all processes have ended.
         ends_run: whether the run ends of it, so that the time of its end tells something.
-        begins_with_waiting: the clock starts when the first rank waits, and not with the culprit.
+        begins_with_waiting: the clock starts when the last of those ranks waits, and not with the culprit.
+        culprit: the rank that must be named by each error that names one, and by the launcher's verdict.
         needs: tells why this machine cannot show it, or None.
     """
 
@@ -51,6 +55,7 @@ class Row:
     down_within: float | None = None
     ends_run: bool = True
     begins_with_waiting: bool = False
+    culprit: int | None = None
     needs: Callable[[], str | None] = lambda: None
 
     def target(self, measured: str) -> float | None:
@@ -163,13 +168,14 @@ def _play_round(row: Row) -> Observation:
         if row.ends_run:
             seconds[DOWN] = (scene.down_at or ended_at) - began
         complaints = [*_complaints_of_errors(row, errors), *_complaints_of_report(row, scene)]
+        complaints += _complaints_of_culprit(row, scene)
         types = tuple(note.facts["type"] for note in errors)
         return Observation(seconds, types, tuple(complaints), tuple(left))
 
 
 def _beginning(row: Row, scene: Scene) -> float:
     if row.begins_with_waiting:
-        return min(note.at for note in scene.of(READY) if note.rank in row.raising or not row.raising)
+        return max(note.at for note in scene.of(READY) if note.rank in row.raising or not row.raising)
     return scene.of(FAULT)[-1].at
 
 
@@ -189,6 +195,30 @@ def _complaints_of_errors(row: Row, errors: Sequence[Note]) -> list[str]:
             if facts["type"] not in row.errors or not re.search(row.names, facts["text"])
         ]
     return complaints
+
+
+def _complaints_of_culprit(row: Row, scene: Scene) -> list[str]:
+    """Says who was blamed in place of the culprit, and who got an error that is not ours."""
+    if row.culprit is None:
+        return []
+    complaints = []
+    for note in scene.of(ERROR):
+        if note.facts["blamed"] not in (None, row.culprit):
+            complaints.append(f"rank {note.rank} blames rank {note.facts['blamed']}: {note.facts['text'][:300]}")
+        if note.rank != row.culprit and not note.facts["is_typed"]:
+            complaints.append(
+                f"rank {note.rank} got {note.facts['type']}, which is not ours: {note.facts['text'][:300]}"
+            )
+    verdict = blamed_by_launcher(scene)
+    if verdict not in (None, row.culprit):
+        complaints.append(f"the launcher blames rank {verdict}")
+    return complaints
+
+
+def blamed_by_launcher(scene: Scene) -> int | None:
+    """Gives the rank that the last line of a launcher's report names as the cause, or None where there is none."""
+    verdicts = [found for line in scene.lines if (found := _VERDICT.search(line.text)) is not None]
+    return int(verdicts[-1]["other"] or verdicts[-1]["rank"]) if verdicts else None
 
 
 def _complaints_of_report(row: Row, scene: Scene) -> list[str]:

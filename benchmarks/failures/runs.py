@@ -67,9 +67,10 @@ def interrupt_twice(scene: Scene) -> None:
     scene.send(LAUNCHER, signal.SIGINT)
 
 
-def stop_launcher(scene: Scene) -> None:
-    """Stops the launcher; when its ranks have gone, it may go on and end."""
+def stop_launcher(scene: Scene, then: Callable[[], None] = lambda: None) -> None:
+    """Stops the launcher, and does something then; when its ranks have gone, it may go on and end."""
     scene.send(LAUNCHER, signal.SIGSTOP)
+    then()
     scene.down_at, left = scene.wait_for_processes(_STOPPED_SECONDS, scene.pid(LAUNCHER))
     os.kill(scene.pid(LAUNCHER), signal.SIGCONT)
     if left:

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from failures.diary import FAULT, FOLDER_VARIABLE, READY, Diary, Note
+from failures.diary import FAULT, FOLDER_VARIABLE, KEPT, READY, Diary, Note
 from failures.leftovers import await_end, describe_process, files_of_runs, marked_processes, open_ports
 
 _BENCHMARKS = Path(__file__).parent.parent
+_TESTS = _BENCHMARKS.parent / "tests"
+_IMPORTED = (_BENCHMARKS, _TESTS, _TESTS / "proof")  # what a scene's processes import from
 _LIMIT_SECONDS = 40.0  # far above what any failure takes; a hang takes longer
 _LEAVE_SECONDS = 5.0  # from the end of the run: what is there afterwards is left behind
 _KILLED_SECONDS = 2.0  # for the ends of all that was killed
@@ -93,7 +95,7 @@ class Scene:
     def start(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
         """Starts a Python process; its temporary and runtime files go into the scene's folder. Gives its pid."""
         temporary, runtime = (str(self.folder / private) for private in _PRIVATE)
-        paths = [str(_BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [*map(str, _IMPORTED), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": temporary, "XDG_RUNTIME_DIR": runtime}
         mark = {FOLDER_VARIABLE: str(self.folder)}
         output, printed_to = os.pipe()
@@ -127,9 +129,9 @@ class Scene:
         """Says when the failure came about, where no rank does."""
         self.notes.append(Note(FAULT, at, os.getpid(), -1))
 
-    def say_go(self) -> None:
-        """Lets the rank that waits for it fail."""
-        self._diary.say_go()
+    def say_go(self, times: int = 1) -> None:
+        """Lets the rank that waits for it fail; or so many ranks that wait go on."""
+        self._diary.say_go(times)
 
     # -- Waiting ---------------------------------------------------------------------------------------------
 
@@ -187,6 +189,7 @@ class Scene:
         """Waits for the end of all processes; gives when that was, and what is left of the run."""
         last_end, left = self.wait_for_processes(_LEAVE_SECONDS)
         self._read_diary()
+        left += [f"rank {note.rank} holds {note.facts['what']}" for note in self.of(KEPT)]
         ends = [member.ended_at for member in self._members.values() if member.ended_at is not None]
         left += open_ports(note.facts["address"] for note in self.of(READY) if note.facts.get("address"))
         left += sorted(files_of_runs() - self._files_before)

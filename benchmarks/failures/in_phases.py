@@ -1,0 +1,252 @@
+"""What a rank does in the fault matrix: comes to one exact point of its life, and there something befalls one of them.
+
+    python -m failures.in_phases PHASE FAULT VICTIM [options]
+
+Every rank goes the same way: a few steps of training, with its own checks of the sums. Points inside the library are
+reached by wrapping its methods in this process; the library itself knows nothing of them. A rank that gets an error
+looks at what it still holds when all is closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from chaos_proxy import ChaosProxy, Incident, Plan
+
+import gradsync as gs
+from belongings import Belongings
+from failures import diary
+from failures.in_ranks import exit_with_0, kill_myself, load_batch, raise_error, stop_myself
+from failures.points import (
+    AUTH,
+    BARRIER,
+    CLOSE,
+    EXIT_0,
+    EXIT_3,
+    FAULTS,
+    FIRST_BUCKET,
+    HALF_OPEN,
+    HELLO,
+    INIT,
+    JOINED,
+    KILL,
+    LAST_BUCKET,
+    LAUNCHER,
+    MIDDLE_BUCKET,
+    PHASES,
+    RAISE,
+    SPAWN,
+    STOP,
+    TEARDOWN,
+)
+from gradsync import process_group
+from gradsync.rendezvous.client_connection import ClientConnection
+from gradsync.rendezvous.membership import Membership
+from gradsync.rendezvous.self_report import SelfReport
+
+_BUCKETS = 5
+_ELEMENTS = 1000
+_AT_STEP = 2  # the plan of the steps has been agreed and repeated by then
+_STEPS_WITHOUT_END = 10**9
+_PHASE_OF_BUCKET = {0: FIRST_BUCKET, _BUCKETS // 2: MIDDLE_BUCKET, _BUCKETS - 1: LAST_BUCKET}
+
+
+class Part:
+    """This process's part.
+
+    Args:
+        options: the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._is_victim = options.victim == str(self._rank)
+        # What befalls the launcher's connections befalls each rank's, at its own end of a proxy.
+        self._is_struck = self._is_victim or (options.victim == LAUNCHER and options.fault in (CLOSE, HALF_OPEN))
+        self._waits_for_go = options.fault in FAULTS and (self._is_victim or options.victim == LAUNCHER)
+        self._has_arrived = False
+        self._stream: socket.socket | None = None
+        self._proxy: ChaosProxy | None = None
+
+    def play(self) -> None:
+        with ExitStack() as stack:
+            self._go_through_proxy(stack)
+            self._arrive(SPAWN)
+            self._wrap_library()
+            if self._options.phase == JOINED and self._rank == self._laggard():
+                self._keep_others_waiting()
+            self._train_and_look()
+
+    def _laggard(self) -> int:
+        """The rank for which the others wait, once they have joined."""
+        return max(rank for rank in range(self._size) if str(rank) != self._options.victim)
+
+    def _keep_others_waiting(self) -> None:
+        self._has_arrived = True
+        diary.note(diary.READY, **self._facts())
+        if self._options.victim != LAUNCHER:
+            load_batch()
+        diary.await_go()  # and finds what has become of the launcher
+
+    # -- Where something happens -------------------------------------------------------------------------------
+
+    def _arrive(self, phase: str) -> None:
+        """Is called at each point that this rank passes; at the wanted one, the first time, the fault happens."""
+        if phase != self._options.phase or self._has_arrived:
+            return
+        self._has_arrived = True
+        diary.note(diary.READY, **self._facts())
+        if not self._waits_for_go:
+            return
+        diary.await_go()
+        if self._is_struck:
+            diary.note(diary.FAULT)
+            self._strike()
+
+    def _facts(self) -> dict[str, str]:
+        return {"address": os.environ["GRADSYNC_ADDRESS"]} if self._proxy is None else {}
+
+    def _strike(self) -> None:
+        strikes: dict[str, Callable[[], None]] = {
+            KILL: kill_myself,
+            STOP: stop_myself,
+            RAISE: raise_error,
+            EXIT_0: exit_with_0,
+            EXIT_3: lambda: os._exit(3),
+            CLOSE: self._close,
+            HALF_OPEN: self._drop,
+        }
+        strikes[self._options.fault]()
+
+    def _close(self) -> None:
+        """Closes the control connection: a proxied one from without, one's own under the library's feet."""
+        if self._proxy is not None:
+            self._proxy.close_connections()
+        else:
+            assert self._stream is not None
+            os.close(self._stream.fileno())
+
+    def _drop(self) -> None:
+        assert self._proxy is not None
+        self._proxy.drop_everything()
+
+    def _go_through_proxy(self, stack: ExitStack) -> None:
+        options = self._options
+        is_struck_outside = self._is_struck and (options.fault == HALF_OPEN or options.victim == LAUNCHER)
+        if is_struck_outside or (options.plan and self._is_victim):
+            plan = plan_of(options.plan) if options.plan else Plan()
+            proxy = ChaosProxy(os.environ["GRADSYNC_ADDRESS"], plan, on_incident=lambda: diary.note(diary.FAULT))
+            self._proxy = stack.enter_context(proxy)
+            os.environ["GRADSYNC_ADDRESS"] = self._proxy.address
+
+    def _wrap_library(self) -> None:
+        _wrap(ClientConnection, "__init__", after=self._remember_stream)
+        _wrap(
+            ClientConnection, "authenticate", before=lambda *_: self._arrive(HELLO), after=lambda *_: self._arrive(AUTH)
+        )
+        _wrap(SelfReport, "introduce", after=lambda *_: self._arrive(JOINED))
+        _wrap(process_group, "connect_world", before=lambda *_: self._arrive(INIT))
+        _wrap(Membership, "close", before=lambda *_: self._arrive(TEARDOWN))
+
+    def _remember_stream(self, connection: ClientConnection, stream: socket.socket, address: str) -> None:
+        self._stream = stream
+
+    # -- Training ----------------------------------------------------------------------------------------------
+
+    def _train_and_look(self) -> None:
+        """Trains; after an error says what is still held once everything is closed, and fails with it."""
+        before = Belongings.now()
+        try:
+            with diary.errors_noted():
+                self._train()
+            return
+        except gs.GradsyncError as error:
+            failure = error.with_traceback(None)  # whose frames would hold the communicator
+        if self._proxy is None:
+            _tell_what_is_kept(before, Belongings.now())
+        raise failure
+
+    def _train(self) -> None:
+        options = self._options
+        with gs.init_process_group(timeout_seconds=options.timeout, collective_timeout_seconds=30.0) as comm:
+            sync = gs.AllreduceCallback("sum", comm, threshold_bytes=8 * _ELEMENTS)
+            for step in range(options.steps or (_AT_STEP + 1 if options.phase == TEARDOWN else _STEPS_WITHOUT_END)):
+                self._take_step(sync, step)
+                if step == _AT_STEP:
+                    self._arrive(BARRIER)
+                comm.barrier()
+
+    def _take_step(self, sync: gs.AllreduceCallback, step: int) -> None:
+        with sync.backward():
+            futures = []
+            for bucket in range(_BUCKETS):
+                if step == _AT_STEP and bucket in _PHASE_OF_BUCKET:
+                    self._arrive(_PHASE_OF_BUCKET[bucket])
+                futures.append(sync(f"layer {bucket}", np.full(_ELEMENTS, self._rank + step + bucket, np.float64)))
+        for bucket, future in enumerate(futures):
+            want = sum(rank + step + bucket for rank in range(self._size))
+            if not (future.result() == want).all():
+                raise ArithmeticError(f"step {step}, bucket {bucket}: {future.result()[0]} in place of {want}")
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., None] = lambda *_: None,
+    after: Callable[..., None] = lambda *_: None,
+) -> None:
+    """Has something called with the same arguments before a function of the library, and after it."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        before(*args)
+        result = original(*args, **keywords)
+        after(*args)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _tell_what_is_kept(before: Belongings, after: Belongings) -> None:
+    fields = zip(Belongings._fields, before.without_memory(), after.without_memory(), strict=False)
+    for name, was, now in fields:
+        if was != now:
+            diary.note(diary.KEPT, what=f"{name}: {was} before, {now} after"[:400])
+
+
+def plan_of(text: str) -> Plan:
+    """Reads a plan from JSON, where the incident is a list."""
+    fields = json.loads(text)
+    incident = fields.pop("incident", None)
+    return Plan(**fields, incident=None if incident is None else Incident(*incident))
+
+
+def text_of(plan: Plan) -> str:
+    """Writes a plan so that `plan_of` reads it."""
+    incident = None if plan.incident is None else dataclasses.astuple(plan.incident)
+    return json.dumps({**dataclasses.asdict(plan), "incident": incident})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Play a rank's part in a cell of benchmarks/fault_matrix.py.")
+    parser.add_argument("phase", choices=PHASES)
+    parser.add_argument("fault", choices=[*FAULTS, "none"])
+    parser.add_argument("victim", help=f"a rank, or {LAUNCHER}")
+    parser.add_argument("--timeout", type=float, default=30.0, help="for all ranks to meet")
+    parser.add_argument("--steps", type=int, help="of training [without end, where nothing else ends it]")
+    parser.add_argument("--plan", help="what a proxy does to the victim's control connection")
+    Part(parser.parse_args()).play()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Brings about each fault at each point of a run's life to each rank and to the launcher, with real processes.
+
+    python benchmarks/fault_matrix.py            # all cells; writes benchmarks/results/fault_matrix.json (8 minutes)
+    python benchmarks/fault_matrix.py --quick    # a sample with each phase and each fault; writes nothing
+    python benchmarks/fault_matrix.py --only stop "first bucket"   # cells with all of these in their name
+
+Each cell is three ranks of `gradsync run`. It is measured when the last rank that needs to know has raised an error of
+ours, when the launcher has named the culprit, and when all is down; and looked at who is named, and what is left:
+processes, ports, shared memory, files, and what a surviving rank still holds once it has closed everything. Two cells
+are measured at a time, because they mostly wait. The exit code is 1 when somebody else was named than the culprit, or
+something was left; a time above its target is only shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from failures.matrix import VICTIMS, Cell, cells, row_of, why_not
+from failures.observation import DOWN, RAISED, REPORTED, Result, observe
+from failures.points import FAULTS, PHASES
+from measurement import provenance
+
+FOLDER = Path(__file__).parent
+OUTPUT = FOLDER / "results" / "fault_matrix.json"
+ROUNDS = 2
+AT_A_TIME = 2
+TABLE_WIDTH = 170
+
+
+def sample() -> list[Cell]:
+    """Gives a cell for each phase, among them each fault and each victim, and the first of what takes long."""
+    possible = [cell for cell in cells() if why_not(cell) is None]
+    chosen = []
+    for number, phase in enumerate(PHASES):
+        fault, victim = FAULTS[number % len(FAULTS)], VICTIMS[number % len(VICTIMS)]
+        of_phase = [cell for cell in possible if cell.phase == phase]
+        chosen.append(min(of_phase, key=lambda cell: (cell.fault != fault, cell.victim != victim)))
+    return chosen
+
+
+def measure(wanted: Sequence[Cell], rounds: int, at_a_time: int, console: Console) -> list[Result]:
+    """Gives the results of all cells, in their order."""
+    with ThreadPoolExecutor(at_a_time) as pool:
+        pending = [pool.submit(observe, row_of(cell), rounds) for cell in wanted]
+        results = []
+        for number, future in enumerate(pending, 1):
+            results.append(future.result())
+            console.print(f"{number}/{len(wanted)} {_line_of(results[-1])}", highlight=False, markup=False)
+        return results
+
+
+def _line_of(result: Result) -> str:
+    times = ", ".join(
+        f"{what} {summary['worst_seconds']:.2f} s"
+        for what in (RAISED, REPORTED, DOWN)
+        if (summary := result.summary(what)) is not None
+    )
+    return f"{result.row.name}: {times or 'no error, as it must be'}"
+
+
+def told(result: Result) -> dict[str, Any] | None:
+    """Gives the later of error and report, or else the end, of those that were measured; None where nothing was."""
+    found = [summary for what in (RAISED, REPORTED) if (summary := result.summary(what)) is not None]
+    return max(found, key=lambda summary: summary["worst_seconds"], default=result.summary(DOWN))
+
+
+def table_of(wanted: Sequence[Cell], results: Sequence[Result]) -> Table:
+    """Gives a line for each phase and a column for each fault, with the worst over all victims."""
+    table = Table(title="From the fault until the last rank and the launcher have told it: seconds, the worst of all")
+    table.add_column("phase", no_wrap=True)
+    for fault in FAULTS:
+        table.add_column(fault, justify="right", no_wrap=True)
+    for phase in PHASES:
+        of_phase = [(cell, result) for cell, result in zip(wanted, results, strict=True) if cell.phase == phase]
+        table.add_row(phase, *(_entry([r for cell, r in of_phase if cell.fault == fault]) for fault in FAULTS))
+    return table
+
+
+def _entry(results: Iterable[Result]) -> str:
+    results = list(results)
+    worst = [summary["worst_seconds"] for result in results if (summary := told(result)) is not None]
+    if not results:
+        return "-"
+    shown = f"{max(worst):.2f}" if worst else "none"
+    if not all(result.is_good for result in results):
+        return f"[red]{shown} !![/red]"
+    return f"[yellow]{shown} late[/yellow]" if any(result.missed for result in results) else shown
+
+
+def as_json(wanted: Sequence[Cell], results: Sequence[Result], made: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Gives the whole result, also of what is no cell and why."""
+    body = [
+        {"phase": cell.phase, "fault": cell.fault, "victim": cell.victim, **_without_texts(result)}
+        for cell, result in zip(wanted, results, strict=True)
+    ]
+    left_out = [
+        {"phase": cell.phase, "fault": cell.fault, "victim": cell.victim, "reason": reason}
+        for cell in cells()
+        if (reason := why_not(cell)) is not None
+    ]
+    summary = {
+        "cells": len(results),
+        "rounds": sum(len(result.rounds) for result in results),
+        "wrong_or_unclean": sum(not result.is_good for result in results),
+        "late": sum(bool(result.missed) for result in results),
+    }
+    made["machine"]["load_average_after"] = os.getloadavg()[0]
+    whole = {**made, "settings": settings, "summary": summary, "results": body, "left_out": left_out}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def _without_texts(result: Result) -> dict[str, Any]:
+    found = result.as_json()
+    return {key: found[key] for key in ("measured", "errors", "culprit_named", "complaints", "left_behind")}
+
+
+def tell_what_is_wrong(results: Sequence[Result], console: Console) -> None:
+    for result in results:
+        for text in dict.fromkeys(result.complaints + [f"left {thing}" for thing in result.left_behind]):
+            console.print(f"{result.row.name}: {text}", markup=False, highlight=False, soft_wrap=True)
+        for what in result.missed:
+            summary = result.summary(what)
+            assert summary is not None
+            late = f"{what} after {summary['worst_seconds']:.2f} s, target {summary['target_seconds']:g} s"
+            console.print(f"{result.row.name}: {late}", markup=False, highlight=False)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Fault by phase by victim, with real processes.")
+    parser.add_argument("--quick", action="store_true", help="a sample with each phase and each fault")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="cells with all of these in their name")
+    parser.add_argument("--rounds", type=int, help=f"of each cell [{ROUNDS}; 1 with --quick]")
+    parser.add_argument("--at-a-time", type=int, default=AT_A_TIME, help=f"cells that run at once [{AT_A_TIME}]")
+    parser.add_argument("--json", type=Path, help=f"where the JSON goes [{OUTPUT.relative_to(FOLDER.parent)}]")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    wanted = sample() if options.quick else [cell for cell in cells() if why_not(cell) is None]
+    wanted = [cell for cell in wanted if all(text in cell.name for text in options.only)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what ignores it passes that on to all it starts
+    rounds = options.rounds or (1 if options.quick else ROUNDS)
+    made = provenance("benchmarks/fault_matrix.py")
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    began = time.monotonic()
+    results = measure(wanted, rounds, options.at_a_time, console)
+    console.print(table_of(wanted, results))
+    tell_what_is_wrong(results, console)
+    bad = sum(not result.is_good for result in results)
+    console.print(f"{len(results)} cells in {time.monotonic() - began:.0f} s: {bad or 'none'} wrong or unclean")
+    output = options.json or (None if options.quick or options.only else OUTPUT)
+    if output is not None:
+        settings = {"rounds": rounds, "cells_at_a_time": options.at_a_time}
+        output.write_text(as_json(wanted, results, made, settings))
+        console.print(f"written to {os.path.relpath(output)}", highlight=False)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
