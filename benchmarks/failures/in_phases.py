@@ -10,8 +10,6 @@ looks at what it still holds when all is closed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
 import socket
 from collections.abc import Callable
@@ -19,12 +17,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-from chaos_proxy import ChaosProxy, Incident, Plan
+from chaos_proxy import ChaosProxy, Plan
 
 import gradsync as gs
 from belongings import Belongings
 from failures import diary
 from failures.in_ranks import exit_with_0, kill_myself, load_batch, raise_error, stop_myself
+from failures.plans import plan_of
 from failures.points import (
     AUTH,
     BARRIER,
@@ -49,8 +48,9 @@ from failures.points import (
 )
 from gradsync import process_group
 from gradsync.rendezvous.client_connection import ClientConnection
+from gradsync.rendezvous.inbox import Inbox
 from gradsync.rendezvous.membership import Membership
-from gradsync.rendezvous.self_report import SelfReport
+from gradsync.rendezvous.messages import FrameType
 
 _BUCKETS = 5
 _ELEMENTS = 1000
@@ -153,7 +153,7 @@ class Part:
         _wrap(
             ClientConnection, "authenticate", before=lambda *_: self._arrive(HELLO), after=lambda *_: self._arrive(AUTH)
         )
-        _wrap(SelfReport, "introduce", after=lambda *_: self._arrive(JOINED))
+        _wrap(Inbox, "_sort", after=lambda _, message: message.type is FrameType.SEATED and self._arrive(JOINED))
         _wrap(process_group, "connect_world", before=lambda *_: self._arrive(INIT))
         _wrap(Membership, "close", before=lambda *_: self._arrive(TEARDOWN))
 
@@ -173,6 +173,8 @@ class Part:
             failure = error.with_traceback(None)  # whose frames would hold the communicator
         if self._proxy is None:
             _tell_what_is_kept(before, Belongings.now())
+        elif self._is_victim and self._options.fault == HALF_OPEN:
+            load_batch()  # its end would close the connection, and tell what the others are to find out
         raise failure
 
     def _train(self) -> None:
@@ -222,19 +224,6 @@ def _tell_what_is_kept(before: Belongings, after: Belongings) -> None:
     for name, was, now in fields:
         if was != now:
             diary.note(diary.KEPT, what=f"{name}: {was} before, {now} after"[:400])
-
-
-def plan_of(text: str) -> Plan:
-    """Reads a plan from JSON, where the incident is a list."""
-    fields = json.loads(text)
-    incident = fields.pop("incident", None)
-    return Plan(**fields, incident=None if incident is None else Incident(*incident))
-
-
-def text_of(plan: Plan) -> str:
-    """Writes a plan so that `plan_of` reads it."""
-    incident = None if plan.incident is None else dataclasses.astuple(plan.incident)
-    return json.dumps({**dataclasses.asdict(plan), "incident": incident})
 
 
 def main() -> None:

@@ -37,6 +37,8 @@ _BEFORE_JOINING = (SPAWN, HELLO, AUTH)
 _MEETING_SECONDS = 2.0  # the ranks' limit, where a cell waits for it
 _WITHOUT_END_SECONDS = 30.0
 _FEW_STEPS = 4
+_STOPPED_SECONDS = 3.0
+_HALF_OPEN_SECONDS = 4.0  # two heartbeats more: only between two hosts is a connection half-open
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def _missed_by_others(cell: Cell) -> Row:
         culprit=victim,
         report=_report_of(cell),
         exit_codes={runs.LAUNCHER: _exit_code(cell.fault)},
-        told_within={RAISE: 0.3, STOP: 3.0, HALF_OPEN: 3.0}.get(cell.fault, 0.5),
+        told_within={RAISE: 0.3, STOP: _STOPPED_SECONDS, HALF_OPEN: _HALF_OPEN_SECONDS}.get(cell.fault, 0.5),
     )
 
 
@@ -191,7 +193,7 @@ def _row_of_launcher(cell: Cell) -> Row:
         names=r"rendezvous server|control connection",
         report=("|".join(f"{error}: " for error in errors),) if cell.fault != STOP else (),
         exit_codes={runs.LAUNCHER: 1},
-        told_within=0.5 if cell.fault == CLOSE else 3.0,
+        told_within={STOP: _STOPPED_SECONDS, HALF_OPEN: _HALF_OPEN_SECONDS}.get(cell.fault, 0.5),
     )
 
 

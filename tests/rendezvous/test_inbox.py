@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from gradsync.errors import RankFailed, RendezvousError
 from gradsync.rendezvous.client_connection import ClientConnection
 from gradsync.rendezvous.inbox import Inbox, Pending
 from gradsync.rendezvous.messages import DEATH, FrameType, Message
-from gradsync.rendezvous.wire import Session
+from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
 
 KEY = b"k" * 32
 
@@ -31,14 +32,7 @@ class Wire:
         self.connection = ClientConnection(stream, "server:1")
         self.connection._session = session(is_server=False)
         self.questions: list[tuple[str, int]] = []
-        self.introductions: list[Message | None] = []  # what was known then of the answer to the join
-        self.joining = Pending()
-        self.inbox = Inbox(
-            self.connection,
-            "rank 0/2",
-            lambda push: self.questions.append(push.fields),
-            lambda: self.introductions.append(self.joining.answer),
-        )
+        self.inbox = Inbox(self.connection, "rank 0/2", lambda push: self.questions.append(push.fields))
         self._session = session(is_server=True)
 
     def seal(self, *messages: tuple) -> bytes:
@@ -126,14 +120,35 @@ def test_question_does_not_wait_for_the_one_before_it(wire) -> None:
     assert (first.fields, second.fields) == ((5, b"value"), (6, None))
 
 
-def test_rank_introduces_itself_before_its_join_is_answered(wire) -> None:
-    """Whichever thread reads: the one that joins may send its next message as soon as it finds the answer."""
-    wire.inbox.expect(wire.joining, 5)
+def test_the_server_is_known_once_this_rank_is_seated(wire) -> None:
+    joining = Pending()
+    wire.inbox.expect(joining, 5)
     wire.server.sendall(wire.seal((FrameType.SEATED, 5, "machine", 7), (FrameType.REPLY, 5, 1)))
     wire.inbox.poll()
-    assert wire.introductions == [None]
-    assert wire.joining.answer.fields == (5, 1)
+    assert joining.answer.fields == (5, 1)
     assert wire.inbox.server == ("machine", 7)
+
+
+def test_a_rank_says_who_it_is_in_one_piece_with_its_join(wire) -> None:
+    """One that is stopped right afterwards would not be missed: the server looks only for those it knows."""
+    wire.connection.let_follow(FrameType.INTRODUCE, "machine", "node1", 7)
+    wire.connection.send(time.monotonic() + 30, FrameType.JOIN, 1, 0, 2, 1000)
+    reader, server = FrameReader(), session(is_server=True)
+    reader.limit_bytes = MAX_FRAME_BYTES
+    reader.feed(wire.server.recv(10_000))
+    frames = iter(reader.next_frame, None)
+    assert [server.open(frame).type for frame in frames] == [FrameType.JOIN, FrameType.INTRODUCE]
+    wire.connection.send(time.monotonic() + 30, FrameType.DELETE, "key")
+    reader.feed(wire.server.recv(10_000))
+    assert [server.open(frame).type for frame in iter(reader.next_frame, None)] == [FrameType.DELETE]
+
+
+def test_a_descriptor_that_was_closed_elsewhere_is_no_untyped_error(wire) -> None:
+    os.close(wire.connection._stream.fileno())
+    with pytest.raises(RendezvousError, match="Bad file descriptor"):
+        wire.inbox.poll()
+    wire.connection.shut_down()
+    wire.connection.close()
 
 
 @pytest.mark.parametrize("bytes_sent", [b"", b"\0" * 100])

@@ -67,6 +67,17 @@ def test_stopped_rank_is_the_verdict_for_all_within_three_seconds(finding: Findi
     assert bench.core.next_deadline() is None
 
 
+def test_a_stopped_rank_that_nobody_needs_any_more_is_told_of_to_the_operator() -> None:
+    """The others have left; only the launcher waits for it, and would wait without a word."""
+    bench = BeatingBench(2)
+    bench.send(0, FrameType.BYE)
+    bench.live(2.5, [], {1: Finding.STOPPED})
+    [notice] = bench.notices
+    assert notice.startswith("rank 1/2 (pid 1001) was stopped (SIGSTOP?) in phase 'running': ")
+    bench.live(60, [])
+    assert len(bench.notices) == 1
+
+
 def test_once_is_not_enough() -> None:
     bench = BeatingBench(2)
     bench.live(1.6, [0], {1: Finding.STOPPED})

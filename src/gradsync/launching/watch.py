@@ -179,8 +179,9 @@ class Watch:
             return _SETTLE_SECONDS
         if error.is_timeout:
             return _AFTER_TIMEOUT_SECONDS
-        culprit = None if error.missed_rank is None else self._running.get(error.missed_rank)
-        return _SETTLE_SECONDS if culprit is not None and culprit.is_stopped() else _ROOT_CAUSE_SECONDS
+        culprits = [other for other in self._ranks if other.rank == error.missed_rank]
+        has_nothing_to_tell = any(other.is_reaped or other.is_stopped() for other in culprits)
+        return _SETTLE_SECONDS if has_nothing_to_tell else _ROOT_CAUSE_SECONDS
 
     def _take_signal(self, number: int) -> None:
         """Forwards the first signal; a Ctrl-C after it kills at once, and anything else is old news."""

@@ -49,7 +49,7 @@ class ClientConnection:
         self._session: Session | None = None
         self._sending = threading.Lock()
         self._unsent = bytearray()
-        self._queued = b""  # sealed, and to be sent with the next message
+        self._trailing: tuple[Any, ...] | None = None  # a message to be sent behind the next one
         self._either = select.poll()
         self._either.register(stream, select.POLLIN | select.POLLOUT)
         self._readable = select.poll()
@@ -137,14 +137,9 @@ class ClientConnection:
         finally:
             self._sending.release()
 
-    def queue(self, frame_type: FrameType, *fields: Any) -> None:
-        """Takes a message that needs no answer, to travel with the next one; no I/O.
-
-        Raises:
-            FieldError: a field does not fit its schema.
-        """
-        with self._sending:
-            self._queued = self._seal(self._authenticated(), frame_type, fields)
+    def let_follow(self, frame_type: FrameType, *fields: Any) -> None:
+        """Takes a message that needs no answer, to be sent behind the next one, in one piece with it; no I/O."""
+        self._trailing = (frame_type, *fields)
 
     def flush(self) -> bool:
         """Writes what earlier calls left over, without waiting; returns whether nothing is left.
@@ -197,7 +192,8 @@ class ClientConnection:
 
     def close(self) -> None:
         """Closes the descriptor; no other I/O."""
-        self._stream.close()
+        with contextlib.suppress(OSError):  # somebody has closed it under us: nothing is left to close
+            self._stream.close()
 
     def _authenticated(self) -> Session:
         if self._session is None:
@@ -205,9 +201,11 @@ class ClientConnection:
         return self._session
 
     def _seal(self, session: Session, frame_type: FrameType, fields: tuple[Any, ...]) -> bytes:
-        """Returns the frame of a message, behind those that were to travel with it."""
-        sealed = self._queued + session.seal(frame_type, *fields)
-        self._queued = b""
+        """Returns the frame of a message, and behind it the one that was to follow."""
+        sealed = session.seal(frame_type, *fields)
+        if self._trailing is not None:
+            sealed += session.seal(*self._trailing)
+            self._trailing = None
         return sealed
 
     def _write(self, data: bytes, deadline: float) -> None:

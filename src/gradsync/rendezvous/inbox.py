@@ -41,8 +41,6 @@ class Inbox:
         connection: authenticated; nobody else reads from it.
         who: the rank as messages name it, e.g. "rank 1/4".
         answer_push: called with each push that wants an answer, without any lock held.
-        introduce: called when this rank is seated, before anybody can be told so: what it sends next must say who it
-            is, because the server does not miss a rank that it does not know.
 
     Attributes:
         failure: what every request raises from now on, or None; the first one stays.
@@ -55,7 +53,6 @@ class Inbox:
         connection: ClientConnection,
         who: str,
         answer_push: Callable[[Message], None],
-        introduce: Callable[[], None],
     ) -> None:
         self.failure: GradsyncError | None = None
         self.server: tuple[str, int] | None = None
@@ -64,7 +61,6 @@ class Inbox:
         self._poll_input = connection.poll_input
         self._who = who
         self._answer_push = answer_push
-        self._introduce = introduce
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._is_read = False  # whether a thread reads the connection now
@@ -210,7 +206,6 @@ class Inbox:
         if message.type is FrameType.SEATED:
             _, machine, pid = message.fields
             self.server = (machine, pid)
-            self._introduce()
         elif message.type in _PUSHES:
             self._pushes.append(message)
         elif message.type is FrameType.FAILED and message.fields[0] == TO_GENERATION:

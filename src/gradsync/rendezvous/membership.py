@@ -239,6 +239,7 @@ class Membership:
     def _join(self, deadline: float, timeout_seconds: float) -> int:
         left_seconds = max(deadline - time.monotonic(), 0.0)
         fields = (PROTOCOL_VERSION, self.rank, self.world_size)
+        self._requests.self_report.introduce()
         self._requests.begin_heartbeats(heartbeat_seconds(self.world_size))
         return int(self._requests.ask("joining", left_seconds, FrameType.JOIN, *fields, shown_seconds=timeout_seconds))
 

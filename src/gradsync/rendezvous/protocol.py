@@ -219,7 +219,9 @@ class RendezvousCore:
         if judgement is Judgement.SLOW:
             return [Notice(verdict_texts.slowness(generation.roster, rank, event.finding, silent_seconds))]
         evidence = f"not heard of for {silent_seconds:.1f} s"
-        return self._poison(generation, verdict_texts.silence(generation.roster, rank, event.finding, evidence))
+        failure = verdict_texts.silence(generation.roster, rank, event.finding, evidence)
+        notices = [] if len(generation.roster.present()) > 1 else [Notice(failure.text)]  # nobody else would say so
+        return [*self._poison(generation, failure), *notices]
 
     def _poison(self, generation: Generation, failure: Failure, *, reporter: int | None = None) -> list[Action]:
         """Ends a generation for all its members; the first cause stays. The reporter is told in what it waits for."""

@@ -78,7 +78,7 @@ class RequestChannel:
         self._connection = connection
         self._who = who
         pushes = Pushes(self.followers, self.self_report)
-        self._inbox = Inbox(connection, who, pushes.answer, self.self_report.introduce)
+        self._inbox = Inbox(connection, who, pushes.answer)
         self._liveness = Liveness(connection, self._inbox, self.self_report, who)
         self._phase: str | None = None
         self._sent_phase: str | None = None

@@ -44,9 +44,12 @@ class SelfReport:
         self._positions, self._report = positions, report
 
     def introduce(self) -> None:
-        """Tells the server which process this is, with the next message: a message for itself costs it more."""
+        """Tells the server which process this is, right behind the next message: that is the one that joins.
+
+        A rank that is stopped just after it has joined would not be missed otherwise: the server would not know it.
+        """
         host = clip_text(socket.gethostname(), MAX_MACHINE_BYTES)
-        self._connection.queue(FrameType.INTRODUCE, machine_identity(), host, os.getpid())
+        self._connection.let_follow(FrameType.INTRODUCE, machine_identity(), host, os.getpid())
 
     def answer(self, inquiry: int) -> None:
         """Tells the server what this rank does."""
