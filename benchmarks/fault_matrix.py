@@ -52,13 +52,16 @@ def sample() -> list[Cell]:
 
 def measure(wanted: Sequence[Cell], rounds: int, at_a_time: int, console: Console) -> list[Result]:
     """Gives the results of all cells, in their order."""
-    with ThreadPoolExecutor(at_a_time) as pool:
+    pool = ThreadPoolExecutor(at_a_time)
+    try:
         pending = [pool.submit(observe, row_of(cell), rounds) for cell in wanted]
         results = []
         for number, future in enumerate(pending, 1):
             results.append(future.result())
             console.print(f"{number}/{len(wanted)} {_line_of(results[-1])}", highlight=False, markup=False)
         return results
+    finally:
+        pool.shutdown(cancel_futures=True)  # which matters for Ctrl-C
 
 
 def _line_of(result: Result) -> str:

@@ -7,6 +7,7 @@ why. Targets are those of one host.
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 from dataclasses import dataclass
 
@@ -36,8 +37,10 @@ VICTIMS = (*map(str, range(RANKS)), LAUNCHER)
 _BEFORE_JOINING = (SPAWN, HELLO, AUTH)
 _MEETING_SECONDS = 2.0  # the ranks' limit, where a cell waits for it
 _WITHOUT_END_SECONDS = 30.0
+_GRACE_SECONDS = 2.0  # for which a rank listens beyond its limit: the server's answer says more than its silence
 _FEW_STEPS = 4
 _STOPPED_SECONDS = 3.0
+_STANDS_STILL = r"^gradsync: rank {}/3 \(pid \d+\) was stopped"
 _HALF_OPEN_SECONDS = 4.0  # two heartbeats more: only between two hosts is a connection half-open
 
 
@@ -98,6 +101,8 @@ def _missed_by_others(cell: Cell) -> Row:
     is_told_too = cell.fault in (CLOSE, HALF_OPEN)  # it lives, and has lost the server
     return _row(
         cell,
+        # The kernel keeps a connection while a thread polls it, whoever has closed its descriptor: half a second.
+        all_raise=cell.fault != CLOSE,
         raising=(*others, victim) if is_told_too else others,
         errors=("RankFailed", "RendezvousError") if is_told_too else ("RankFailed",),
         names=rf"\brank {victim}\b",
@@ -128,6 +133,7 @@ def _never_joins(cell: Cell) -> Row:
         cell,
         meeting_seconds=_MEETING_SECONDS,
         raising=(*others, victim) if cell.fault == HALF_OPEN else others,
+        all_raise=False,  # whose limit comes first ends the run
         errors=("RendezvousTimeout",),
         names=rf"\brank {victim}\b",
         report=(rf"RendezvousTimeout: .*\brank {victim}\b",),
@@ -139,6 +145,14 @@ def _never_joins(cell: Cell) -> Row:
 
 def _leaving(cell: Cell) -> Row:
     """All work is done: whoever does not end well is told by the launcher; to the others it is nothing."""
+    if cell.fault == STOP:
+        return _row(
+            cell,
+            report=(_STANDS_STILL.format(cell.victim),),
+            exit_codes={runs.LAUNCHER: 128 + signal.SIGTERM},  # it waits for whoever might send SIGCONT
+            ends_run=False,
+            told_within=_STOPPED_SECONDS,
+        )
     code = {CLOSE: 0, HALF_OPEN: 0, EXIT_0: 0}.get(cell.fault, _exit_code(cell.fault))
     return _row(
         cell,
@@ -190,6 +204,7 @@ def _row_of_launcher(cell: Cell) -> Row:
         meeting_seconds=2 * _MEETING_SECONDS,  # for the one that comes late to a server that is no more
         raising=ranks[:-1] if cell.phase == JOINED else ranks,
         errors=errors,  # closed one after the other: who hears of the first one's loss is told that
+        all_raise=cell.fault != HALF_OPEN,  # who finds it first ends the run
         names=r"rendezvous server|control connection",
         report=("|".join(f"{error}: " for error in errors),) if cell.fault != STOP else (),
         exit_codes={runs.LAUNCHER: 1},
@@ -202,11 +217,12 @@ def _never_reached(cell: Cell) -> Row:
         cell,
         meeting_seconds=_MEETING_SECONDS,
         raising=tuple(range(RANKS)),
+        all_raise=False,
         errors=("RendezvousTimeout",),
         names="rendezvous server",
         exit_codes={runs.LAUNCHER: 1},
         begins_with_waiting=True,
-        told_within=_MEETING_SECONDS + 0.1,
+        told_within=_MEETING_SECONDS + _GRACE_SECONDS + 0.1,
     )
 
 
@@ -224,6 +240,10 @@ def _row(
         scene.start(runs.LAUNCHER, [*command, cell.phase, cell.fault, cell.victim, *options])
         scene.wait_for_ranks(RANKS)
         _strike(scene, cell)
+        if cell.phase == TEARDOWN and cell.fault == STOP and cell.victim != LAUNCHER:
+            told = re.compile(_STANDS_STILL.format(cell.victim))
+            scene.wait_until(lambda: any(told.search(line.text) for line in scene.lines), "word of the stopped rank")
+            scene.end(runs.LAUNCHER)
         scene.wait_for_end(runs.LAUNCHER)
 
     return Row(cell.name, cell.fault, cell.phase, RANKS, play, **wanted)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ class Row:
         ranks: how many there are.
         play: brings it about.
         raising: ranks that must get an error.
+        all_raise: whether all of them must, or one is enough: the launcher may have ended the others by then.
         errors: of which types.
         names: what each such error must tell.
         report: what must be printed, by the launcher or whoever is asked: patterns, each for a line.
@@ -47,6 +48,7 @@ class Row:
     ranks: int
     play: Callable[[Scene], None]
     raising: tuple[int, ...] = ()
+    all_raise: bool = True
     errors: tuple[str, ...] = ()
     names: str = ""
     report: tuple[str, ...] = ()
@@ -187,7 +189,7 @@ def _complaints_of_errors(row: Row, errors: Sequence[Note]) -> list[str]:
     complaints = []
     for rank in row.raising:
         own = [note.facts for note in errors if note.rank == rank]
-        if not own:
+        if not own and (row.all_raise or not errors):
             complaints.append(f"rank {rank} got no error of ours")
         complaints += [
             f"rank {rank} got {facts['type']}: {facts['text'][:300]}"
@@ -203,7 +205,7 @@ def _complaints_of_culprit(row: Row, scene: Scene) -> list[str]:
         return []
     complaints = []
     for note in scene.of(ERROR):
-        if note.facts["blamed"] not in (None, row.culprit):
+        if note.rank in row.raising and note.facts["blamed"] not in (None, row.culprit):
             complaints.append(f"rank {note.rank} blames rank {note.facts['blamed']}: {note.facts['text'][:300]}")
         if note.rank != row.culprit and not note.facts["is_typed"]:
             complaints.append(

@@ -18,6 +18,7 @@ from gradsync.bootstrap import Host, join
 from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.non_member import NonMember
+from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.mpi.unfinished import end_forked_child, end_job, has_job_failed
 from gradsync.communicators.world import (
@@ -106,7 +107,7 @@ def init_process_group(
         try:
             communicator = connect_world(wanted, client, settings)
         except BaseException as error:
-            client.report_failure(f"in init_process_group: {describe(error)}")
+            client.report_failure(f"in init_process_group: {describe(error)}", culprit=culprit_of(error))
             _leave()
             raise
     communicator.on_exit = _destroy_because_of
@@ -248,10 +249,10 @@ def _destroy_because_of(error: BaseException | None) -> None:
     try:
         # PlanMismatch is raised on every rank: nobody needs to be told.
         if error is not None and not isinstance(error, PlanMismatch) and _client is not None:
-            reason = describe(error)
+            reason, culprit = describe(error), culprit_of(error)
             if communicator is not None:
-                communicator.abort(reason)
-            _client.report_failure(reason)
+                communicator.abort(reason, culprit=culprit)
+            _client.report_failure(reason, culprit=culprit)
     finally:
         with contextlib.suppress(*([] if error is None else [GradsyncError])):  # the first error is the news
             destroy_process_group()

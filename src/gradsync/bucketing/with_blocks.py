@@ -10,6 +10,7 @@ from typing import Any
 from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.join import Join
 from gradsync.communicators.base import Communicator
+from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.world import get_world
 from gradsync.errors import GradientCancelled, InvalidArgument, describe
 
@@ -139,4 +140,4 @@ class WithBlocks(ABC):
         communicator = self._group or get_world()
         told = communicator is None or communicator.world_size == 1 or error is self._backward.told
         if self._synchronising and communicator is not None and not told:
-            communicator.abort(f"in {what}: {describe(error)}")
+            communicator.abort(f"in {what}: {describe(error)}", culprit=culprit_of(error))

@@ -24,7 +24,7 @@ from gradsync.communicators.collectives.messages import Messages
 from gradsync.communicators.collectives.movements import Movements
 from gradsync.communicators.collectives.reductions import Reductions
 from gradsync.communicators.for_bucketing import ForBucketing
-from gradsync.communicators.lifetime import Lifetime
+from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.errors import PlanMismatch, describe
 from gradsync.flight_recorder import FlightRecorder
 
@@ -141,7 +141,7 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups, ForBucketi
         elif error is None or isinstance(error, PlanMismatch) or self.world_size == 1:
             self.close()
         else:
-            self.abort(describe(error))
+            self.abort(describe(error), culprit=culprit_of(error))
 
     def __repr__(self) -> str:
         ended = self.lifetime.ended_because

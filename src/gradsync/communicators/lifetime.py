@@ -222,7 +222,7 @@ class Lifetime:
                 self._untold = None  # this call has raised it
             if not isinstance(error, PlanMismatch) or error.broken:
                 self._communicator.family.note_told(error)
-                self._abort_inside(_headline(error), _culprit_of(error))
+                self._abort_inside(_headline(error), culprit_of(error))
         self._what = ""
         self._recorder.end(error is not None)
         self._occupancy.clear()
@@ -265,7 +265,7 @@ def _headline(error: BaseException) -> str:
     return describe(error).partition("\n")[0]
 
 
-def _culprit_of(error: BaseException) -> int | None:
+def culprit_of(error: BaseException) -> int | None:
     """Returns the rank that the error is about: who passes on another's failure must not be taken for its cause."""
     if isinstance(error, CollectiveTimeout) and error.missing_ranks:
         return error.missing_ranks[0]

@@ -38,11 +38,13 @@ class ClientConnection:
 
     Attributes:
         address: as given.
+        own_host: the address of this end.
         run_id: the server's run, known after the handshake.
     """
 
     def __init__(self, stream: socket.socket, address: str) -> None:
         self.address = address
+        self.own_host = str((stream.getsockname() or ("",))[0])  # "" of a socket pair
         self.run_id = ""
         self._stream = stream
         self._reader = FrameReader()
@@ -75,11 +77,6 @@ class ClientConnection:
         self.run_id = handshake.run_id
         self._reader.limit_bytes = MAX_FRAME_BYTES
         self._unsent += proof  # travels with the first message
-
-    @property
-    def own_host(self) -> str:
-        """The address of this end."""
-        return str(self._stream.getsockname()[0])
 
     @property
     def has_unsent(self) -> bool:

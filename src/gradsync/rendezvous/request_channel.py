@@ -195,19 +195,25 @@ class RequestChannel:
         if os.getpid() != self._pid:
             self.abandon()
             return
-        if isinstance(self._inbox.failure, CommunicatorClosed):
+        failure = self._inbox.failure
+        if isinstance(failure, CommunicatorClosed):
             return
         self._liveness.end()
         self._inbox.stop(self._closed_error())
+        # Who has lost the server has failed: a goodbye that still reached it would hide that from the others.
+        if not isinstance(failure, RendezvousError):
+            self._say_goodbye()
+        self._connection.shut_down()
+        self._inbox.await_idle()
+        self._liveness.await_end()
+        self._connection.close()
+
+    def _say_goodbye(self) -> None:
         deadline = time.monotonic() + _GOODBYE_SECONDS
         with contextlib.suppress(RendezvousError):
             self._connection.send(deadline, FrameType.BYE)
             # The server closes in answer: from then on this rank may join the next generation.
             self._inbox.await_end(deadline)
-        self._connection.shut_down()
-        self._inbox.await_idle()
-        self._liveness.await_end()
-        self._connection.close()
 
     def abandon(self) -> None:
         """Closes the descriptor; in the child of a fork without any I/O, and without a lock: it may not own them."""
