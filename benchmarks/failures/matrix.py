@@ -98,11 +98,11 @@ def _missed_by_others(cell: Cell) -> Row:
     """The others have met the victim, and learn of it from the server."""
     victim = int(cell.victim)
     others = _others(victim, but_one=cell.phase == JOINED)
-    is_told_too = cell.fault in (CLOSE, HALF_OPEN)  # it lives, and has lost the server
+    is_told_too = cell.fault == CLOSE  # it lives, and has lost the server
     return _row(
         cell,
         # The kernel keeps a connection while a thread polls it, whoever has closed its descriptor: half a second.
-        all_raise=cell.fault != CLOSE,
+        all_raise=not is_told_too,
         raising=(*others, victim) if is_told_too else others,
         errors=("RankFailed", "RendezvousError") if is_told_too else ("RankFailed",),
         names=rf"\brank {victim}\b",
@@ -197,19 +197,26 @@ def _row_of_launcher(cell: Cell) -> Row:
         return _row(cell, steps=_FEW_STEPS, ends_run=False, exit_codes={runs.LAUNCHER: 0})
     if cell.is_early:
         return _never_reached(cell)
-    errors = ("RendezvousError", "RankFailed") if cell.fault == CLOSE else ("RendezvousError",)
-    ranks = tuple(range(RANKS))
+    # Ranks that are lost one after the other: who hears of the first one's loss is told that.
+    errors = ("RendezvousError",) if cell.fault == STOP else ("RendezvousError", "RankFailed")
     return _row(
         cell,
         meeting_seconds=2 * _MEETING_SECONDS,  # for the one that comes late to a server that is no more
-        raising=ranks[:-1] if cell.phase == JOINED else ranks,
-        errors=errors,  # closed one after the other: who hears of the first one's loss is told that
+        raising=_raising_without_launcher(cell),
+        errors=errors,
         all_raise=cell.fault != HALF_OPEN,  # who finds it first ends the run
-        names=r"rendezvous server|control connection",
+        names=r"rendezvous server|control connection|cannot be reached",
         report=("|".join(f"{error}: " for error in errors),) if cell.fault != STOP else (),
         exit_codes={runs.LAUNCHER: 1},
         told_within={STOP: _STOPPED_SECONDS, HALF_OPEN: _HALF_OPEN_SECONDS}.get(cell.fault, 0.5),
     )
+
+
+def _raising_without_launcher(cell: Cell) -> tuple[int, ...]:
+    """Gives who must hear of it: not the one that the others wait for, and which joins a server that is cut off."""
+    if cell.phase != JOINED:
+        return tuple(range(RANKS))
+    return () if cell.fault == HALF_OPEN else tuple(range(RANKS - 1))
 
 
 def _never_reached(cell: Cell) -> Row:
