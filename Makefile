@@ -15,7 +15,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo peers test soak test-gpu lint bench bench-gpu bench-peers bench-buckets bench-collectives bench-mpi \
+.PHONY: help demo peers test soak prove test-gpu lint bench bench-gpu bench-peers bench-buckets bench-collectives bench-mpi \
 	bench-failures bench-rendezvous clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -46,10 +46,14 @@ test: $(VENV)/.dev  ## run the tests (about eight minutes on two cores)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills (15 minutes)
+soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills; 30 restarts (16 minutes)
 	$(BIN)/python tests/soak.py
 	$(BIN)/python tests/leaks.py
 	$(BIN)/python tests/chaos.py --rounds 200
+	$(BIN)/python tests/restart_soak.py --kills 30
+
+prove: $(VENV)/.dev  ## every proof in full: model check, simulation, attacks, fault matrix, kills (hours); results as JSON
+	$(BIN)/python tests/prove.py
 
 test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none)
 	@$(call with_cupy,-m pytest -m gpu -rs)

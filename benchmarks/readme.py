@@ -79,7 +79,7 @@ def play(command: str, exit_code: int) -> str:
         done = subprocess.run(
             ["/bin/sh", "-c", command],
             cwd=ROOT,
-            env=os.environ | {"PATH": f"{_programs(Path(folder))}:{os.environ['PATH']}", "NO_COLOR": "1"},
+            env=os.environ | {"PATH": f"{programs(Path(folder))}:{os.environ['PATH']}", "NO_COLOR": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -95,7 +95,7 @@ def play(command: str, exit_code: int) -> str:
     return output
 
 
-def _programs(folder: Path) -> Path:
+def programs(folder: Path) -> Path:
     """Fills a folder with the programs that the README calls, as this interpreter has them."""
     interpreter = shlex.quote(sys.executable)
     commands = {
