@@ -1,6 +1,6 @@
 """Writes into the pages what can be made: example files, the output of commands, and tables of measured figures.
 
-    python benchmarks/readme.py          # rewrites README.md and docs/gradients.md
+    python benchmarks/readme.py          # rewrites README.md, docs/gradients.md and docs/failures.md
     python benchmarks/readme.py --check  # exit code 1 when one of them is not what it would write
 
 Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
@@ -23,9 +23,10 @@ from typing import Any
 
 from comparison_tables import comparison, knobs, lists, thresholds
 from contract_coverage import coverage
+from failure_tables import detection, fault_matrix, kills, restarts
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "gradients.md", ROOT / "docs" / "failures.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 #: Patterns, and what stands in the README in their place.
@@ -212,40 +213,6 @@ SCALE_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def detection(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each failure."""
-    lines = [
-        "| failure | while | ranks | told | at most | all down | at most | culprit named | left behind |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for found in results["results"]:
-        head = f"| {found['failure']} | {found['phase']} | {found['ranks']} |"
-        if found["skipped"] is not None:
-            lines.append(f"{head} not here | | | | | |")
-            continue
-        measured = found["measured"]
-        told = _slower(measured["raised"], measured["reported"])
-        named, left = "yes" if found["culprit_named"] else "NO", len(set(found["left_behind"]))
-        lines.append(f"{head} {_worst(told)} | {_worst(measured['down'])} | {named} | {left} |")
-    return lines
-
-
-def _slower(*measurements: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the measurement with the worst round, of those that were made."""
-    return max((m for m in measurements if m is not None), key=lambda m: m["worst_seconds"], default=None)
-
-
-def _worst(measurement: dict[str, Any] | None) -> str:
-    """Returns the cells with the worst round and the target."""
-    if measurement is None:
-        return " | "
-    target = measurement["target_seconds"]
-    worst = f"{measurement['worst_seconds']:.2f} s"
-    if measurement.get("met") is False:
-        worst = f"**{worst}**"
-    return f"{worst} | {'' if target is None else f'{target:g} s'}"
-
-
 #: How the results of each benchmark become a table.
 LAYOUTS = {
     "first_light": timings,
@@ -258,6 +225,9 @@ LAYOUTS = {
     "over_mpi": over_mpi,
     "rendezvous_scale": rendezvous_scale,
     "detection": detection,
+    "fault_matrix": fault_matrix,
+    "proof_kills": kills,
+    "proof_restarts": restarts,
     "partition": partition,
     "contract": coverage,
 }
@@ -287,7 +257,13 @@ METHODS = {
         f"{METHOD[1]}; wall time, which includes the simulated ranks on the same cores, and in brackets the server's "
         "processor time",
     ),
-    "detection": ("Measured", "the worst of all rounds, from the moment of the failure; later than promised in bold"),
+    "detection": ("Measured", "from the moment of the failure; later than promised in bold"),
+    "fault_matrix": (
+        "Three ranks",
+        "two cells at a time; later than promised in bold; made by `python benchmarks/fault_matrix.py`",
+    ),
+    "proof_kills": ("Run", "made by `make prove`"),
+    "proof_restarts": ("Three ranks", "made by `make prove`"),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 

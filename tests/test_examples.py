@@ -86,8 +86,8 @@ def test_collectives_on_any_number_of_ranks(ranks: int) -> None:
     assert {name: json.loads(values) for name, values in lines} == wanted
 
 
-def test_every_failure_has_its_place_in_the_readme() -> None:
-    text = (EXAMPLES.parent / "README.md").read_text()
+def test_every_failure_has_its_place_in_the_pages() -> None:
+    text = (EXAMPLES.parent / "docs" / "failures.md").read_text()
     shown = [path.name for path in (EXAMPLES / "failures").glob("*.py") if f"examples/failures/{path.name}\n" in text]
     assert sorted(shown) == ["dies.py", "disagrees.py", "port_taken.py", "raises.py", "stalls.py"]
     assert len(shown) == len(list((EXAMPLES / "failures").glob("*.py")))

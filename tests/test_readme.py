@@ -178,9 +178,9 @@ def test_start_up_has_a_line_for_each_launcher(tmp_path: Path, monkeypatch: pyte
 
 
 def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raised = {"worst_seconds": 0.004, "target_seconds": 0.5}
-    reported = {"worst_seconds": 0.111, "target_seconds": 0.5}
-    down = {"worst_seconds": 0.15, "target_seconds": None}
+    raised = {"median_seconds": 0.003, "worst_seconds": 0.004, "target_seconds": 0.5}
+    reported = {"median_seconds": 0.1, "worst_seconds": 0.611, "target_seconds": 0.5, "met": False}
+    down = {"median_seconds": 0.12, "worst_seconds": 0.15, "target_seconds": None}
     killed = {
         "failure": "SIGKILL", "phase": "barrier", "ranks": 2, "skipped": None, "culprit_named": True, "left_behind": [],
         "measured": {"raised": raised, "reported": reported, "down": down},
@@ -194,7 +194,7 @@ def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pyte
     skipped = {**killed, "skipped": "no GPU"}
     lines = made_of("detection", [killed, unnamed, skipped], tmp_path, monkeypatch)
     assert lines[2:5] == [
-        "| SIGKILL | barrier | 2 | 0.11 s | 0.5 s | 0.15 s |  | yes | 0 |",
-        "| SIGKILL | barrier | 2 |  |  |  |  | NO | 1 |",
-        "| SIGKILL | barrier | 2 | not here | | | | | |",
+        "| SIGKILL | barrier | 2 | 0.10 s | **0.61 s** | 0.5 s | 0.12 s | 0.15 s |  | yes | 0 |",
+        "| SIGKILL | barrier | 2 |  | |  |  | |  | NO | 1 |",
+        "| SIGKILL | barrier | 2 | not here | | | | | | | |",
     ]

@@ -1,0 +1,103 @@
+"""Tables of the pages about failures: how soon each is told, the fault matrix, and what kills have left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from failures.points import FAULTS, PHASES
+
+
+def detection(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each failure."""
+    lines = [
+        "| failure | while | ranks | told, median | worst | at most | all down, median | worst | at most "
+        "| culprit named | left behind |",
+        "| --- |" + " --- |" * 10,
+    ]
+    for found in results["results"]:
+        head = f"| {found['failure']} | {found['phase']} | {found['ranks']} |"
+        if found["skipped"] is not None:
+            lines.append(f"{head} not here |" + " |" * 7)
+            continue
+        measured = found["measured"]
+        told = slower(measured["raised"], measured["reported"])
+        named, left = "yes" if found["culprit_named"] else "NO", len(set(found["left_behind"]))
+        lines.append(f"{head} {_cells(told)} | {_cells(measured['down'])} | {named} | {left} |")
+    return lines
+
+
+def slower(*measurements: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the measurement with the worst round, of those that were made."""
+    return max((m for m in measurements if m is not None), key=lambda m: m["worst_seconds"], default=None)
+
+
+def _cells(measurement: dict[str, Any] | None) -> str:
+    """Returns the cells with the median, the worst round and the target."""
+    if measurement is None:
+        return " | | "
+    target = measurement["target_seconds"]
+    limit = "" if target is None else f"{target:g} s"
+    return f"{measurement['median_seconds']:.2f} s | {_marked(measurement)} s | {limit}".replace("** s", " s**")
+
+
+def _marked(measurement: dict[str, Any]) -> str:
+    """Returns the worst round, in bold where it is later than promised."""
+    worst = f"{measurement['worst_seconds']:.2f}"
+    return f"**{worst}**" if measurement.get("met") is False else worst
+
+
+def fault_matrix(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with the worst of all victims for each phase and fault."""
+    lines = [f"| seconds | {' | '.join(FAULTS)} |", "| --- |" + " --- |" * len(FAULTS)]
+    for phase in PHASES:
+        of_phase = [cell for cell in results["results"] if cell["phase"] == phase]
+        entries = (_entry([cell for cell in of_phase if cell["fault"] == fault]) for fault in FAULTS)
+        lines.append(f"| {phase} | {' | '.join(entries)} |")
+    summary = results["summary"]
+    wrong = summary["wrong_or_unclean"] or "none"
+    told = f"{summary['cells']} cells, {summary['rounds']} runs: the wrong culprit named, or something left: {wrong}."
+    return [*lines, "", told]
+
+
+def _entry(cells: Sequence[dict[str, Any]]) -> str:
+    """Returns the worst time at which one of the cells was told, or all of it was down where nobody had to be told."""
+    told = [_told(cell["measured"]) for cell in cells]
+    worst = slower(*told)
+    if not cells:
+        return ""
+    if any(cell["complaints"] or cell["left_behind"] for cell in cells):
+        return "WRONG"
+    return "unharmed" if worst is None else _marked(max((t for t in told if t), key=_lateness))
+
+
+def _told(measured: dict[str, Any]) -> dict[str, Any] | None:
+    return slower(measured["raised"], measured["reported"]) or measured["down"]
+
+
+def _lateness(measurement: dict[str, Any]) -> tuple[bool, float]:
+    return measurement.get("met") is False, measurement["worst_seconds"]
+
+
+def kills(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table of what was hit by which signal how often."""
+    summary = results["summary"]
+    by_kind = {tuple(name.split()): count for name, count in summary["by_kind"].items()}
+    signals = sorted({signal for signal, _ in by_kind})
+    lines = [f"| hit | {' | '.join(signals)} |", "| --- |" + " --- |" * len(signals)]
+    for victim in sorted({victim for _, victim in by_kind}):
+        counts = (str(by_kind.get((signal, victim), 0)) for signal in signals)
+        lines += [f"| a {victim} | {' | '.join(counts)} |"]
+    left = summary["left_something_behind"]
+    return [*lines, "", f"{left} of {summary['kills']} left a process, shared memory, a port or a file behind."]
+
+
+def restarts(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table of trainings that were hit again and again."""
+    summary = results["summary"]
+    hits = ", ".join(f"{count} x {name}" for name, count in sorted(summary["struck"].items()))
+    return [
+        "| trainings | hits, each followed by a restart | ended with other bits, or left something |",
+        "| --- | --- | --- |",
+        f"| {summary['runs']} | {hits} | {summary['faulty_runs']} |",
+    ]
