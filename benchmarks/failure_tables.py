@@ -61,22 +61,22 @@ def fault_matrix(results: dict[str, Any]) -> list[str]:
 
 
 def _entry(cells: Sequence[dict[str, Any]]) -> str:
-    """Returns the worst time at which one of the cells was told, or all of it was down where nobody had to be told."""
-    told = [_told(cell["measured"]) for cell in cells]
-    worst = slower(*told)
+    """Returns the worst time at which one of the cells was told; in bold where one was told later than promised."""
     if not cells:
         return ""
     if any(cell["complaints"] or cell["left_behind"] for cell in cells):
         return "WRONG"
-    return "unharmed" if worst is None else _marked(max((t for t in told if t), key=_lateness))
+    told = [_told(cell["measured"]) for cell in cells]
+    worst = slower(*told)
+    if worst is None:
+        return "unharmed"
+    is_late = any(measurement is not None and measurement["met"] is False for measurement in told)
+    return _marked({**worst, "met": not is_late})
 
 
 def _told(measured: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the later of error and report; or when all was down, where nobody had to be told."""
     return slower(measured["raised"], measured["reported"]) or measured["down"]
-
-
-def _lateness(measurement: dict[str, Any]) -> tuple[bool, float]:
-    return measurement.get("met") is False, measurement["worst_seconds"]
 
 
 def kills(results: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -185,15 +186,18 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def rounds(seed: int, count: int, at_a_time: int) -> Iterator[Kill]:
+def rounds(seed: int, count: int, at_a_time: int) -> Generator[Kill, None, None]:
     """Runs so many rounds, some at a time, for they mostly wait; a seed strikes the same at whatever pace."""
 
     def one(number: int) -> Kill:
         generator = random.Random(f"{seed} {number}")
         return run_round(generator, generator.choice(VICTIMS), generator.choice(SIGNALS))
 
-    with ThreadPoolExecutor(at_a_time) as pool:
+    pool = ThreadPoolExecutor(at_a_time)
+    try:
         yield from pool.map(one, range(count))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def as_json(kills: Sequence[Kill], seed: int, made: dict[str, Any]) -> str:
@@ -213,15 +217,20 @@ def as_json(kills: Sequence[Kill], seed: int, made: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no more rounds are begun")
     parser.add_argument("--at-a-time", type=int, default=1, help="rounds that run at once [1]")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--json", type=Path, help="where the result goes")
     options = parser.parse_args()
     made = provenance("tests/chaos.py")
     kills = []
-    for kill in rounds(options.seed, options.rounds, options.at_a_time):
-        kills.append(kill)
-        print(f"{len(kills):4d}/{options.rounds}  {kill}", flush=True)
+    end = time.monotonic() + options.seconds
+    with contextlib.closing(rounds(options.seed, options.rounds, options.at_a_time)) as all_rounds:
+        for kill in all_rounds:
+            kills.append(kill)
+            print(f"{len(kills):4d}/{options.rounds}  {kill}", flush=True)
+            if time.monotonic() > end:
+                break
     faulty = sum(bool(kill.faults) for kill in kills)
     print(f"seed {options.seed}: {len(kills)} kills")
     print(f"{faulty} left something behind" if faulty else "none left a process, a port or a file behind")

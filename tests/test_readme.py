@@ -147,7 +147,7 @@ def test_the_commands_for_several_machines_run(tmp_path: Path) -> None:
     assert [out for out, _ in told] == ["[rank 0] [0, 1]\n", "[rank 1] [0, 1]\n"]
 
 
-MACHINE = {
+MACHINE: dict[str, Any] = {
     "machine": {"cpu": "A CPU", "usable_cores": 2},
     "versions": {"python": "3.11.7", "numpy": "2.4.6"},
 }
@@ -198,3 +198,30 @@ def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pyte
         "| SIGKILL | barrier | 2 |  | |  |  | |  | NO | 1 |",
         "| SIGKILL | barrier | 2 | not here | | | | | | | |",
     ]
+
+
+def cell(phase: str, fault: str, worst: float | None, **others: Any) -> dict[str, Any]:
+    reported = None if worst is None else {"worst_seconds": worst, "met": worst < 0.5}
+    measured = {"raised": None, "reported": reported, "down": None}
+    return {"phase": phase, "fault": fault, "measured": measured, "complaints": [], "left_behind": [], **others}
+
+
+def test_fault_matrix_has_the_worst_of_all_victims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [
+        cell("spawn", "kill", 0.1), cell("spawn", "kill", 0.2), cell("spawn", "stop", 0.7), cell("hello", "close", None),
+        cell("hello", "kill", 0.1, left_behind=["process 7"]),
+    ]  # fmt: skip
+    monkeypatch.setitem(MACHINE, "summary", {"cells": 5, "rounds": 5, "wrong_or_unclean": 1})
+    lines = made_of("fault_matrix", cells, tmp_path, monkeypatch)
+    assert lines[0] == "| seconds | kill | stop | raise | exit 0 | exit 3 | close | half-open |"
+    assert lines[2:4] == ["| spawn | 0.20 | **0.70** |  |  |  |  |  |", "| hello | WRONG |  |  |  |  | unharmed |  |"]
+    assert "5 cells, 5 runs: the wrong culprit named, or something left: 1." in lines
+
+
+def test_kills_have_a_line_for_each_victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = {"kills": 5, "left_something_behind": 0, "by_kind": {"SIGKILL rank": 3, "SIGSTOP launcher": 2}}
+    monkeypatch.setitem(MACHINE, "summary", summary)
+    lines = made_of("proof_kills", [], tmp_path, monkeypatch)
+    assert lines[0] == "| hit | SIGKILL | SIGSTOP |"
+    assert lines[2:4] == ["| a launcher | 0 | 2 |", "| a rank | 3 | 0 |"]
+    assert "0 of 5 left a process, shared memory, a port or a file behind." in lines
