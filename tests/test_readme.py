@@ -208,8 +208,8 @@ def cell(phase: str, fault: str, worst: float | None, **others: Any) -> dict[str
 
 def test_fault_matrix_has_the_worst_of_all_victims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [
-        cell("spawn", "kill", 0.1), cell("spawn", "kill", 0.2), cell("spawn", "stop", 0.7), cell("hello", "close", None),
-        cell("hello", "kill", 0.1, left_behind=["process 7"]),
+        cell("spawn", "kill", 0.1), cell("spawn", "kill", 0.2), cell("spawn", "stop", 0.7),
+        cell("hello", "close", None), cell("hello", "kill", 0.1, left_behind=["process 7"]),
     ]  # fmt: skip
     monkeypatch.setitem(MACHINE, "summary", {"cells": 5, "rounds": 5, "wrong_or_unclean": 1})
     lines = made_of("fault_matrix", cells, tmp_path, monkeypatch)

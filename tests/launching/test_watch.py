@@ -225,6 +225,23 @@ def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_timeout, is_stopp
 
 
 @pytest.mark.usefixtures("_no_time_to_settle")
+def test_a_culprit_that_has_ended_well_has_nothing_to_tell():
+    """It has left the others alone by os._exit(0): whoever still runs is not given time to name another cause."""
+    culprit, told, waiting = PlayedRank(0), PlayedRank(1), PlayedRank(2, dies_of=[signal.SIGTERM])
+
+    def on_news(rank):
+        if rank is culprit:
+            told.fail(report("verdict", is_consequence=True, missed_rank=0))
+            told.end(1)
+
+    with watching(culprit, told, waiting, on_news=on_news) as (watch, _):
+        culprit.end(0)
+        outcome = watch.run()
+    assert outcome.root_cause is outcome.ranks[1]
+    assert waiting.received == [signal.SIGTERM]
+
+
+@pytest.mark.usefixtures("_no_time_to_settle")
 def test_a_failure_on_another_machine_ends_the_ranks():
     ranks = [PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])]
     with watching(*ranks) as (watch, signals):

@@ -180,7 +180,7 @@ class Watch:
         if error.is_timeout:
             return _AFTER_TIMEOUT_SECONDS
         culprits = [other for other in self._ranks if other.rank == error.missed_rank]
-        has_nothing_to_tell = any(other.is_reaped or other.is_stopped() for other in culprits)
+        has_nothing_to_tell = any(other.rank not in self._running or other.is_stopped() for other in culprits)
         return _SETTLE_SECONDS if has_nothing_to_tell else _ROOT_CAUSE_SECONDS
 
     def _take_signal(self, number: int) -> None:
