@@ -40,6 +40,7 @@ MARK = "GRADSYNC_CHAOS_ROUND"
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 GUARD = b"gradsync: guard"  # begins its command line
+_TOLD_CHARACTERS = 1500
 _ENDS_WITHIN_SECONDS = 20.0  # far above what any failure takes; a hang takes longer
 _CHILDREN = """
 import os, subprocess, sys, time
@@ -130,8 +131,11 @@ def run_round(generator: random.Random, victim: str, number: int) -> Kill:
                     _send(pid, signal.SIGKILL)
                 job.kill()
                 job.wait()
-            faults += leftovers.open_ports(_addresses(Path(output.name).read_text()))
+            printed = Path(output.name).read_text()
+            faults += leftovers.open_ports(_addresses(printed))
         faults += [f"left {name}" for name in sorted(leftovers.files_of_runs(scratch) - before)]
+        if faults:
+            faults.append(f"printed was {printed[-_TOLD_CHARACTERS:]!r}")
     return Kill(victim, number, after_seconds, tuple(faults))
 
 
