@@ -70,6 +70,11 @@ class Kill:
     after_seconds: float
     faults: tuple[str, ...]
 
+    @property
+    def has_left_something(self) -> bool:
+        """Whether a process, a port or a file was there afterwards."""
+        return any(text.startswith(("left ", "port ", "while ")) for text in self.faults)
+
     def __str__(self) -> str:
         name = signal.Signals(self.number).name
         verdict = "; ".join(self.faults) or "nothing left"
@@ -208,7 +213,12 @@ def as_json(kills: Sequence[Kill], seed: int, made: dict[str, Any]) -> str:
     """Gives what was struck how often, and what was left."""
     counts = Counter(f"{signal.Signals(kill.number).name} {kill.victim}" for kill in kills)
     found = [{"round": number, **asdict(kill)} for number, kill in enumerate(kills) if kill.faults]
-    summary = {"kills": len(kills), "left_something_behind": len(found), "by_kind": dict(sorted(counts.items()))}
+    summary = {
+        "kills": len(kills),
+        "left_something_behind": sum(kill.has_left_something for kill in kills),
+        "otherwise_wrong": sum(bool(kill.faults) and not kill.has_left_something for kill in kills),
+        "by_kind": dict(sorted(counts.items())),
+    }
     checked = [
         "processes of the run: ranks, guards, the launcher, grandchildren, double-forked ones and other sessions too",
         "shared memory: it has no name, and ends with the last of those processes",
