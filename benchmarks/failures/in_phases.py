@@ -223,7 +223,7 @@ def _tell_what_is_kept(before: Belongings, after: Belongings) -> None:
     fields = zip(Belongings._fields, before.without_memory(), after.without_memory(), strict=False)
     for name, was, now in fields:
         if was != now:
-            diary.note(diary.KEPT, what=f"{name}: {was} before, {now} after"[:400])
+            diary.note(diary.KEPT, held=f"{name}: {was} before, {now} after"[:400])
 
 
 def main() -> None:

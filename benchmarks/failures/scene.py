@@ -189,7 +189,7 @@ class Scene:
         """Waits for the end of all processes; gives when that was, and what is left of the run."""
         last_end, left = self.wait_for_processes(_LEAVE_SECONDS)
         self._read_diary()
-        left += [f"rank {note.rank} holds {note.facts['what']}" for note in self.of(KEPT)]
+        left += [f"rank {note.rank} holds {note.facts['held']}" for note in self.of(KEPT)]
         ends = [member.ended_at for member in self._members.values() if member.ended_at is not None]
         left += open_ports(note.facts["address"] for note in self.of(READY) if note.facts.get("address"))
         left += sorted(files_of_runs() - self._files_before)
