@@ -171,9 +171,10 @@ class Part:
             return
         except gs.GradsyncError as error:
             failure = error.with_traceback(None)  # whose frames would hold the communicator
-        if self._proxy is None:
+            failure.__cause__ = failure.__context__ = None  # likewise
+        if not self._is_victim and self._proxy is None:
             _tell_what_is_kept(before, Belongings.now())
-        elif self._is_victim and self._options.fault == HALF_OPEN:
+        if self._is_victim and self._options.fault == HALF_OPEN:
             load_batch()  # its end would close the connection, and tell what the others are to find out
         raise failure
 
