@@ -57,7 +57,9 @@ def fault_matrix(results: dict[str, Any]) -> list[str]:
     summary = results["summary"]
     wrong = summary["wrong_or_unclean"] or "none"
     told = f"{summary['cells']} cells, {summary['rounds']} runs: the wrong culprit named, or something left: {wrong}."
-    return [*lines, "", told]
+    loads = [results["machine"][f"load_average_{when}"] for when in ("before", "after")]
+    busy = f"{results['settings']['cells_at_a_time']} cells at a time, load average of the machine"
+    return [*lines, "", f"{told} {busy} {loads[0]:.0f} to {loads[1]:.0f}."]
 
 
 def _entry(cells: Sequence[dict[str, Any]]) -> str:

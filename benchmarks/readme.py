@@ -260,7 +260,7 @@ METHODS = {
     "detection": ("Measured", "from the moment of the failure; later than promised in bold"),
     "fault_matrix": (
         "Three ranks",
-        "two cells at a time; later than promised in bold; made by `python benchmarks/fault_matrix.py`",
+        "later than promised in bold; made by `python benchmarks/fault_matrix.py`",
     ),
     "proof_kills": ("Run", "made by `make prove`"),
     "proof_restarts": ("Three ranks", "made by `make prove`"),

@@ -212,10 +212,14 @@ def test_fault_matrix_has_the_worst_of_all_victims(tmp_path: Path, monkeypatch: 
         cell("hello", "close", None), cell("hello", "kill", 0.1, left_behind=["process 7"]),
     ]  # fmt: skip
     monkeypatch.setitem(MACHINE, "summary", {"cells": 5, "rounds": 5, "wrong_or_unclean": 1})
+    monkeypatch.setitem(MACHINE, "settings", {"cells_at_a_time": 2})
+    monkeypatch.setitem(MACHINE["machine"], "load_average_before", 1.2)
+    monkeypatch.setitem(MACHINE["machine"], "load_average_after", 3.4)
     lines = made_of("fault_matrix", cells, tmp_path, monkeypatch)
     assert lines[0] == "| seconds | kill | stop | raise | exit 0 | exit 3 | close | half-open |"
     assert lines[2:4] == ["| spawn | 0.20 | **0.70** |  |  |  |  |  |", "| hello | WRONG |  |  |  |  | unharmed |  |"]
-    assert "5 cells, 5 runs: the wrong culprit named, or something left: 1." in lines
+    told = "5 cells, 5 runs: the wrong culprit named, or something left: 1."
+    assert f"{told} 2 cells at a time, load average of the machine 1 to 3." in lines
 
 
 def test_kills_have_a_line_for_each_victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
