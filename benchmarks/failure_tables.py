@@ -55,8 +55,12 @@ def fault_matrix(results: dict[str, Any]) -> list[str]:
         entries = (_entry([cell for cell in of_phase if cell["fault"] == fault]) for fault in FAULTS)
         lines.append(f"| {phase} | {' | '.join(entries)} |")
     summary = results["summary"]
-    wrong = summary["wrong_or_unclean"] or "none"
-    told = f"{summary['cells']} cells, {summary['rounds']} runs: the wrong culprit named, or something left: {wrong}."
+    wrong = [
+        f"{cell['fault']} @ {cell['phase']} @ {cell['victim']}: {text}"
+        for cell in results["results"]
+        for text in dict.fromkeys(cell["complaints"] + cell["left_behind"])
+    ]
+    told = f"{summary['cells']} cells, {summary['rounds']} runs; not as wanted: {'; '.join(wrong) or 'none'}."
     loads = [results["machine"][f"load_average_{when}"] for when in ("before", "after")]
     busy = f"{results['settings']['cells_at_a_time']} cells at a time, load average of the machine"
     return [*lines, "", f"{told} {busy} {loads[0]:.0f} to {loads[1]:.0f}."]

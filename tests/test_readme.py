@@ -203,7 +203,15 @@ def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pyte
 def cell(phase: str, fault: str, worst: float | None, **others: Any) -> dict[str, Any]:
     reported = None if worst is None else {"worst_seconds": worst, "met": worst < 0.5}
     measured = {"raised": None, "reported": reported, "down": None}
-    return {"phase": phase, "fault": fault, "measured": measured, "complaints": [], "left_behind": [], **others}
+    return {
+        "phase": phase,
+        "fault": fault,
+        "victim": "0",
+        "measured": measured,
+        "complaints": [],
+        "left_behind": [],
+        **others,
+    }
 
 
 def test_fault_matrix_has_the_worst_of_all_victims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +226,7 @@ def test_fault_matrix_has_the_worst_of_all_victims(tmp_path: Path, monkeypatch: 
     lines = made_of("fault_matrix", cells, tmp_path, monkeypatch)
     assert lines[0] == "| seconds | kill | stop | raise | exit 0 | exit 3 | close | half-open |"
     assert lines[2:4] == ["| spawn | 0.20 | **0.70** |  |  |  |  |  |", "| hello | WRONG |  |  |  |  | unharmed |  |"]
-    told = "5 cells, 5 runs: the wrong culprit named, or something left: 1."
+    told = "5 cells, 5 runs; not as wanted: kill @ hello @ 0: process 7."
     assert f"{told} 2 cells at a time, load average of the machine 1 to 3." in lines
 
 

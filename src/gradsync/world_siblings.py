@@ -8,6 +8,7 @@ from dataclasses import replace
 from gradsync.backend_choice import check_mpi, share_gpu_offers
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.group_meeting import whom
+from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.shared_memory.communicator import check_platform
 from gradsync.communicators.shared_memory.layout import check_memory
@@ -77,7 +78,7 @@ class Siblings:
             return _connect(*place)
         except BaseException as error:
             if is_possible or not isinstance(error, BackendUnavailable):  # that is raised on all ranks
-                client.report_failure(f"in override_backend: {describe(error)}")
+                client.report_failure(f"in override_backend: {describe(error)}", culprit=culprit_of(error))
             raise
 
 
