@@ -10,7 +10,7 @@ import click
 from gradsync import __version__
 from gradsync.bench.command import bench
 from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
-from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED
 from gradsync.launching.numbers import DEFAULT_GRACE_SECONDS
 from gradsync.variable_values import LARGEST_PORT
@@ -200,9 +200,14 @@ GRADSYNC_BACKEND in the environment asks for a backend as --backend does. Nothin
 @click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce of each backend.")
 def doctor(**options: Any) -> None:
     """Looks at this machine, runs an all-reduce of two ranks over each backend, and says what to do."""
-    from gradsync.doctor.command import DoctorOptions
-    from gradsync.doctor.command import doctor as examine
-
+    try:
+        from gradsync.doctor.command import DoctorOptions
+        from gradsync.doctor.command import doctor as examine
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"what gradsync stands on does not load here ({error}): "
+            "pip install --force-reinstall 'numpy>=2.1' msgpack click rich"
+        ) from error
     sys.exit(examine(DoctorOptions(**options)))
 
 

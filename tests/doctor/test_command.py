@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -112,13 +113,26 @@ def test_a_tiny_shared_memory_folder_is_told():
     assert "--shm-size=1g" in found["lines"]["/dev/shm"]["advice"]
 
 
+@pytest.mark.parametrize("module", ["numpy", "rich"])
+def test_without_what_gradsync_stands_on_it_says_what_to_type(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text("raise ImportError('damaged')")
+    done = subprocess.run(
+        [sys.executable, "-m", "gradsync", "doctor", "--no-try"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), SOURCES])},
+        capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("gradsync: error: what gradsync stands on does not load here (damaged): pip install")
+
+
 def test_without_mpiexec_mpi_is_not_tried(tmp_path):
     pytest.importorskip("mpi4py")
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.symlink_to(sys.executable)  # whose own folder may have an mpiexec beside it
     code = f"import sys; sys.executable = {str(python)!r}; from gradsync.cli import main; main()"
-    environ = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": SOURCES}
+    packages = os.pathsep.join([SOURCES, sysconfig.get_paths()["purelib"]])
+    environ = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": packages}
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--backend", "mpi", "--json"],
         env=environ, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,

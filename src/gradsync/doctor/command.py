@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from gradsync.doctor.report import Report, as_dictionary, examine
+from gradsync.doctor.screen import show
 from gradsync.doctor.surroundings import look_around
 from gradsync.doctor.trials import BACKENDS, try_backend
 from gradsync.environment import BACKEND
@@ -36,8 +37,6 @@ def doctor(options: DoctorOptions) -> int:
     if options.as_json:
         print(json.dumps(as_dictionary(report), indent=2))
     else:
-        from gradsync.doctor.screen import show  # rich takes a while to load
-
         show(report)
     return 0 if report.is_well else 1
 

@@ -5,6 +5,7 @@ python -m gradsync.doctor.probes NAME   # prints the answer as JSON on its last 
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import subprocess
@@ -83,7 +84,9 @@ def _last_words(exit_code: int, stderr: str) -> str:
 def _ask_numpy() -> dict[str, Any]:
     import numpy
 
-    return {"version": numpy.__version__, "file": numpy.__file__}
+    found: dict[str, Any] = {"version": numpy.__version__}
+    _note(found, "msgpack", lambda: list(importlib.import_module("msgpack").version))
+    return found
 
 
 def _ask_mpi() -> dict[str, Any]:
@@ -95,7 +98,7 @@ def _ask_mpi() -> dict[str, Any]:
     lines = mpi.Get_library_version().strip("\0 \n").splitlines()
     return {
         "version": mpi4py.__version__,
-        "library": " ".join(lines[0].replace("Version:", "").split()),
+        "library": " ".join(lines[0].partition(",")[0].replace("Version:", "").split()),
         "thread_level": mpi.Query_thread(),
     }
 

@@ -22,10 +22,14 @@ def check_python(here: Surroundings) -> list[Finding]:
 
 
 def check_numpy(here: Surroundings) -> list[Finding]:
-    """NumPy's version, and whether it loads."""
+    """NumPy's version, and whether it loads; msgpack, which the rendezvous speaks."""
     answer = here.answers.get("numpy", {"error": "it was not asked"})
     if "error" in answer:
         return [broken("NumPy", f"it does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")]
+    if "msgpack_error" in answer:
+        return [
+            broken("msgpack", f"it does not load: {answer['msgpack_error']}", "pip install --force-reinstall msgpack")
+        ]
     version = answer["version"]
     if _numbers(version)[:2] < _OLDEST_NUMPY:
         return [warning("NumPy", f"{version}; gradsync needs 2.1 or newer", "pip install --upgrade 'numpy>=2.1'")]
