@@ -35,7 +35,8 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
         for axes in panels[-1]:
             axes.set_xlabel("size (bytes)")
         handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.align_ylabels()
         figure.suptitle(title, fontsize="medium")
 
 
