@@ -16,7 +16,7 @@ import pytest
 import gradsync as gs
 from gradsync.communicators.collectives.asynchronous import Asynchronous
 from gradsync.communicators.collectives.objects import Objects
-from page_blocks import PAGES, ROOT, Block, blocks_of, complaint
+from page_blocks import DOCS, PAGES, ROOT, Block, blocks_of, complaint
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 MAKEFILE = (ROOT / "Makefile").read_text()
