@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,10 +19,12 @@ def results(tmp_path: Path) -> list[Path]:
     (tmp_path / "test_some.py").write_text(BENCHMARK)
     found = [tmp_path / "old.json", tmp_path / "new.json"]
     for path in found:
-        options = ["-q", "-p", "no:cacheprovider", f"--benchmark-json={path}", "test_some.py"]
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--benchmark-json={path}", "test_some.py"]
+        # A worker of these tests is none of those: pytest-benchmark measures nothing in such a one.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         subprocess.run(
             [sys.executable, "-m", "pytest", *options],
-            cwd=tmp_path, check=True, capture_output=True, timeout=60,
+            cwd=tmp_path, check=True, capture_output=True, timeout=60, env=environ,
         )  # fmt: skip
     return found
 

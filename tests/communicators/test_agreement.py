@@ -69,15 +69,17 @@ def test_the_first_difference_is_named_as_the_agreement_says() -> None:
     ],
 )
 def test_what_to_do_where_the_gradients_of_a_step_differ(lines: tuple[tuple[str, ...], ...], advice: str) -> None:
-    descriptions = {rank: Description("all_reduce of a bucket", 0, names) for rank, names in enumerate(lines)}
+    bucket = "all_reduce (mean) of a bucket of 2 gradients, 16 bytes"
+    descriptions = {rank: Description(bucket, 0, names) for rank, names in enumerate(lines)}
     of_a_step = agreement_on("barrier", (), None, "")._replace(event=2)
     text = str(mismatch("rank 0/2", of_a_step, descriptions))
     assert ", number 3 of this step" in text
     assert advice in text
     assert ("their order is not" in text, "fewer gradients" in text) == (advice[:5] == "their", advice[:5] == "fewer")
-    outside_a_step = str(mismatch("rank 0/2", of_a_step._replace(event=None), descriptions))
-    assert "their order is not" not in outside_a_step
-    assert "fewer gradients" not in outside_a_step
+    other = {**descriptions, 1: descriptions[1]._replace(headline="broadcast (root 0) of float64[3]")}
+    text = str(mismatch("rank 0/2", of_a_step, other))
+    assert "their order is not" not in text
+    assert "fewer gradients" not in text
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,7 @@ class FakeConnection:
         self.finding = Finding.RUNNING
         self.pids: list[int | None] = []
         self.is_shut_down = False
+        self.is_stuck = False
 
     def post_if_idle(self, *message) -> None:
         self.sent.append(message)
@@ -351,6 +352,15 @@ def test_lost_server_is_a_failure_that_sticks(finding: Finding) -> None:
     assert re.match(rf"rank 0/2: the rendezvous server .* {re.escape(finding.value)}", str(heart.inbox.failure))
     assert heart.connection.is_shut_down
     assert heart.liveness.is_over
+
+
+def test_a_message_that_is_never_finished_is_a_failure() -> None:
+    heart = Heart()
+    heart.beat(1)
+    heart.connection.is_stuck = True
+    heart.beat(1)
+    assert "server:1 (pid 7) is lost: it has left a message unfinished for 5 s" in str(heart.inbox.failure)
+    assert heart.connection.is_shut_down
 
 
 def test_rank_that_was_itself_not_running_blames_nobody() -> None:

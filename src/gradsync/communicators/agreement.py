@@ -184,7 +184,7 @@ def mismatch(
         shown += f"\n  first difference, {item.format(first)}:"
         for rank, d in sorted(descriptions.items()):
             shown += f"\n    rank {rank}: {d.lines[0] if d.lines else '(nothing)'}"
-    shown += _advice(list(descriptions.values()), index is not None)
+    shown += _advice(list(descriptions.values()))
     return PlanMismatch(
         f"{label}: the ranks disagree on the next collective{where}; {_BROKEN if broken else _UNHARMED}:{shown}",
         index=index,
@@ -193,13 +193,13 @@ def mismatch(
     )
 
 
-def _advice(descriptions: Sequence[Description], is_of_a_step: bool) -> str:
+def _advice(descriptions: Sequence[Description]) -> str:
     """Returns what to do: where nothing but the rows of a gather differs, and where the gradients of a step do."""
     headlines = [description.headline for description in descriptions]
     but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines}
     if len(but_for_rows) == 1 and but_for_rows.pop().startswith(("all_gather of", "gather of")):
         return '\n  pass sizes="ask", or the rows of each rank, where these may differ'
-    if not is_of_a_step:
+    if not all(" of a bucket of " in headline or headline.startswith("flush (") for headline in headlines):
         return ""
     lines = [description.lines for description in descriptions]
     if all(lines) and len(set(map(frozenset, lines))) == 1:
