@@ -135,6 +135,15 @@ def test_a_dump_that_fails_is_no_second_failure(tmp_path: Path, monkeypatch: pyt
     assert "no dump of the flight recorder" in caplog.text
 
 
+def test_what_ends_a_traced_block_is_told_though_no_trace_can_be_written(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KeyError, match="of the program"), gs.trace(tmp_path / "file" / "folder"):
+        raise KeyError("of the program")
+    assert "no trace: " in caplog.text
+    with pytest.raises(gs.InvalidArgument, match="cannot be written"), gs.trace(tmp_path / "file" / "folder"):
+        pass
+
+
 def test_any_thread_may_dump_while_collectives_run(tmp_path: Path) -> None:
     with LocalCommunicator() as comm:
         thread = threading.Thread(target=lambda: [gs.dump_flight_recorder(tmp_path) for _ in range(20)])

@@ -63,16 +63,23 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         path: as for dump_flight_recorder.
 
     Raises:
-        InvalidArgument: somebody traces already, or the file cannot be written.
+        InvalidArgument: somebody traces already, or the file cannot be written; where the block raises, what it raises.
     """
     if tracing.active is not None:
         raise InvalidArgument(f"gs.trace({os.fspath(path)!r}): this process is traced already")
     tracer = tracing.start()
+    has_ended_well = False
     try:
         yield
+        has_ended_well = True
     finally:
         tracing.stop()
-        _write(Path(path), "the traced block has ended", tracer)
+        try:
+            _write(Path(path), "the traced block has ended", tracer)
+        except InvalidArgument as error:
+            if has_ended_well:
+                raise
+            _log.warning("no trace: %s", describe(error))  # what has ended the block is the news
 
 
 def arm() -> None:
