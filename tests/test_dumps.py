@@ -120,6 +120,25 @@ def test_the_signal_makes_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads(file.read_text())["reason"] == "SIGUSR2 came"
 
 
+def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(folder: Path, reason: str) -> None:
+        made.append(reason)
+        if len(made) < 5:
+            signal.raise_signal(signal.SIGUSR2)
+
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    monkeypatch.setattr(dumps, "_write", make)
+    dumps.arm()
+    for _ in range(2):
+        signal.raise_signal(signal.SIGUSR2)
+    assert len(made) == 2
+
+
 def test_without_the_variable_nothing_is_changed() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     dumps.arm()
