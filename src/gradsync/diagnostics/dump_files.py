@@ -122,13 +122,13 @@ def read_dump(path: Path) -> Dump:
     """
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise InvalidArgument(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it needs format {FORMAT!r}")
     try:
         return _parsed(path, content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
