@@ -1,4 +1,4 @@
-"""Tables of the pages about failures: how soon each is told, the fault matrix, and what kills have left behind."""
+"""Tables of the pages about failures: how soon each is told, what the proofs went through, what kills left behind."""
 
 from __future__ import annotations
 
@@ -107,3 +107,22 @@ def restarts(results: dict[str, Any]) -> list[str]:
         "| --- | --- | --- |",
         f"| {summary['runs']} | {hits} | {summary['faulty_runs']} |",
     ]
+
+
+def model_check(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each space of states that was searched."""
+    lines = ["| space | ranks | states | moves between them | those are all | violations |", "| --- |" + " --- |" * 5]
+    for space in results["configurations"]:
+        cells = (f"{space['states']:,}", f"{space['moves']:,}", "yes" if space["closed"] else "not all")
+        lines.append(f"| {space['about']} | {space['ranks']} | {' | '.join(cells)} | {int(bool(space['violation']))} |")
+    return lines
+
+
+def simulation(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each kind of fault that seeds have drawn."""
+    lines = ["| fault | seeds | in which a rank was told of a failure |", "| --- | --- | --- |"]
+    lines += [f"| {fault} | {found['seeds']:,} | {found['told']:,} |" for fault, found in results["faults"].items()]
+    extent = (
+        f"{results['seeds']:,} seeds, {results['events']:,} events, {results['virtual_seconds']:,} s of virtual time"
+    )
+    return [*lines, "", f"{extent}; {len(results['violations'])} violations of {len(results['checks'])} checks."]
