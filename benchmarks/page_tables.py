@@ -42,6 +42,8 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "proof_hostile": hostile,
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
+_AS_PROVEN = "made by `{command}`; `make prove` does so in full"
+#: What stands below a table before the machine and after it; {command} is that in the file of results.
 METHODS = {
     "full_speed": (
         METHOD[0],
@@ -83,17 +85,17 @@ METHODS = {
         "steps meet. Made by `python benchmarks/steady_cost.py`",
     ),
     "steady_cost.debug": (METHOD[0], "lower quartiles of steps that take turns, with a 95 % interval"),
-    "proof_transcripts": ("Made", "by the command `python tests/proof/transcripts.py --count 1000000`"),
-    "proof_hostile": ("Measured", "made by `python tests/proof/hostile.py`; the server in a process of its own"),
+    "proof_transcripts": ("Made", "by the command `{command}`"),
+    "proof_hostile": ("Measured", "made by `{command}`; the server in a process of its own"),
     "detection": ("Measured", "from the moment of the failure; later than promised in bold"),
     "fault_matrix": (
         "Three ranks",
-        "later than promised in bold; made by `python benchmarks/fault_matrix.py`",
+        "later than promised in bold; made by `{command}`",
     ),
-    "proof_model_check": ("Searched", "made by `make prove`"),
-    "proof_simulation": ("Played", "made by `make prove`"),
-    "proof_kills": ("Run", "made by `make prove`"),
-    "proof_restarts": ("Three ranks", "made by `make prove`"),
+    "proof_model_check": ("Searched", _AS_PROVEN),
+    "proof_simulation": ("Played", _AS_PROVEN),
+    "proof_kills": ("Run", _AS_PROVEN),
+    "proof_restarts": ("Three ranks", _AS_PROVEN),
     "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
 }
 
@@ -111,4 +113,5 @@ def table(name: str) -> str:
     lines, how = LAYOUTS[name](results), METHODS.get(name, METHOD)
     machine, versions = results["machine"], results["versions"]
     where = f"{machine['cpu']}, {machine['usable_cores']} cores, Python {versions['python']}, NumPy {versions['numpy']}"
-    return "\n".join(lines) + f"\n\n{how[0]} on {where}; {how[1]}.\n"
+    made = how[1].format(command=results.get("command", "").partition(" --json ")[0])
+    return "\n".join(lines) + f"\n\n{how[0]} on {where}; {made}.\n"
