@@ -77,7 +77,7 @@ RUN_ELSEWHERE = {
 
 
 def test_every_file_that_is_shown_is_run_beside_it() -> None:
-    assert [complaint(Block(mark, "python", ""), TARGETS) for mark in RUN_ELSEWHERE.values()] == [None]
+    assert not any(complaint(Block(mark, "python", ""), TARGETS) for mark in RUN_ELSEWHERE.values())
     for name, text in TEXTS.items():
         played = " ".join(block.text.splitlines()[0] for block in blocks_of(text) if block.mark.startswith("exit code"))
         for block in blocks_of(text):
