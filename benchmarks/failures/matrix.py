@@ -128,7 +128,7 @@ def _told_by_its_end(cell: Cell) -> Row:
 
 
 def _ends_well_without_joining(cell: Cell) -> Row:
-    """That is no failure of its own, so the launcher tells the server, and that the others, which would wait in vain."""
+    """No failure by itself: so the launcher tells the server, and that the others, which would wait in vain."""
     return _row(
         cell,
         raising=_others(int(cell.victim)),
