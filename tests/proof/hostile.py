@@ -222,7 +222,8 @@ def main() -> int:
     result = attack(options.count, options.ranks)
     targets = {"join_p99_seconds": TARGET_JOIN_SECONDS, "memory_growth_bytes": TARGET_MEMORY_BYTES}
     settings = {"strangers": options.count, "ranks": options.ranks}
-    body = {**made, "settings": settings, "targets": targets, "results": asdict(result)}
+    summary = {"strangers": options.count, "joins": result.under_attack["count"], "complaints": len(result.complaints)}
+    body = {**made, "settings": settings, "targets": targets, "summary": summary, "results": asdict(result)}
     print(json.dumps(body["results"], indent=2))
     for complaint in result.complaints:
         print(f"WRONG: {complaint}")
