@@ -128,7 +128,7 @@ def _told_by_its_end(cell: Cell) -> Row:
 
 
 def _ends_well_without_joining(cell: Cell) -> Row:
-    """No failure by itself: so the launcher tells the server, and that the others, which would wait in vain."""
+    """Its end is no failure, so the launcher tells the server, and the server those that would wait in vain."""
     return _row(
         cell,
         raising=_others(int(cell.victim)),
