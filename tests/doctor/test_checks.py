@@ -128,15 +128,6 @@ BROKEN = [
     ({"environ": {"GRADSYNC_XYZZY": "1"}}, "GRADSYNC_XYZZY", "warning", "does not know it", "unset GRADSYNC_XYZZY"),
     ({"environ": {"GRADSYNC_BACKEND": "gloo"}}, "GRADSYNC_BACKEND", "broken", BACKENDS[-1], "unset GRADSYNC_BACKEND"),
     ({"environ": {"GRADSYNC_LOG": "loud"}}, "GRADSYNC_LOG", "broken", "'loud'", "unset GRADSYNC_LOG"),
-    ({"environ": {"GRADSYNC_DEBUG": "yes"}}, "GRADSYNC_DEBUG", "broken", "0 or 1, got 'yes'", "unset GRADSYNC_DEBUG"),
-    (
-        {"environ": {"GRADSYNC_TLS_KEY": "x"}},
-        "GRADSYNC_TLS_KEY",
-        "broken",
-        "set both or neither",
-        "unset GRADSYNC_TLS_KEY",
-    ),
-    ({"environ": {"GRADSYNC_TLS_CA": "no.pem"}}, "GRADSYNC_TLS_CA", "broken", "No such file", "unset GRADSYNC_TLS_CA"),
     ({"environ": {"GRADSYNC_SECRET": "xyz"}}, "GRADSYNC_SECRET", "broken", "GRADSYNC_SECRET", "unset GRADSYNC_SECRET"),
     ({"now": 0.0}, "clock", "warning", "it is 1970-01-01 here", "timedatectl"),
     (

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from gradsync import environment, settings
 from gradsync.doctor.finding import Finding, broken, ok, warning
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.errors import InvalidArgument
-from gradsync.tls_files import read_tls_files
 
 _PREFIX = "GRADSYNC_"
-#: All that gradsync reads.
 KNOWN = {v for k, v in vars(environment).items() if k.isupper() and isinstance(v, str) and v.startswith(_PREFIX)}
 
 
@@ -40,10 +38,6 @@ def _refusals(here: Surroundings) -> dict[str, str]:
         environment.FLIGHT_RECORDER_ENTRIES: lambda: settings.flight_recorder_entries(environ),
         environment.COLLECTIVE_TIMEOUT_SECONDS: lambda: settings.collective_timeout_seconds(1.0, environ),
         environment.LOG: lambda: settings.log_level(environ),
-        environment.DEBUG: lambda: settings.asks_for_debug_mode(environ),
-        environment.TLS_CERTIFICATE: lambda: _check_tls(environ),
-        environment.TLS_KEY: lambda: _check_tls(environ),
-        environment.TLS_CA: lambda: _check_tls(environ),
         environment.BACKEND: lambda: _check_backend(environ[environment.BACKEND]),
         environment.ADDRESS: lambda: environment.check_address(environ[environment.ADDRESS], environment.ADDRESS),
         environment.SECRET_FILE: lambda: environment.take_secret(
@@ -64,14 +58,6 @@ def _refusals(here: Surroundings) -> dict[str, str]:
 def _check_backend(value: str) -> None:
     if value.strip() not in environment.BACKENDS:
         raise InvalidArgument(f"{value!r} is no backend: use one of {', '.join(environment.BACKENDS)}")
-
-
-def _check_tls(environ: Mapping[str, str]) -> None:
-    files = read_tls_files(environ)
-    if files is not None:
-        from gradsync.rendezvous.tls import ClientTls  # here: OpenSSL is large, and few runs need it
-
-        ClientTls(files)
 
 
 def _shown(here: Surroundings, name: str) -> str:
