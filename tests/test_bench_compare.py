@@ -18,13 +18,13 @@ BENCHMARK = "def test_speed(benchmark):\n    benchmark.pedantic(sum, ([1, 2],), 
 def results(tmp_path: Path) -> list[Path]:
     (tmp_path / "test_some.py").write_text(BENCHMARK)
     found = [tmp_path / "old.json", tmp_path / "new.json"]
+    # Told that it is a worker of xdist's, as these tests may be, pytest-benchmark measures nothing.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     for path in found:
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--benchmark-json={path}", "test_some.py"]
-        # A worker of these tests is none of those: pytest-benchmark measures nothing in such a one.
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        options = ["-q", "-p", "no:cacheprovider", f"--benchmark-json={path}", "test_some.py"]
         subprocess.run(
             [sys.executable, "-m", "pytest", *options],
-            cwd=tmp_path, check=True, capture_output=True, timeout=60, env=environ,
+            cwd=tmp_path, env=alone, check=True, capture_output=True, timeout=60,
         )  # fmt: skip
     return found
 

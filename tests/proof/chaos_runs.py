@@ -29,7 +29,7 @@ VICTIM = 1
 FEW_STEPS = 300
 _TOLD_SECONDS = 0.5
 _HALF_OPEN_SECONDS = 4.0
-# What comes may look like the beginning of a longer message, for which its reader waits: up to a limit, and a heartbeat.
+# What comes may look like the beginning of a longer message, for which its reader waits: a limit, and a heartbeat.
 _UNFINISHED_SECONDS = MAX_FRAME_SECONDS + 0.5
 _LIMIT_SECONDS = {DROP: _HALF_OPEN_SECONDS, DUPLICATE: _UNFINISHED_SECONDS, CORRUPT: _UNFINISHED_SECONDS}
 _BUSY_SECONDS = 2.0  # a machine on which other tests run
