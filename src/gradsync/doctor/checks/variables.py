@@ -9,8 +9,10 @@ from gradsync import environment, settings
 from gradsync.doctor.finding import Finding, broken, ok, warning
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.errors import InvalidArgument
+from gradsync.tls_files import check_tls_files
 
 _PREFIX = "GRADSYNC_"
+_TLS = f"{environment.TLS_CERTIFICATE} {environment.TLS_KEY} {environment.TLS_CA}"
 KNOWN = {v for k, v in vars(environment).items() if k.isupper() and isinstance(v, str) and v.startswith(_PREFIX)}
 
 
@@ -19,6 +21,7 @@ def check_variables(here: Surroundings) -> list[Finding]:
     present = sorted(name for name in here.environ if name.startswith(_PREFIX))
     unknown = [_unknown(name) for name in present if name not in KNOWN and not name.startswith(f"{_PREFIX}STAND_IN")]
     refused = [broken(name, reason, f"unset {name}") for name, reason in _refusals(here).items()]
+    refused += _tls_refusal(here)
     if unknown or refused:
         return [*refused, *unknown]
     shown = ", ".join(_shown(here, name) for name in present)
@@ -65,6 +68,15 @@ def _refusals(here: Surroundings) -> dict[str, str]:
             except InvalidArgument as error:
                 found[name] = str(error)
     return found
+
+
+def _tls_refusal(here: Surroundings) -> list[Finding]:
+    """Returns what gradsync would say of the files for TLS, where it would: one variable alone is no use."""
+    try:
+        check_tls_files(here.environ, hosts=False)
+    except InvalidArgument as error:
+        return [broken("GRADSYNC_TLS_*", str(error), f"docs/security.md makes such files; without TLS: unset {_TLS}")]
+    return []
 
 
 def _check_backend(value: str) -> None:
