@@ -177,4 +177,5 @@ def _sum_up(rows: Sequence[Row]) -> None:
 def _title(options: CollectiveOptions) -> str:
     ranks = "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"
     operator = f", {options.op}" if any(kind.reduces for kind in kinds_of(options.collectives)) else ""
-    return f"{ranks} on one machine, {parse_dtype(options.dtype)}{operator}; the faster of out-of-place and in-place"
+    what = f"{ranks} on one machine, {parse_dtype(options.dtype)}{operator}"
+    return f"{what}; the faster of out-of-place and in-place; bars are quartiles"

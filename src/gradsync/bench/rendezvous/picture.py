@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.picture import STYLES, picture
+from gradsync.bench.picture import STYLES, picture, tick_times
 from gradsync.bench.rendezvous.rows import STEPS, Row
 
 
@@ -24,6 +24,7 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
                 _draw(axes, [row for row in rows if row.contender == contender], step, style)
             axes.set_title(step, fontsize="small", loc="left")
             axes.set_xlabel("ranks")
+        tick_times(panels[0])  # which all share
         panels[0].set_ylabel("time of all ranks together (ms)")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
@@ -40,7 +41,6 @@ def _draw(axes: Any, rows: Sequence[Row], step: str, style: dict[str, str]) -> N
     axes.errorbar(ranks, medians, yerr=[below, above], capsize=2, elinewidth=0.8, **common)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
-    axes.minorticks_off()
+    axes.xaxis.minorticks_off()
     axes.grid(alpha=0.3)
