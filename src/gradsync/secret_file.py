@@ -44,8 +44,11 @@ def read_secret_option(path: str) -> bytes:
 def _line_of_standard_input() -> str:
     """Returns the first line, and leaves what follows it to whoever reads on: a rank."""
     line = b""
-    while len(line) < _MAXIMUM_FILE_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
+    try:
+        while len(line) < _MAXIMUM_FILE_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
+            line += byte
+    except OSError as error:  # such as one that is closed
+        raise InvalidArgument(f"the secret cannot be read from standard input: {error.strerror}") from None
     return line.decode("ascii", "replace")
 
 

@@ -126,7 +126,8 @@ active: Tracer | None = None
 
 def laps_of(recorder: FlightRecorder) -> Laps | None:
     """Begins to note the phases of the collective that runs now; None where nobody traces."""
-    return None if active is None else active.laps(recorder)
+    tracer = active  # looked at once: another thread may end the trace
+    return None if tracer is None else tracer.laps(recorder)
 
 
 def start() -> Tracer:

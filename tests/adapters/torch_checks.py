@@ -274,6 +274,9 @@ def check_what_is_refused(comm: Any) -> None:
     expect(gs.InvalidArgument, lambda: Synchronised([1]), "needs a torch.nn.Module, got list")
     expect(gs.InvalidArgument, lambda: Synchronised(nn.ReLU()), "no parameter needs a gradient")
     expect(gs.InvalidArgument, lambda: Synchronised(nn.Linear(2, 2, device="meta")), "is on meta")
+    once = Synchronised(two_layers(), group())
+    for again in (once, nn.Sequential(once)):
+        expect(gs.InvalidArgument, lambda module=again: Synchronised(module), "synchronised already")
     other = nn.Linear(3, 2 + comm.rank)
     expect(gs.PlanMismatch, lambda: Synchronised(other), "weight: float32[3, 3]")
     model = Synchronised(two_layers(), group())

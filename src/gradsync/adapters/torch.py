@@ -51,7 +51,9 @@ class Synchronised(torch.nn.Module):
     Args:
         module: on the communicator's device; parameters that need no gradient are left alone.
         communicator: None is the world's.
-        op: "mean" or "sum".
+        op: "mean" or "sum". What a gradient holds of an earlier pass that synchronised is reduced once more: with the
+            mean that changes nothing, as it is the same on all ranks; with "sum", prescale, postscale or clip_norm call
+            zero_grad() before each pass, and accumulate within no_sync().
         find_unused_parameters: passes may leave out parameters, on some ranks or on all: zeros take part for them, and
             parameters that no rank has used keep what they had. Costs one small collective a pass. Otherwise they are
             an error, on all ranks, which names them.
@@ -66,7 +68,8 @@ class Synchronised(torch.nn.Module):
         callback: the AllreduceCallback, for its hooks, `norm`, `skip_step` and statistics.
 
     Raises:
-        InvalidArgument: no module, one without parameters that need gradients, or on another device.
+        InvalidArgument: no module, one that is synchronised already, one without parameters that need gradients, or on
+            another device.
         PlanMismatch: the ranks' modules differ; the text names the first parameter or buffer where they do.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
 
@@ -203,6 +206,11 @@ def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[
     if not isinstance(module, torch.nn.Module):
         raise InvalidArgument(
             f"{communicator.label}: Synchronised needs a torch.nn.Module, got {type(module).__name__}"
+        )
+    if any(isinstance(each, Synchronised) for each in module.modules()):
+        raise InvalidArgument(
+            f"{communicator.label}: Synchronised got a module that is synchronised already, or in part: each "
+            "gradient would be reduced twice; unwrap() that before"
         )
     wanted = {name: each for name, each in reversed(list(module.named_parameters())) if each.requires_grad}
     if not wanted:

@@ -140,8 +140,8 @@ class BackwardPass:
             self._auto.begin_step(self.reduction, communicator)
         if communicator.runs_beside_host:
             self._producers.setdefault(number, []).append(communicator.mark_work())
-        if tracing.active is not None:
-            tracing.active.arrive(communicator.recorder.group, entry.spec.label)
+        if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
+            tracer.arrive(communicator.recorder.group, entry.spec.label)
         end, guard = self._ends[number], self._guard
         future = GradientFuture(entry.spec.name, end, entry.result) if guard is None else guard.take(entry, end)
         if complete:
@@ -196,8 +196,8 @@ class BackwardPass:
     def _end_well(self, communicator: Communicator) -> None:
         """Keeps of the step what may come again, and learns from it."""
         count = self.plan.arrivals.count
-        if tracing.active is not None and count:
-            tracing.active.end_step(communicator.recorder.group, count)
+        if (tracer := tracing.active) is not None and count:
+            tracer.end_step(communicator.recorder.group, count)
         if self._auto is not None and count:
             self._auto.end_step(self.reduction)
         self.reduction.statistics.steps += count > 0
