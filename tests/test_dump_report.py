@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import gradsync as gs
 from gradsync.cli import main
 from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup, what_text
 from gradsync.diagnostics.report import divergences, report, waits
@@ -62,7 +64,7 @@ def test_a_rank_that_is_behind_or_missing_is_no_difference() -> None:
     ahead = call(3, "barrier", "runs")
     lines = report([dump(0, group("world", *COMMON, ahead)), dump(1, group("world", *COMMON))])
     assert lines[:2] == [
-        "no rank differs from another in what can be compared",
+        "no rank differs from another in what can be compared, but rank 1 is behind",
         "group 'world': rank 0 has begun 3 collectives; rank 1 is 1 behind, at 2; compared: #1 to #2; "
         "no dump of rank 2",
     ]
@@ -114,6 +116,21 @@ def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, is_damaged: bool) ->
     done = CliRunner().invoke(main, ["trace", str(tmp_path)])
     assert done.exit_code == 2
     assert "a.json" in done.output if is_damaged else "there are no dumps" in done.output
+
+
+def test_a_picture_beside_the_dumps_is_no_dump(tmp_path: Path) -> None:
+    with gs.init_process_group("local"):
+        gs.dump_flight_recorder(tmp_path)
+    for _ in range(2):
+        done = CliRunner().invoke(main, ["trace", str(tmp_path), "--out", str(tmp_path / "trace.json")])
+        assert done.exit_code == 0, done.output
+
+
+def test_dumps_of_no_rank_are_said_to_be_such(tmp_path: Path) -> None:
+    path = gs.dump_flight_recorder(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rank": None}))
+    done = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert (done.exit_code, "tells its rank" in done.output) == (2, True)
 
 
 def test_buckets_are_told_by_their_number_and_first_gradient() -> None:

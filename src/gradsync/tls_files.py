@@ -43,16 +43,17 @@ def read_tls_files(environ: Mapping[str, str] = os.environ) -> TlsFiles | None:
     return files
 
 
-def check_tls_files(*, hosts: bool) -> None:
+def check_tls_files(environ: Mapping[str, str] = os.environ, *, hosts: bool) -> None:
     """Reads the files that the environment names, if it names any, so that what is wrong is told before ranks start.
 
     Args:
+        environ: the variables.
         hosts: whether this process is to host a server, which needs a certificate.
 
     Raises:
         InvalidArgument: one is missing, or is not what it should be, or the key is another certificate's.
     """
-    files = read_tls_files()
+    files = read_tls_files(environ)
     if files is not None:
         from gradsync.rendezvous.tls import ClientTls, ServerTls  # here: OpenSSL is large, and few runs need it
 

@@ -80,9 +80,11 @@ def test_a_restless_machine_is_told():
     restless = Row(Contender(MEGABYTE, 1), Seconds(0.02, 0.018, 0.03, 9), None, 0.0)
     alike = replace(restless, contender=Contender(2 * MEGABYTE, 1))
     assert "lie 60 % apart; within them all thresholds do alike" in flowing(recommendation([restless, alike]))
-    assert "lie 60 % apart; within them do alike: 1 MB, 10 MB." in flowing(
+    assert "lie 60 % apart; within them 1 MB and 10 MB do alike." in flowing(
         recommendation([restless, Row(Contender(10 * MEGABYTE, 1), Seconds(0.03, 0.03, 0.03, 9), None, 0.0), ROWS[0]])
     )
+    far = Row(Contender(10 * MEGABYTE, 1), Seconds(0.05, 0.05, 0.05, 9), None, 0.0)
+    assert "within them 1 MB is alone." in flowing(recommendation([restless, far]))
 
 
 def test_what_was_not_measured_is_told():

@@ -1,5 +1,6 @@
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -315,3 +316,13 @@ def test_killed_signal_has_a_name_and_code(tmp_path):
     code, _, err = command.run("run", "-n", 1, script)
     assert code == 128 + signal.SIGSEGV
     assert "killed by SIGSEGV" in err
+
+
+def test_no_open_files_left_is_one_line_that_says_what_to_do(tmp_path):
+    script = command.write_script(tmp_path, "import time; time.sleep(60)")
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))  # noqa: E731
+    code, out, err = command.run("run", "-n", 6, script, preexec_fn=few)
+    assert (code, out) == (1, "")
+    killed, error = err.splitlines()
+    assert re.fullmatch(r"gradsync: killing \d ranks", killed)  # nobody had asked them to end
+    assert re.fullmatch(r"gradsync: error: rank \d cannot be started: Too many open files; .*ulimit -n.*", error)

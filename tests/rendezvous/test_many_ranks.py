@@ -131,7 +131,7 @@ def test_room_for_connections(monkeypatch, caplog) -> None:
     assert not caplog.records
     descriptors.make_room(9000)
     assert limits[2:] == [(4096, 4096)]
-    assert "may have 4096 files open, and a rendezvous of this size may need 9256" in caplog.text
+    assert "may have 4096 files open, and a rendezvous of this size may need up to 9256" in caplog.text
 
 
 def test_the_library_s_own_client_meets_the_simulated_ranks(crowd_of) -> None:

@@ -15,7 +15,7 @@ DEFAULT_LIMIT_SECONDS = 45.0
 
 @click.group()
 def bench() -> None:
-    """Measures on this machine what to set."""
+    """Times collectives, the rendezvous and bucket thresholds on this machine."""
 
 
 @bench.command(

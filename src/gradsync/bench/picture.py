@@ -21,6 +21,8 @@ STYLES = (
     {"color": "tab:red", "marker": "D", "linestyle": ":"},
 )
 
+_FEW_DECADES = 1e4  # between which three ticks each have room
+
 
 def check_plotting() -> None:
     """Makes sure that pictures can be made, before anything is measured for one.
@@ -30,6 +32,16 @@ def check_plotting() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendUnavailable("--plot needs matplotlib: pip install 'gradsync[plot]'")
+
+
+def tick_times(axes: Any) -> None:
+    """Puts ticks on the logarithmic time axis of a drawn panel: 1, 2 and 5 where decades alone would be too few."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW_DECADES * low else (1.0,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 @contextmanager

@@ -99,7 +99,8 @@ def same_buckets(rows: Sequence[Row]) -> str:
 def _how_many(alike: Sequence[Row], rows: Sequence[Row]) -> str:
     if len(alike) == len(rows):
         return "all thresholds do alike"
-    return f"do alike: {', '.join(megabytes(row.contender.threshold_bytes) for row in alike)}"
+    *others, last = (megabytes(row.contender.threshold_bytes) for row in alike)
+    return f"{', '.join(others)} and {last} do alike" if others else f"{last} is alone"
 
 
 def _as_code(size_bytes: int) -> str:

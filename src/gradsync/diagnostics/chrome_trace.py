@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
+from gradsync.diagnostics.dump_files import CHROME_TRACE_KEY, Dump, DumpedCall, DumpedGroup
 from gradsync.tracing import Phase
 
 Event = dict[str, Any]
@@ -37,7 +37,7 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
     ranks = [_OfRank(dump, tracks, clock) for dump in dumps]
     events = [event for rank in ranks for event in rank.events()]
     events += _arrows(ranks)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made by": "gradsync trace"}}
+    return {CHROME_TRACE_KEY: events, "displayTimeUnit": "ms", "otherData": {"made by": "gradsync trace"}}
 
 
 class _Clock:

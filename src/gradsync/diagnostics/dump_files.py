@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,9 @@ from gradsync.dumps import FORMAT
 from gradsync.errors import InvalidArgument
 from gradsync.flight_recorder import names_text
 from gradsync.tracing import Arrival, Phase, Step
+
+#: What the traces that `gradsync trace --out` writes hold their events by.
+CHROME_TRACE_KEY = "traceEvents"
 
 
 class DumpedCall(NamedTuple):
@@ -100,16 +103,20 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
         The latest dump of each rank, by rank, and those that an earlier start of the ranks, or none of them, has left.
 
     Raises:
-        InvalidArgument: there are none, or one is no dump.
+        InvalidArgument: there are none, one is no dump, or none tells its rank.
     """
     paths = list(paths)
-    files = [file for path in paths for file in _files(path)]
-    if not files:
+    contents = [(file, content) for path in paths for file, content in _contents(path)]
+    if not contents:
         raise InvalidArgument(
             f"there are no dumps in {', '.join(map(str, paths))}: no *.json that gradsync has written"
         )
-    dumps = sorted((read_dump(file) for file in files), key=lambda dump: dump.wall_at)
+    dumps = sorted((_dump(file, content) for file, content in contents), key=lambda dump: dump.wall_at)
     latest = {dump.rank: dump for dump in dumps if dump.rank is not None}
+    if not latest:
+        raise InvalidArgument(
+            f"no dump in {', '.join(map(str, paths))} tells its rank: all were written before init_process_group()"
+        )
     kept = sorted(latest.values(), key=lambda dump: dump.rank or 0)
     return kept, [dump for dump in dumps if dump not in kept]
 
@@ -120,20 +127,36 @@ def read_dump(path: Path) -> Dump:
     Raises:
         InvalidArgument: it cannot be read, or is no dump of this version.
     """
+    return _dump(path, _content(path))
+
+
+def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
+    """Gives a file, or those of a folder but the picture of an earlier `gradsync trace`, which may lie beside them."""
+    if not path.is_dir():
+        yield path, _content(path)
+        return
+    for file in sorted(path.glob("*.json")):
+        content = _content(file)
+        if not (isinstance(content, dict) and CHROME_TRACE_KEY in content):
+            yield file, content
+
+
+def _content(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{path} cannot be read: {error}") from error
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
+    except (RecursionError, ValueError) as error:
+        raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it is not JSON ({error})") from error
+
+
+def _dump(path: Path, content: Any) -> Dump:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it needs format {FORMAT!r}")
     try:
         return _parsed(path, content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _files(path: Path) -> Sequence[Path]:
-    return sorted(path.glob("*.json")) if path.is_dir() else [path]
 
 
 def _parsed(path: Path, content: dict[str, Any]) -> Dump:

@@ -24,7 +24,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     if round_about is not None:
         lines.append(circle_text(round_about))
     if not lines:
-        lines.append("no rank differs from another in what can be compared")
+        lines.append("no rank differs from another in what can be compared" + _but_behind(groups))
     for name, of_ranks in groups.items():
         lines += _progress(name, of_ranks)
     lines += [line for dump in dumps for line in _whereabouts(dump)]
@@ -99,6 +99,15 @@ def _description(group: DumpedGroup, digest: int) -> list[str]:
         if call.digest == digest:
             return list(call.facts.get("description", ()))
     return []
+
+
+def _but_behind(groups: dict[str, dict[int, DumpedGroup]]) -> str:
+    """Returns who has come less far than others of a group: where nothing differs, that is what to look at."""
+    behind: set[int] = set()
+    for of_ranks in groups.values():
+        most = max(group.begun for group in of_ranks.values())
+        behind |= {rank for rank, group in of_ranks.items() if group.begun < most}
+    return f", but {name_ranks(sorted(behind))} {'is' if len(behind) == 1 else 'are'} behind" if behind else ""
 
 
 def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:

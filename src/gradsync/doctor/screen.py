@@ -35,11 +35,19 @@ def show(report: Report, console: Console | None = None) -> None:
         lines.add_section()
         for row in _trial_rows(report.trials):
             lines.add_row(*row)
-    console.print(lines)
+    _print_without_trailing_blanks(console, lines)
     console.print()
     console.print(
         Text(report.verdict(), "bold green" if report.is_well else "bold red"), Text(f"({report.seconds:.1f} s)", "dim")
     )
+
+
+def _print_without_trailing_blanks(console: Console, lines: Table) -> None:
+    """Prints a table, whose rows rich fills up to its width, so that a report pastes well into a mail."""
+    for line in console.render_lines(lines, pad=False):
+        text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
+        text.rstrip()
+        console.print(text, soft_wrap=True)
 
 
 def _trial_rows(trials: Sequence[Trial]) -> list[tuple[Text, str, Text]]:

@@ -7,11 +7,13 @@ and leaves the waiting to `watch`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gradsync.errors import BackendUnavailable
 from gradsync.launching.free_port import reserved_port
 from gradsync.launching.job import Job, MeetingPoint
 from gradsync.launching.listening import own_listener
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
 _LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, once somebody wants to go
 _LOOK_FOR_SIGNALS_SECONDS = 0.2
+_FILES_OF_A_RANK = 8  # pipes for status, report, commands and output, and what the server has of it
 _RANKS_BEFORE_SERVER = 8  # whose start hides that of the server
 
 #: Makes what shows the output of one start of the ranks; given the job, and how often they have been started again.
@@ -59,6 +62,7 @@ def supervise(
         How every rank ended. A failing rank is no exception here.
 
     Raises:
+        BackendUnavailable: the system allows no more processes, or open files.
         RendezvousError: the job's rendezvous port is taken.
     """
     with SignalInbox() as signals, Supervisor(job, signals, make_output=make_output, notices=notices) as supervisor:
@@ -118,10 +122,15 @@ class Supervisor:
             restart: how often they have been started before.
 
         Raises:
+            BackendUnavailable: the system allows no more processes, or open files.
             InvalidArgument: a file for TLS does not fit.
             RendezvousError: the job's rendezvous port is taken.
         """
         job = self._job
+        if job.n_ranks > _RANKS_BEFORE_SERVER:
+            from gradsync.rendezvous.descriptors import raise_limit  # here: few ranks have room, and start-up counts
+
+            raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         # The server's socket is bound now, so that ranks can start before the server does.
         point = job.meeting_point or self._stack.enter_context(_own_meeting_point(job.rendezvous_port))
         check_tls_files(hosts=point.listener is not None)
@@ -136,7 +145,10 @@ class Supervisor:
         with _start_record(job, point, shows_lines=self._output is not None) as record:
             for local_rank, environ in enumerate(environs):
                 rank = RankProcess(job.rank_start + local_rank, local_rank)
-                self._start_rank(rank, record, environ)
+                try:
+                    self._start_rank(rank, record, environ)
+                except OSError as error:
+                    raise BackendUnavailable(_refusal(rank.rank, error)) from error
                 self._watch.add(rank)
                 self.ranks.append(rank)
                 # The first ranks boot meanwhile; who connects early waits in the listener's backlog, but not for ever.
@@ -220,6 +232,16 @@ class Supervisor:
         return replace(
             outcome, ranks=tuple(replace(rank, last_lines=tuple(output.tail(rank.rank))) for rank in outcome.ranks)
         )
+
+
+def _refusal(rank: int, error: OSError) -> str:
+    """Returns what to do where the system starts no process any more."""
+    text = f"rank {rank} cannot be started: {error.strerror}"
+    if error.errno == errno.EMFILE:
+        return f"{text}; each rank takes the launcher {_FILES_OF_A_RANK}: raise the limit (ulimit -n), or start fewer"
+    if error.errno == errno.EAGAIN:
+        return f"{text}; raise the limit of processes (ulimit -u; in a container, that of pids), or start fewer ranks"
+    return text
 
 
 @contextlib.contextmanager

@@ -231,9 +231,10 @@ class Watch:
             return
         if not self._told_to_stop and self._on_stopping is not None:
             self._on_stopping(self._only_suffers())
-        self._told_to_stop = True
+        were_asked, self._told_to_stop = self._told_to_stop, True
         if number == signal.SIGKILL:
-            self._notices.tell(f"gradsync: killing {_count(len(self._running))}, not ended when asked to")
+            why = ", not ended when asked to" if were_asked else ""
+            self._notices.tell(f"gradsync: killing {_count(len(self._running))}{why}")
         self._send(number)
         if self._steps:
             self._step_time = time.monotonic() + self._steps[0][0]

@@ -27,6 +27,7 @@ from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnection
 from gradsync.rendezvous.sockets import tune_stream
 from gradsync.rendezvous.waking import Waker
+from gradsync.rendezvous.wire import UNFINISHED
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.tls import ServerTls
@@ -172,8 +173,6 @@ class EventLoop:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 stream, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
             except OSError as error:
                 self._survive_accept_error(error)
                 return
@@ -182,7 +181,7 @@ class EventLoop:
     def _survive_accept_error(self, error: OSError) -> None:
         """The listener stays readable while descriptors are short: pause instead of spinning."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            return  # the one connection was aborted before it was accepted
+            return  # there is no other, or the one was aborted before it was accepted
         self._notices.tell(f"the rendezvous server cannot accept connections: {error.strerror}")
         if self._strangers:
             self._drop(next(iter(self._strangers.values())), "descriptors are short")
@@ -256,6 +255,8 @@ class EventLoop:
         if connection is None:
             return None
         if isinstance(action, Probe):
+            if connection.is_stuck:
+                self._lost.append((connection, UNFINISHED))
             self._queued.append(Probed(connection.number, look_at(action.pid, connection.stream)))
             return None
         if isinstance(action, Send):

@@ -176,7 +176,7 @@ def _sum_up(rows: Sequence[Row]) -> None:
 def _title(options: CollectiveOptions) -> str:
     operator = f", {options.op}" if any(kind.reduces for kind in kinds_of(options.collectives)) else ""
     what = f"{_ranks_text(options)} on one machine, {parse_dtype(options.dtype)}{operator}"
-    return f"{what}; the faster of out-of-place and in-place"
+    return f"{what}; the faster of out-of-place and in-place; bars are quartiles"
 
 
 def _ranks_text(options: CollectiveOptions) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradsync.bench.collectives.rows import Row
 from gradsync.bench.measurement import Seconds
-from gradsync.bench.picture import BARS, LINE, STYLES, draw_times, picture, show_legend
+from gradsync.bench.picture import BARS, LINE, STYLES, draw_times, picture, show_legend, tick_times
 
 _WIDTH, _ROW_HEIGHT = 9.0, 2.9
 
@@ -30,7 +30,7 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
             _label(of_time, collective, "time (µs)")
             _label(of_bandwidth, collective, "bus bandwidth (GB/s)")
             of_time.set_yscale("log")
-            of_time.yaxis.set_major_formatter("{x:g}")
+            tick_times(of_time)
             of_bandwidth.set_ylim(bottom=0)
         for axes in panels[-1]:
             axes.set_xlabel("size (bytes)")
@@ -57,6 +57,7 @@ def _fastest(row: Row) -> Seconds | None:
 
 def _label(axes: Any, collective: str, quantity: str) -> None:
     axes.set_xscale("log", base=4)
+    axes.xaxis.minorticks_off()
     axes.xaxis.set_major_formatter(lambda value, _position: _size_label(value))
     axes.set_title(collective, fontsize="small", loc="left")
     axes.set_ylabel(quantity)

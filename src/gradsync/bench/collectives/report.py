@@ -62,9 +62,9 @@ def _line(widths: Sequence[int], cells: Sequence[str]) -> str:
 
 
 def chart(rows: Sequence[Row]) -> str:
-    """Returns bars of the bus bandwidth of one collective, by size and contender, from 0; "" where there is none."""
+    """Returns bars of the bus bandwidth of one collective, by size and contender, from 0; "" for fewer than two."""
     shown = [(row, bus) for row in rows if (bus := row.best_bus_bytes_per_second())]
-    if not shown:
+    if len(shown) < 2:
         return ""
     several = len({row.contender for row, _ in shown}) > 1
     names = [megabytes(row.size_bytes) + (f"  {row.contender}" if several else "") for row, _ in shown]

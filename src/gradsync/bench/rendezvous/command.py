@@ -76,7 +76,7 @@ def bench_rendezvous(options: RendezvousOptions) -> None:
     rows = _measure_all(options, contenders)
     print(f"\n{table(rows)}\n\n{EXPLANATION}\n\n{chart(rows)}")
     if options.plot_path is not None:
-        plot(rows, "Rendezvous of simulated ranks on one machine", options.plot_path)
+        plot(rows, "Rendezvous of simulated ranks on one machine; bars are quartiles", options.plot_path)
         print(f"drawn in {options.plot_path}")
     settings = {**asdict(options), "not_compared": absent, "loopback_is_named": can_give_names()}
     write_json(options.json_path, made, {"settings": settings, "rows": [as_dictionary(row) for row in rows]})

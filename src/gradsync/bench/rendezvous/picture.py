@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.picture import BARS, LINE, STYLES, draw_times, picture, show_legend
+from gradsync.bench.picture import BARS, LINE, STYLES, draw_times, picture, show_legend, tick_times
 from gradsync.bench.rendezvous.rows import STEPS, Row
 
 
@@ -24,6 +24,7 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
                 _draw(axes, [row for row in rows if row.contender == contender], step, style)
             axes.set_title(step, fontsize="small", loc="left")
             axes.set_xlabel("ranks")
+        tick_times(panels[0])  # which all share
         panels[0].set_ylabel("time of all ranks together (ms)")
         show_legend(figure, panels[0])
         figure.suptitle(title, fontsize="medium")
@@ -35,7 +36,6 @@ def _draw(axes: Any, rows: Sequence[Row], step: str, style: dict[str, str]) -> N
     draw_times(axes, ranks, [row.steps[step] for row in rows], 1e-3, **BARS, **LINE, **style, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
-    axes.minorticks_off()
+    axes.xaxis.minorticks_off()
     axes.grid(alpha=0.3)

@@ -9,8 +9,10 @@ from gradsync import environment, settings
 from gradsync.doctor.finding import Finding, broken, ok, warning
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.errors import InvalidArgument
+from gradsync.tls_files import check_tls_files
 
 _PREFIX = "GRADSYNC_"
+_TLS = f"{environment.TLS_CERTIFICATE} {environment.TLS_KEY} {environment.TLS_CA}"
 KNOWN = {v for k, v in vars(environment).items() if k.isupper() and isinstance(v, str) and v.startswith(_PREFIX)}
 
 
@@ -19,6 +21,7 @@ def check_variables(here: Surroundings) -> list[Finding]:
     present = sorted(name for name in here.environ if name.startswith(_PREFIX))
     unknown = [_unknown(name) for name in present if name not in KNOWN and not name.startswith(f"{_PREFIX}STAND_IN")]
     refused = [broken(name, reason, f"unset {name}") for name, reason in _refusals(here).items()]
+    refused += _tls_refusal(here)
     if unknown or refused:
         return [*refused, *unknown]
     shown = ", ".join(_shown(here, name) for name in present)
@@ -26,9 +29,20 @@ def check_variables(here: Surroundings) -> list[Finding]:
 
 
 def _unknown(name: str) -> Finding:
-    close = difflib.get_close_matches(name, sorted(KNOWN), n=1, cutoff=0.75)
-    meant = f"did you mean {close[0]}?" if close else "gradsync does not know it"
-    return warning(name, f"no such variable, so it does nothing: {meant}", f"unset {name}")
+    meant = _nearest(name)
+    if meant is None:
+        return warning(name, "no such variable, so it does nothing: gradsync does not know it", f"unset {name}")
+    text = f"no such variable, so it does nothing: did you mean {meant}?"
+    return warning(name, text, f'export {meant}="${name}"; unset {name}')
+
+
+def _nearest(name: str) -> str | None:
+    """Returns the variable that was probably meant: one that says more or less of the same, else one spelt alike."""
+    own = name.removeprefix(_PREFIX)  # which all of them share, and which would make any two look alike
+    known = sorted(each.removeprefix(_PREFIX) for each in KNOWN)
+    kin = [each for each in known if own and (own in each or each in own)]
+    close = difflib.get_close_matches(own, kin or known, n=1, cutoff=0.0 if kin else 0.6)
+    return _PREFIX + close[0] if close else None
 
 
 def _refusals(here: Surroundings) -> dict[str, str]:
@@ -37,6 +51,7 @@ def _refusals(here: Surroundings) -> dict[str, str]:
     questions: dict[str, Callable[[], object]] = {
         environment.FLIGHT_RECORDER_ENTRIES: lambda: settings.flight_recorder_entries(environ),
         environment.COLLECTIVE_TIMEOUT_SECONDS: lambda: settings.collective_timeout_seconds(1.0, environ),
+        environment.DEBUG: lambda: settings.asks_for_debug_mode(environ),
         environment.LOG: lambda: settings.log_level(environ),
         environment.BACKEND: lambda: _check_backend(environ[environment.BACKEND]),
         environment.ADDRESS: lambda: environment.check_address(environ[environment.ADDRESS], environment.ADDRESS),
@@ -53,6 +68,15 @@ def _refusals(here: Surroundings) -> dict[str, str]:
             except InvalidArgument as error:
                 found[name] = str(error)
     return found
+
+
+def _tls_refusal(here: Surroundings) -> list[Finding]:
+    """Returns what gradsync would say of the files for TLS, where it would: one variable alone is no use."""
+    try:
+        check_tls_files(here.environ, hosts=False)
+    except InvalidArgument as error:
+        return [broken("GRADSYNC_TLS_*", str(error), f"docs/security.md makes such files; without TLS: unset {_TLS}")]
+    return []
 
 
 def _check_backend(value: str) -> None:
