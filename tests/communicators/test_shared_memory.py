@@ -255,6 +255,28 @@ def fail_while_joining(comm: Any) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def fail_while_handing_over(comm: Any) -> str:
+    """Rank 0 gives up when the others know where it offers the memory, and before any of them has it."""
+    gs.destroy_process_group()
+    if comm.rank == 0:
+
+        def give_up(*_: object) -> None:
+            raise gs.BackendUnavailable("no room")
+
+        shared_memory.SegmentOffer.serve = give_up
+    error = expect(gs.GradsyncError, gs.init_process_group)
+    return f"{type(error).__name__}: {error}"
+
+
+def test_who_cannot_reach_a_root_that_has_failed_is_told_of_its_failure() -> None:
+    """And not that the ranks are on several hosts."""
+    failed, *told = run_ranks(3, fail_while_handing_over)
+    assert failed == "BackendUnavailable: no room"
+    for text in told:
+        assert text.startswith("RankFailed: ")
+        assert "no room" in text
+
+
 def test_a_failure_inside_init_reaches_the_others() -> None:
     told, failed = run_ranks(2, fail_while_joining)
     assert failed == "BackendUnavailable: no room"

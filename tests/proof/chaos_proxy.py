@@ -267,12 +267,12 @@ class _Way:
         self._sink.sendall(data[:fine])
         self._passed += fine
         self._on_incident()
-        self.send(self._befallen(incident.kind, data[fine:]))
+        self.send(self._befallen(incident.kind, data, data[fine:]))
 
-    def _befallen(self, kind: str, rest: bytes) -> bytes:
-        """Lets the incident happen; returns what is sent in place of the bytes."""
+    def _befallen(self, kind: str, data: bytes, rest: bytes) -> bytes:
+        """Lets the incident happen; returns what is sent in place of the rest of what came at once."""
         if kind == DUPLICATE:
-            return rest + rest
+            return rest + data  # what came at once comes twice, as a packet might
         if kind == CORRUPT:
             return bytes([rest[0] ^ 0x10]) + rest[1:]
         {TRUNCATE: self._link.hang_up, RESET: self._link.reset, DROP: self._link.drop}[kind]()

@@ -49,7 +49,7 @@ from gradsync.communicators.shared_memory.segment import (
 from gradsync.communicators.shared_memory.slots import Slots
 from gradsync.communicators.shared_memory.waiting import ANY_ROUND
 from gradsync.communicators.shared_memory.workplace import Workplace
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news
 from gradsync.cores import begin_on_core
 from gradsync.errors import BackendUnavailable, GradsyncError
 from gradsync.reduction import Array, ReduceOp
@@ -267,7 +267,11 @@ def connect_shared_memory(
             raise
     else:
         ticket = client.get(key, timeout_seconds=timeout_seconds)
-        descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
+        try:
+            descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
+        except BackendUnavailable:
+            await_news(NEWS_SECONDS, client.check)  # nor can a root be reached that has heard of a failure before us
+            raise
     communicator = SharedMemoryCommunicator(descriptor, client, group, collective_timeout_seconds)
     communicator.barrier()
     if client.rank == 0:
