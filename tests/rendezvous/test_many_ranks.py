@@ -90,7 +90,7 @@ def test_thousands_of_silent_ranks_are_looked_at_in_one_turn() -> None:
     core = Core()
     with socket.socket() as stream:
         server._loop._core = core
-        server._loop._connections = {1: SimpleNamespace(number=1, stream=stream)}
+        server._loop._connections = {1: SimpleNamespace(number=1, stream=stream, is_stuck=False)}
         server._loop._tell_core(Tick())
         server._loop._connections = {}
     server.stop()

@@ -47,9 +47,8 @@ class EventLoop:
     Args:
         listener: the listening socket; owned and closed by the loop.
         core: decides what happens.
-        secret, run_id: for the handshakes.
+        secret, run_id, tls: for the handshakes; tls makes the connections TLS, or is None.
         ranks: how many are expected, for one generation.
-        tls: what makes the connections TLS, or None.
     """
 
     def __init__(
