@@ -186,6 +186,19 @@ def test_a_traced_block_ends_with_its_dump_and_leaves_nothing_behind(tmp_path: P
     check_format(chrome_trace([dump]))
 
 
+def test_a_step_after_one_that_failed_begins_with_its_own_first_gradient(tmp_path: Path) -> None:
+    with LocalCommunicator() as comm, gs.trace(tmp_path / "a.json"):
+        sync = gs.AllreduceCallback("sum", comm, nonfinite="raise")
+        with pytest.raises(gs.NonFiniteGradient), sync.backward():
+            sync("w", np.array([np.inf]))
+        with sync.backward():
+            sync("w", np.ones(1))
+            sync("v", np.ones(1))
+    [dump], _ = read_dumps([tmp_path])
+    [step] = dump.steps
+    assert [arrival.name for arrival in dump.arrivals if arrival.at >= step.began] == ["w", "v"]
+
+
 def test_a_trace_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_MAX_EVENTS", 3)
     with LocalCommunicator() as comm, gs.trace(tmp_path):

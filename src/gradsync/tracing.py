@@ -92,10 +92,11 @@ class Tracer:
         """Begins to note the phases of the collective that runs now."""
         return Laps(self, recorder)
 
-    def arrive(self, group: str, name: str) -> None:
-        """Notes that a gradient was handed over."""
+    def arrive(self, group: str, name: str, *, is_first: bool) -> None:
+        """Notes that a gradient was handed over, and whether it begins a step: the one before may have failed."""
         now = monotonic()
-        self._step_began.setdefault(group, now)
+        if is_first:
+            self._step_began[group] = now
         self.note(self.arrivals, Arrival(group, name, now))
 
     def end_step(self, group: str, gradients: int) -> None:

@@ -82,6 +82,16 @@ def check_half_precision(comm: Any) -> None:
             assert (weight.grad == 1.5).all(), weight.grad
 
 
+def check_gradients_that_are_conjugates(comm: Any) -> None:
+    for views in (True, False):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        Synchronised(model, gradient_as_bucket_view=views)
+        for turn in (1, 2):  # the second finds a gradient to add to
+            (model.weight.conj() * (comm.rank + 1) * 1j).real.sum().backward()
+            torch.testing.assert_close(model.weight.grad, torch.full((3,), 1.5j * turn))
+
+
 def check_errors_are_the_library_s(comm: Any) -> None:
     model = Synchronised(two_layers(), group())
     head = model.module[1]

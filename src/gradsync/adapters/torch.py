@@ -155,7 +155,11 @@ class Synchronised(torch.nn.Module):
         self._broadcast_state(joined.last_rank)
 
     def unwrap(self) -> torch.nn.Module:
-        """Takes the hooks away, and returns the module, which synchronises no more."""
+        """Takes the hooks away, and returns the module, which synchronises no more.
+
+        Until then the two keep each other alive: Python's garbage collection does not see into PyTorch's hooks. A
+        process that wraps one model after another calls it for each.
+        """
         self._passes.remove()
         return self.module
 

@@ -99,6 +99,8 @@ class BackwardPasses:
             raise InvalidArgument(
                 f"{self._communicator.label}: the gradient of {name!r} was taken away by another hook"
             )
+        if gradient.is_conj() or gradient.is_neg():  # autograd leaves it at a note that it is to be conjugated
+            gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
         self._come.add(name)
         view = self._views.get(name)
         with on_stream_of_torch(self._communicator):

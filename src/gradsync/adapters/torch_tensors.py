@@ -26,12 +26,14 @@ def array_of(tensor: torch.Tensor) -> Any:
     """Returns what a communicator takes for a tensor: on the CPU a NumPy array, elsewhere what speaks DLPack.
 
     Raises:
-        InvalidArgument: a sparse tensor.
+        InvalidArgument: a sparse tensor, or one whose values lie in memory conjugated or negated.
     """
     if tensor.layout is not torch.strided:
         raise InvalidArgument(
             f"a gradient of layout {tensor.layout} cannot be synchronised: make the module with sparse=False"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidArgument("a tensor that is a conjugate, or a negative, of another's memory: use resolve_conj()")
     plain = tensor.detach()
     if plain.device.type != "cpu":
         return plain

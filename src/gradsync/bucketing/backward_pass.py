@@ -141,7 +141,7 @@ class BackwardPass:
         if communicator.runs_beside_host:
             self._producers.setdefault(number, []).append(communicator.mark_work())
         if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
-            tracer.arrive(communicator.recorder.group, entry.spec.label)
+            tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=plan.arrivals.count == 1)
         end, guard = self._ends[number], self._guard
         future = GradientFuture(entry.spec.name, end, entry.result) if guard is None else guard.take(entry, end)
         if complete:
