@@ -1,4 +1,4 @@
-"""Tables of the pages about failures: how soon each is told, the fault matrix, and what kills have left behind."""
+"""Tables of the pages about failures: how soon each is told, what the proofs went through, what kills left behind."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def detection(results: dict[str, Any]) -> list[str]:
             lines.append(f"{head} not here |" + " |" * 7)
             continue
         measured = found["measured"]
-        told = slower(measured["raised"], measured["reported"])
+        found_out = slower(measured["raised"], measured["reported"])
         named, left = "yes" if found["culprit_named"] else "NO", len(set(found["left_behind"]))
-        lines.append(f"{head} {_cells(told)} | {_cells(measured['down'])} | {named} | {left} |")
+        lines.append(f"{head} {_cells(found_out)} | {_cells(measured['down'])} | {named} | {left} |")
     return lines
 
 
@@ -60,10 +60,10 @@ def fault_matrix(results: dict[str, Any]) -> list[str]:
         for cell in results["results"]
         for text in dict.fromkeys(cell["complaints"] + cell["left_behind"])
     ]
-    told = f"{summary['cells']} cells, {summary['rounds']} runs; not as wanted: {'; '.join(wrong) or 'none'}."
+    extent = f"{summary['cells']} cells, {summary['rounds']} runs; not as wanted: {'; '.join(wrong) or 'none'}."
     loads = [results["machine"][f"load_average_{when}"] for when in ("before", "after")]
     busy = f"{results['settings']['cells_at_a_time']} cells at a time, load average of the machine"
-    return [*lines, "", f"{told} {busy} {loads[0]:.0f} to {loads[1]:.0f}."]
+    return [*lines, "", f"{extent} {busy} {loads[0]:.0f} to {loads[1]:.0f}."]
 
 
 def _entry(cells: Sequence[dict[str, Any]]) -> str:
@@ -72,15 +72,15 @@ def _entry(cells: Sequence[dict[str, Any]]) -> str:
         return ""
     if any(cell["complaints"] or cell["left_behind"] for cell in cells):
         return "WRONG"
-    told = [_told(cell["measured"]) for cell in cells]
-    worst = slower(*told)
+    measurements = [told(cell["measured"]) for cell in cells]
+    worst = slower(*measurements)
     if worst is None:
         return "unharmed"
-    is_late = any(measurement is not None and measurement["met"] is False for measurement in told)
+    is_late = any(measurement is not None and measurement["met"] is False for measurement in measurements)
     return _marked({**worst, "met": not is_late})
 
 
-def _told(measured: dict[str, Any]) -> dict[str, Any] | None:
+def told(measured: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the later of error and report; or when all was down, where nobody had to be told."""
     return slower(measured["raised"], measured["reported"]) or measured["down"]
 
@@ -107,3 +107,22 @@ def restarts(results: dict[str, Any]) -> list[str]:
         "| --- | --- | --- |",
         f"| {summary['runs']} | {hits} | {summary['faulty_runs']} |",
     ]
+
+
+def model_check(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each space of states that was searched."""
+    lines = ["| space | ranks | states | moves between them | those are all | violations |", "| --- |" + " --- |" * 5]
+    for space in results["configurations"]:
+        cells = (f"{space['states']:,}", f"{space['moves']:,}", "yes" if space["closed"] else "not all")
+        lines.append(f"| {space['about']} | {space['ranks']} | {' | '.join(cells)} | {int(bool(space['violation']))} |")
+    return lines
+
+
+def simulation(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each kind of fault that seeds have drawn."""
+    lines = ["| fault | seeds | in which a rank was told of a failure |", "| --- | --- | --- |"]
+    lines += [f"| {fault} | {found['seeds']:,} | {found['told']:,} |" for fault, found in results["faults"].items()]
+    extent = (
+        f"{results['seeds']:,} seeds, {results['events']:,} events, {results['virtual_seconds']:,} s of virtual time"
+    )
+    return [*lines, "", f"{extent}; {len(results['violations'])} violations of {len(results['checks'])} checks."]

@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from failure_tables import told
 from failures.matrix import VICTIMS, Cell, cells, row_of, why_not
 from failures.observation import DOWN, RAISED, REPORTED, Result, observe
 from failures.points import FAULTS, PHASES
@@ -73,12 +74,6 @@ def _line_of(result: Result) -> str:
     return f"{result.row.name}: {times or 'no error, as it must be'}"
 
 
-def told(result: Result) -> dict[str, Any] | None:
-    """Gives the later of error and report, or else the end, of those that were measured; None where nothing was."""
-    found = [summary for what in (RAISED, REPORTED) if (summary := result.summary(what)) is not None]
-    return max(found, key=lambda summary: summary["worst_seconds"], default=result.summary(DOWN))
-
-
 def table_of(wanted: Sequence[Cell], results: Sequence[Result]) -> Table:
     """Gives a line for each phase and a column for each fault, with the worst over all victims."""
     table = Table(title="From the fault until the last rank and the launcher have told it: seconds, the worst of all")
@@ -93,7 +88,9 @@ def table_of(wanted: Sequence[Cell], results: Sequence[Result]) -> Table:
 
 def _entry(results: Iterable[Result]) -> str:
     results = list(results)
-    worst = [summary["worst_seconds"] for result in results if (summary := told(result)) is not None]
+    worst = [
+        summary["worst_seconds"] for result in results if (summary := told(result.as_json()["measured"])) is not None
+    ]
     if not results:
         return "-"
     shown = f"{max(worst):.2f}" if worst else "none"

@@ -9,7 +9,6 @@ is put in one form by SAME_EVERYWHERE.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -18,14 +17,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
-from contract_coverage import coverage
-from failure_tables import detection, fault_matrix, kills, restarts
-from security_tables import hostile, transcripts
+from page_tables import table
 from source_tables import SOURCES
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +27,6 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "scaling.md"}))
 #: What the commands of the pages leave behind, for the next command of the page.
 LEFT_BEHIND = ("dumps", "traced", "trace.json")
-RESULTS = ROOT / "benchmarks" / "results"
 
 #: Patterns, and what stands in the pages in their place.
 SAME_EVERYWHERE = [
@@ -137,213 +130,6 @@ def programs(folder: Path) -> Path:
         (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         (folder / name).chmod(0o755)
     return folder
-
-
-def table(name: str) -> str:
-    """Returns the committed results as a table; nothing but a line that says so before they are measured.
-
-    Args:
-        name: of the results, and after a dot of one of the tables that are made of them.
-    """
-    path = RESULTS / f"{name.partition('.')[0]}.json"
-    if not path.exists():
-        return "Not measured yet.\n"
-    results = json.loads(path.read_text())
-    lines, how = LAYOUTS[name](results), METHODS.get(name, METHOD)
-    machine, versions = results["machine"], results["versions"]
-    where = f"{machine['cpu']}, {machine['usable_cores']} cores, Python {versions['python']}, NumPy {versions['numpy']}"
-    return "\n".join(lines) + f"\n\n{how[0]} on {where}; {how[1]}.\n"
-
-
-def timings(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each thing measured, and what it is compared with."""
-    lines = ["| measured | median | compared with | ratio |", "| --- | --- | --- | --- |"]
-    for found in results["results"]:
-        if found["what"].endswith("busy cores"):  # shown beside the peers, in another table
-            continue
-        seconds, baseline = found["seconds"]["median"], found["baseline_seconds"]
-        against = f"{found['baseline']}, {1e3 * baseline['median']:.3g} ms" if baseline else ""
-        ratio = f"{found['ratio']:.2f}" if found["ratio"] else ""
-        lines.append(f"| {found['what']} | {1e3 * seconds:.3g} ms | {against} | {ratio} |")
-    return lines
-
-
-def start_up(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each launcher and a column for each number of ranks."""
-    medians: dict[str, dict[str, float]] = {}
-    for found in results["results"]:
-        launcher, _, ranks = found["what"].rpartition(", ")
-        medians.setdefault(launcher, {})[ranks] = found["seconds"]["median"]
-    columns = list(dict.fromkeys(ranks for of_launcher in medians.values() for ranks in of_launcher))
-    lines = [f"| seconds | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
-    for launcher, of_launcher in medians.items():
-        cells = [f"{of_launcher[ranks]:.2f}" if ranks in of_launcher else "" for ranks in columns]
-        lines.append(f"| {launcher} | {' | '.join(cells)} |")
-    return lines
-
-
-def over_mpi(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of gradsync over MPI beside mpi4py."""
-    lines = ["| milliseconds | gradsync over MPI | mpi4py |", "| --- | --- | --- |"]
-    for row in results["results"]:
-        ours, theirs = (1e3 * row["seconds"][name] for name in ("gradsync", "mpi4py"))
-        lines.append(f"| {row['work']} | {ours:.3g} | {theirs:.3g} |")
-    return lines
-
-
-def adapters(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each wrapper of a PyTorch module, with its quartiles."""
-    lines = ["| backward pass of | wrapped in | median | quartiles |", "| --- | --- | --- | --- |"]
-    for row in results["results"]:
-        median, lower, upper = (1e3 * row["seconds"][key] for key in ("median", "lower_quartile", "upper_quartile"))
-        lines.append(f"| {row['model']} | {row['what']} | {median:.3g} ms | {lower:.3g} to {upper:.3g} |")
-    load, cores = results["machine"]["load_average_before"], results["machine"]["usable_cores"]
-    if load > cores:
-        lines += ["", f"Other programs kept the cores busy meanwhile (load average {load:.0f}): only ratios tell much."]
-    return lines
-
-
-def partition(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of machines that are cut off: the later of both sides counts."""
-    by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for found in results["results"]:
-        by_fault.setdefault((found["fault"], found["victim"]), []).append(found)
-    lines = ["| fault | of the machine that | told on both sides, median | worst |", "| --- | --- | --- | --- |"]
-    for (fault, victim), sides in by_fault.items():
-        median, worst = (max(side[name] for side in sides) for name in ("median_seconds", "worst_seconds"))
-        lines.append(f"| {fault} | {victim} | {median:.2f} s | {worst:.2f} s |")
-    return lines
-
-
-def rendezvous_scale(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a column for each server and, by number of ranks, a line for each thing."""
-    found: dict[int, dict[str, dict[str, Any]]] = {}
-    for of_one in results["results"]:
-        found.setdefault(of_one["ranks"], {})[of_one["contender"]] = of_one
-    contenders = list(dict.fromkeys(of_one["contender"] for of_one in results["results"]))
-    lines = [f"| ranks | | {' | '.join(contenders)} |", "| --- | --- |" + " --- |" * len(contenders)]
-    for ranks, by_contender in found.items():
-        for what, cell in SCALE_CELLS.items():
-            cells = [cell(by_contender[c]) if c in by_contender else "" for c in contenders]
-            lines.append(f"| {ranks:,} | {what} | {' | '.join(cells)} |")
-    return lines
-
-
-def steady_cost(results: dict[str, Any], of: Sequence[str]) -> list[str]:
-    """Returns the lines of a table of what some of the things that were measured cost in a step of each model."""
-    lines = ["| step | of | cost | 95 % interval | counted |", "| --- | --- | --- | --- | --- |"]
-    for found in results["results"]:
-        step = f"{found['model']}, {1e3 * found['step_seconds']['median']:.3g} ms"
-        for cost in found["costs"]:
-            if cost["of"] in of:
-                counted = "" if cost["counted"] is None else f"{cost['counted']:.3%}"
-                interval = f"{cost['low']:.2%} to {cost['high']:.2%}"
-                lines.append(f"| {step} | {cost['of']} | {cost['excess']:.2%} | {interval} | {counted} |")
-    return lines
-
-
-def _phase(*names: str) -> Callable[[dict[str, Any]], str]:
-    return lambda of_one: _wall_and_cpu([of_one["phases"][name] for name in names])
-
-
-def _wall_and_cpu(times: list[dict[str, Any]]) -> str:
-    """Returns milliseconds of wall time, and in brackets of the server's processor time."""
-    wall, cpu = (sum(of[key]["median"] for of in times) for key in ("wall_seconds", "server_cpu_seconds"))
-    return f"{1e3 * wall:.0f} ms ({1e3 * cpu:.0f} ms)"
-
-
-def _heartbeats(of_one: dict[str, Any]) -> str:
-    beats = of_one["heartbeats"]
-    return f"{100 * beats['share_of_a_core']['median']:.1f} % of a core" if beats else "none"
-
-
-SCALE_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "join": _phase("join"),
-    "share an id": _phase("put id", "get id"),
-    "barrier": _phase("barrier"),
-    "all three": lambda of_one: _wall_and_cpu([of_one["together"]]),
-    "memory of the server": lambda of_one: f"+ {of_one['memory_growth_bytes'] / 1e6:.1f} MB",
-    "heartbeats": _heartbeats,
-}
-
-
-#: How the results of each benchmark become a table.
-LAYOUTS = {
-    "first_light": timings,
-    "full_speed": comparison,
-    "collectives": comparison,
-    "buckets": lists,
-    "buckets.thresholds": thresholds,
-    "buckets.knobs": knobs,
-    "buckets.at_a_glance": at_a_glance,
-    "start_up": start_up,
-    "over_mpi": over_mpi,
-    "adapters": adapters,
-    "rendezvous_scale": rendezvous_scale,
-    "detection": detection,
-    "fault_matrix": fault_matrix,
-    "proof_kills": kills,
-    "proof_restarts": restarts,
-    "partition": partition,
-    "contract": coverage,
-    "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
-    "steady_cost.debug": lambda results: steady_cost(results, ("debug mode", "tracing")),
-    "proof_transcripts": transcripts,
-    "proof_hostile": hostile,
-}
-METHOD = "Two ranks", "medians, contenders alternating in one run"
-METHODS = {
-    "full_speed": (
-        METHOD[0],
-        f"{METHOD[1]}. Beside busy processes a median may tell of rounds that met none: what is faster there than on "
-        "idle cores is noise",
-    ),
-    "collectives": (
-        METHOD[0],
-        f"{METHOD[1]}. A size is that of what a rank gives (all_gather, all_to_all), of what it gets "
-        "(reduce_scatter), or of the array (broadcast). The samples and the limits are in "
-        "`benchmarks/results/collectives.json`",
-    ),
-    "buckets": (
-        METHOD[0],
-        f"{METHOD[1]}. Both MPIs: tensor by tensor, and as one flat array. DDP: its backward pass less the same one in "
-        "`no_sync()`. The samples and the limits are in `benchmarks/results/buckets.json`",
-    ),
-    "buckets.at_a_glance": (
-        METHOD[0],
-        f"{METHOD[1]}; the MPIs tensor by tensor. All ways, and what each knob costs: docs/performance.md",
-    ),
-    "start_up": ("Measured", "medians, contenders alternating in one run"),
-    "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),
-    "adapters": (
-        "Two ranks",
-        "the slower one counts, and contenders alternate in one run. What the passes hand out is in ResNet-50's "
-        "shapes, and exists already: nothing is computed. Made by `python benchmarks/adapters.py`",
-    ),
-    "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
-    "rendezvous_scale": (
-        "Simulated ranks",
-        f"{METHOD[1]}; wall time, which includes the simulated ranks on the same cores, and in brackets the server's "
-        "processor time",
-    ),
-    "steady_cost": (
-        METHOD[0],
-        "lower quartiles of steps that take turns, with a 95 % interval: where that includes 0, nothing was found "
-        "above the noise. Counted: timed alone, over the time of a step; the better figure for heartbeats, which few "
-        "steps meet. Made by `python benchmarks/steady_cost.py`",
-    ),
-    "steady_cost.debug": (METHOD[0], "lower quartiles of steps that take turns, with a 95 % interval"),
-    "proof_transcripts": ("Made", "by the command `python tests/proof/transcripts.py --count 1000000`"),
-    "proof_hostile": ("Measured", "made by `python tests/proof/hostile.py`; the server in a process of its own"),
-    "detection": ("Measured", "from the moment of the failure; later than promised in bold"),
-    "fault_matrix": (
-        "Three ranks",
-        "later than promised in bold; made by `python benchmarks/fault_matrix.py`",
-    ),
-    "proof_kills": ("Run", "made by `make prove`"),
-    "proof_restarts": ("Three ranks", "made by `make prove`"),
-    "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
-}
 
 
 def main() -> int:

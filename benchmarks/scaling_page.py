@@ -10,6 +10,7 @@ import json
 import re
 import sys
 
+import page_tables
 import readme
 from gradsync.cost_model import (
     Link,
@@ -43,7 +44,7 @@ ETHERNET = Link(30e-6, 1 / 1.25e9)
 
 def measured() -> list[str]:
     """Returns the lines fitted to what two ranks were measured at."""
-    rows = json.loads((readme.RESULTS / "full_speed.json").read_text())["rows"]
+    rows = json.loads((page_tables.RESULTS / "full_speed.json").read_text())["rows"]
     lines = ["| all_reduce, 2 ranks | latency | bandwidth | the line is off by at most |", "| --- | --- | --- | --- |"]
     for contender, shown in SYSTEMS.items():
         samples = [
@@ -140,7 +141,7 @@ def render(text: str) -> str:
 
 
 def _table(name: str) -> str:
-    return "\n".join(TABLES[name]()) + "\n" if name in TABLES else readme.table(name)
+    return "\n".join(TABLES[name]()) + "\n" if name in TABLES else page_tables.table(name)
 
 
 def main() -> int:

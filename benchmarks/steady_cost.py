@@ -23,7 +23,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,34 @@ def costs(took: dict[str, list[list[float]]], counted: dict[str, float]) -> list
     return always + [cost_of(name, took[name], took[USUAL], None) for name in WITH]
 
 
+def measured(plan: Plan) -> tuple[dict[str, Any], list[Cost]]:
+    """Measures a model; returns its part of the file of results, and its costs."""
+    took, counted = measure(plan)[0]
+    found = costs(took, counted)
+    step = Seconds.of([seconds for of_round in took[USUAL] for seconds in of_round])
+    costs_told = [asdict(cost) for cost in found]
+    told = {"model": plan.model, "step_seconds": asdict(step), "rounds": plan.rounds, "counted_seconds": counted}
+    return {**told, "costs": costs_told}, found
+
+
+def table_of(of_models: Iterable[tuple[str, list[Cost]]]) -> Table:
+    """Returns a line for each model and what was measured of it."""
+    table = Table("model", "of", "cost", "95 %", "counted", title="what a step costs more")
+    for model, found in of_models:
+        for cost in found:
+            counted = "" if cost.counted is None else f"{cost.counted:.3%}"
+            table.add_row(model, cost.of, f"{cost.excess:.2%}", f"{cost.low:.2%} to {cost.high:.2%}", counted)
+    return table
+
+
+def plans(rounds: int | None, *, is_quick: bool) -> list[Plan]:
+    """Returns what is measured; `rounds` None: as many of each model as its figures need."""
+    if is_quick:
+        name = next(iter(MODELS))
+        return [Plan(name, 2, AMOUNTS[name][1])]
+    return [Plan(name, rounds or usual, steps) for name, (usual, steps) in AMOUNTS.items()]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measures, shows and writes; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,27 +194,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="how many; writes nothing")
     options = parser.parse_args(arguments)
     origin = provenance("benchmarks/steady_cost.py")
-    is_whole = not options.quick and options.rounds is None
-    table = Table("model", "of", "step", "cost", "95 %", "counted", title="what a step costs more")
-    results, is_above = [], False
-    for name in list(MODELS)[: 1 if options.quick else None]:
-        usual_rounds, steps = AMOUNTS[name]
-        rounds = 2 if options.quick else options.rounds or usual_rounds
-        took, counted = measure(Plan(name, rounds, steps))[0]
-        found = costs(took, counted)
-        is_above = is_above or any(cost.of == ALL_THREE and cost.low > TARGET for cost in found)
-        step = Seconds.of([seconds for of_round in took[USUAL] for seconds in of_round])
-        results.append({"model": name, "step_seconds": asdict(step), "rounds": rounds, "counted_seconds": counted,
-                        "costs": [asdict(cost) for cost in found]})  # fmt: skip
-        for cost in found:
-            counted_text = "" if cost.counted is None else f"{cost.counted:.3%}"
-            interval = f"{cost.low:.2%} to {cost.high:.2%}"
-            table.add_row(name, cost.of, str(step), f"{cost.excess:.2%}", interval, counted_text)
-    Console().print(table)
-    if is_whole:
+    of_models = [measured(plan) for plan in plans(options.rounds, is_quick=options.quick)]
+    Console().print(table_of((told["model"], found) for told, found in of_models))
+    if not options.quick and options.rounds is None:
         path = Path(__file__).parent / "results" / "steady_cost.json"
+        results = [told for told, _ in of_models]
         path.write_text(json.dumps({**origin, "target": TARGET, "results": results}, indent=1) + "\n")
-    return int(is_above)
+    always = [cost for _, found in of_models for cost in found if cost.of == ALL_THREE]
+    return int(any(cost.low > TARGET for cost in always))
 
 
 if __name__ == "__main__":

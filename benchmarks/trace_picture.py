@@ -19,6 +19,8 @@ from typing import Any
 
 import click
 
+from gradsync.bench.picture import picture
+
 ROOT = Path(__file__).parent.parent
 COLOURS = {
     "packing": "tab:blue",
@@ -28,6 +30,8 @@ COLOURS = {
     "launching": "tab:red",
 }
 ROW = 1.0
+_ROWS_OF_RANK = 4.0  # the last one stays empty
+_MARGIN_MICROSECONDS = 300.0
 
 
 @click.command()
@@ -49,38 +53,50 @@ def _gradsync(*arguments: str) -> None:
 
 def draw(events: list[dict[str, Any]], path: Path) -> None:
     """Draws the last step: for each rank its gradients, its collectives, and the phases of these."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    steps = [event for event in events if event.get("cat") == "step"]
-    begin = max(event["ts"] for event in steps if event["pid"] == 0) - 300.0
-    end = max(event["ts"] + event["dur"] for event in steps) + 300.0
-    seen = [event for event in events if event["ph"] != "M" and begin <= event["ts"] <= end]
-    ranks = sorted({event["pid"] for event in seen})
-    figure, axes = plt.subplots(figsize=(11, 1.9 * len(ranks) + 0.8), layout="constrained")
-    labels = []
-    for rank in ranks:
-        base = -4.0 * ranks.index(rank)
-        labels += [(base, f"rank {rank}: gradients"), (base - ROW, "collectives"), (base - 2 * ROW, "phases")]
+    seen, begin = _last_step(events)
+    bases = {rank: _ROWS_OF_RANK * -number for number, rank in enumerate(sorted({event["pid"] for event in seen}))}
+    with picture(path, 11, 1.9 * len(bases) + 0.8, 110) as figure:
+        axes = figure.subplots()
         for event in seen:
-            if event["pid"] == rank:
-                _draw_event(axes, event, base, begin)
+            _draw_event(axes, event, bases[event["pid"]], begin)
+        _draw_arrows(axes, seen, bases, begin)
+        _label(axes, bases)
+
+
+def _last_step(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], float]:
+    """Returns the events of the last step, and the time at which the picture begins."""
+    steps = [event for event in events if event.get("cat") == "step"]
+    begin = max(event["ts"] for event in steps if event["pid"] == 0) - _MARGIN_MICROSECONDS
+    end = max(event["ts"] + event["dur"] for event in steps) + _MARGIN_MICROSECONDS
+    return [event for event in events if event["ph"] != "M" and begin <= event["ts"] <= end], begin
+
+
+def _draw_arrows(axes: Any, seen: list[dict[str, Any]], bases: dict[int, float], begin: float) -> None:
+    """Draws an arrow from rank to rank of each collective."""
     arrows: dict[int, list[dict[str, Any]]] = {}
     for event in seen:
         if event["ph"] in "stf":
             arrows.setdefault(event["id"], []).append(event)
     for ends in arrows.values():
-        points = [((one["ts"] - begin) / 1e3, -4.0 * ranks.index(one["pid"]) - ROW) for one in ends]
+        points = [((one["ts"] - begin) / 1e3, bases[one["pid"]] - ROW) for one in ends]
         for start, stop in itertools.pairwise(points):
             axes.annotate("", stop, start, arrowprops={"arrowstyle": "->", "color": "dimgrey", "lw": 0.8})
+
+
+def _label(axes: Any, bases: dict[int, float]) -> None:
+    from matplotlib.patches import Patch
+
+    labels = [
+        label
+        for rank, base in bases.items()
+        for label in ((base, f"rank {rank}: gradients"), (base - ROW, "collectives"), (base - 2 * ROW, "phases"))
+    ]
     axes.set_yticks([place for place, _ in labels], [text for _, text in labels])
     axes.set_xlabel("milliseconds")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for name, colour in COLOURS.items() if name != "launching"]
-    axes.legend(handles, [name for name in COLOURS if name != "launching"], loc="upper right", ncols=4)
-    axes.set_ylim(-4.0 * len(ranks) + 1.0, 1.6)
-    figure.savefig(path, dpi=110)
+    shown = {name: colour for name, colour in COLOURS.items() if name != "launching"}  # is NCCL's alone
+    handles = [Patch(color=colour, label=name) for name, colour in shown.items()]
+    axes.legend(handles=handles, loc="upper right", ncols=len(handles))
+    axes.set_ylim(1.0 - _ROWS_OF_RANK * len(bases), 1.6)
 
 
 def _draw_event(axes: Any, event: dict[str, Any], base: float, begin: float) -> None:

@@ -132,16 +132,21 @@ def run_round(generator: random.Random, victim: str, number: int) -> Kill:
                 faults = _strike(job.pid, mark, victim, number, generator)
                 faults += _look_at_end(job, mark, victim, number)
             finally:
-                for pid in leftovers.marked_processes(MARK, mark):
-                    _send(pid, signal.SIGKILL)
-                job.kill()
-                job.wait()
+                end_all(job, MARK, mark)
             printed = Path(output.name).read_text()
-            faults += leftovers.open_ports(_addresses(printed))
+            faults += leftovers.open_ports(addresses_in(printed))
         faults += [f"left {name}" for name in sorted(leftovers.files_of_runs(scratch) - before)]
         if faults:
             faults.append(f"printed was {printed[-_TOLD_CHARACTERS:]!r}")
     return Kill(victim, number, after_seconds, tuple(faults))
+
+
+def end_all(job: subprocess.Popen[bytes], variable: str, mark: str) -> None:
+    """Kills whatever is left of a job, the marked processes and its launcher."""
+    for pid in leftovers.marked_processes(variable, mark):
+        _send(pid, signal.SIGKILL)
+    job.kill()
+    job.wait()
 
 
 def _end_with_parent() -> None:
@@ -186,7 +191,8 @@ def _await_end(mark: str, seconds: float, spared: Collection[int] = ()) -> list[
     return [f"{role} {pid}" for pid, role in _roles(left).items()]
 
 
-def _addresses(output: str) -> set[str]:
+def addresses_in(output: str) -> set[str]:
+    """Gives the rendezvous' addresses that ranks have printed."""
     return {line.split()[-1] for line in output.splitlines() if " address " in line}
 
 
@@ -246,8 +252,9 @@ def main() -> int:
             if time.monotonic() > end:
                 break
     faulty = sum(bool(kill.faults) for kill in kills)
-    print(f"seed {options.seed}: {len(kills)} kills")
-    print(f"{faulty} left something behind" if faulty else "none left a process, a port or a file behind")
+    left = sum(kill.has_left_something for kill in kills)
+    print(f"seed {options.seed}: {len(kills)} kills, {left} of which left a process, a port or a file behind")
+    print(f"{faulty - left} were otherwise wrong")
     if options.json is not None:
         options.json.write_text(as_json(kills, options.seed, made))
     return 1 if faulty else 0

@@ -137,7 +137,7 @@ def run(proof: Proof, *, is_quick: bool, folder: Path, console: Console) -> Outc
 
 
 def headline_of(path: Path) -> str:
-    """Gives the figures that a result sums itself up with; "" where there are none."""
+    """Gives the figures with which a result sums itself up, in "summary" or at its top; "" where there are none."""
     if not path.exists():
         return ""
     body: dict[str, Any] = json.loads(path.read_text())

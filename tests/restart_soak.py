@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chaos import GUARD, command_line
+from chaos import GUARD, addresses_in, command_line, end_all
 from failures import leftovers
 from measurement import provenance
 from process_table import parent_of
@@ -82,11 +82,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in leftovers.marked_processes(MARK, self._mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
+        end_all(self.process, MARK, self._mark)
 
     def ranks(self) -> set[int]:
         """Gives the processes that are ranks now: a guard's only children here."""
@@ -105,8 +101,7 @@ class Run:
         """Names what is there after its end."""
         _, left = leftovers.await_end(MARK, self._mark, 1.0)
         found = [leftovers.describe_process(pid) for pid in left]
-        printed = (self._folder / "output").read_text()
-        found += leftovers.open_ports({line.split()[-1] for line in printed.splitlines() if " address " in line})
+        found += leftovers.open_ports(addresses_in((self._folder / "output").read_text()))
         return found + [path.name for path in (self._folder / "scratch").iterdir()]
 
 

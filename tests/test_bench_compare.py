@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,11 +18,13 @@ BENCHMARK = "def test_speed(benchmark):\n    benchmark.pedantic(sum, ([1, 2],), 
 def results(tmp_path: Path) -> list[Path]:
     (tmp_path / "test_some.py").write_text(BENCHMARK)
     found = [tmp_path / "old.json", tmp_path / "new.json"]
+    # Told that it is a worker of xdist's, as these tests may be, pytest-benchmark measures nothing.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     for path in found:
         options = ["-q", "-p", "no:cacheprovider", f"--benchmark-json={path}", "test_some.py"]
         subprocess.run(
             [sys.executable, "-m", "pytest", *options],
-            cwd=tmp_path, check=True, capture_output=True, timeout=60,
+            cwd=tmp_path, env=alone, check=True, capture_output=True, timeout=60,
         )  # fmt: skip
     return found
 

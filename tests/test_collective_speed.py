@@ -14,7 +14,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import collectives
-import readme
+import page_tables
 from measurement import Seconds
 from peers import systems
 from peers.collectives import ALL_GATHER, BROADCAST, EXTENTS, RANKS, REDUCE_SCATTER
@@ -135,8 +135,8 @@ def test_table_of_the_readme_has_a_column_for_each_peer_that_was_there(tmp_path,
     machine = {"cpu": "A CPU", "usable_cores": 2}
     written = {"machine": machine, "versions": {"python": "3.11.7", "numpy": "2.4.6"}, "rows": rows}
     (tmp_path / "collectives.json").write_text(json.dumps(written))
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    lines = readme.table("collectives").splitlines()
+    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+    lines = page_tables.table("collectives").splitlines()
     assert lines[:-2] == [
         "| milliseconds | gradsync | DDP on gloo | gloo |",
         "| --- | --- | --- | --- |",

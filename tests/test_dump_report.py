@@ -10,7 +10,6 @@ from click.testing import CliRunner
 
 import gradsync as gs
 from gradsync.cli import main
-from gradsync.diagnostics import command
 from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup, what_text
 from gradsync.diagnostics.report import divergences, report, waits
 
@@ -116,7 +115,7 @@ def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, is_damaged: bool) ->
         (tmp_path / "a.json").write_text("{")
     done = CliRunner().invoke(main, ["trace", str(tmp_path)])
     assert done.exit_code == 2
-    assert command.trace.name == "trace"
+    assert "a.json" in done.output if is_damaged else "there are no dumps" in done.output
 
 
 def test_a_picture_beside_the_dumps_is_no_dump(tmp_path: Path) -> None:

@@ -120,6 +120,25 @@ def test_the_signal_makes_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads(file.read_text())["reason"] == "SIGUSR2 came"
 
 
+def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(folder: Path, reason: str) -> None:
+        made.append(reason)
+        if len(made) < 5:
+            signal.raise_signal(signal.SIGUSR2)
+
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    monkeypatch.setattr(dumps, "_write", make)
+    dumps.arm()
+    for _ in range(2):
+        signal.raise_signal(signal.SIGUSR2)
+    assert len(made) == 2
+
+
 def test_without_the_variable_nothing_is_changed() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     dumps.arm()
@@ -133,6 +152,15 @@ def test_a_dump_that_fails_is_no_second_failure(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(dumps, "_folder", tmp_path / "file" / "folder")
     dumps.dump_because("it is asked for")
     assert "no dump of the flight recorder" in caplog.text
+
+
+def test_what_ends_a_traced_block_is_told_though_no_trace_can_be_written(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KeyError, match="of the program"), gs.trace(tmp_path / "file" / "folder"):
+        raise KeyError("of the program")
+    assert "no trace: " in caplog.text
+    with pytest.raises(gs.InvalidArgument, match="cannot be written"), gs.trace(tmp_path / "file" / "folder"):
+        pass
 
 
 def test_any_thread_may_dump_while_collectives_run(tmp_path: Path) -> None:

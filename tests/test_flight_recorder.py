@@ -272,6 +272,25 @@ def test_a_failed_collective_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "failed after" in comm.recorder.describe()
 
 
+def test_a_collective_that_begins_while_more_is_to_be_remembered_is_not_lost() -> None:
+    class Ring(list):
+        def __getitem__(self, place: Any) -> Any:
+            entry = super().__getitem__(place)
+            if recorder.begun < 6:  # as another thread may, while this one copies
+                recorder.begin(Text("the sixth"))
+            return entry
+
+    recorder = FlightRecorder("world", 4)
+    for _ in range(5):
+        recorder.begin(Text("barrier"))
+        recorder.end()
+    recorder._ring = Ring(recorder._ring)
+    recorder.remember(16)
+    assert [entry.number for entry in recorder.entries()] == [3, 4, 5, 6]
+    assert recorder.last is not None
+    assert recorder.last.what == "the sixth"
+
+
 def test_no_array_is_kept_alive() -> None:
     comm = LocalCommunicator()
     callback = gs.AllreduceCallback("sum", comm)

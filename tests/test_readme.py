@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import failure_tables  # noqa: E402
+import page_tables  # noqa: E402
 import readme  # noqa: E402
 
 
@@ -41,14 +43,14 @@ MACHINE = {
 
 
 def made_of(name: str, results: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(readme, "RESULTS", folder)
+    monkeypatch.setattr(page_tables, "RESULTS", folder)
     (folder / f"{name}.json").write_text(json.dumps({**MACHINE, "results": results}))
-    return readme.table(name).splitlines()
+    return page_tables.table(name).splitlines()
 
 
 def test_results_that_are_not_there_yet_are_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    assert readme.table("detection") == "Not measured yet.\n"
+    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+    assert page_tables.table("detection") == "Not measured yet.\n"
 
 
 def test_start_up_has_a_line_for_each_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,3 +126,23 @@ def test_kills_have_a_line_for_each_victim(tmp_path: Path, monkeypatch: pytest.M
     assert lines[0] == "| hit | SIGKILL | SIGSTOP |"
     assert lines[2:4] == ["| a launcher | 0 | 2 |", "| a rank | 3 | 0 |"]
     assert "0 of 5 left a process, shared memory, a port or a file behind." in lines
+
+
+def test_proofs_tell_what_was_not_gone_through_and_what_was_violated() -> None:
+    space = {"about": "two ranks join", "ranks": 2, "states": 1234, "moves": 5678, "closed": True, "violation": None}
+    found = failure_tables.model_check(
+        {"configurations": [space, {**space, "closed": False, "violation": {"what": "x"}}]}
+    )
+    assert found[2:] == [
+        "| two ranks join | 2 | 1,234 | 5,678 | yes | 0 |",
+        "| two ranks join | 2 | 1,234 | 5,678 | not all | 1 |",
+    ]
+    results = {
+        "seeds": 20, "events": 3000, "virtual_seconds": 40, "checks": ["one", "two"], "violations": [{"seed": 3}],
+        "faults": {"crash": {"seeds": 20, "told": 17}},
+    }  # fmt: skip
+    assert failure_tables.simulation(results)[2:] == [
+        "| crash | 20 | 17 |",
+        "",
+        "20 seeds, 3,000 events, 40 s of virtual time; 1 violations of 2 checks.",
+    ]

@@ -11,9 +11,9 @@ from gradsync.rendezvous.silence import heartbeat_seconds
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-import readme
 import rendezvous_scale
 import scaling_page
+import timing_tables
 from gradsync.bench.rendezvous.contenders import GRADSYNC, LEAVE, PHASES, TCPSTORE
 from gradsync.bench.rendezvous.run import Phase, Run
 from gradsync.bench.rendezvous.tcpstore_rank import TCPStoreRank
@@ -63,7 +63,7 @@ def test_promises(results) -> None:
 
 
 def test_the_table_has_a_column_for_each_server(results) -> None:
-    lines = readme.rendezvous_scale({"results": results})
+    lines = timing_tables.rendezvous_scale({"results": results})
     assert lines[0] == "| ranks | | gradsync | TCPStore |"
     assert "| 1,024 | share an id | 400 ms (200 ms) | 200 ms (100 ms) |" in lines
     assert "| 1,024 | memory of the server | + 3.0 MB | + 3.0 MB |" in lines

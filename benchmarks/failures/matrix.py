@@ -91,7 +91,9 @@ def _row_of_rank(cell: Cell) -> Row:
         return _missed_by_others(cell)
     if cell.fault == CLOSE:
         return _row(cell, steps=_FEW_STEPS, ends_run=False, exit_codes={runs.LAUNCHER: 0})  # it connects again
-    return _never_joins(cell) if cell.fault in (EXIT_0, STOP, HALF_OPEN) else _told_by_its_end(cell)
+    if cell.fault == EXIT_0:
+        return _ends_well_without_joining(cell)
+    return _never_joins(cell) if cell.fault in (STOP, HALF_OPEN) else _told_by_its_end(cell)
 
 
 def _missed_by_others(cell: Cell) -> Row:
@@ -122,6 +124,21 @@ def _told_by_its_end(cell: Cell) -> Row:
         exit_codes={runs.LAUNCHER: _exit_code(cell.fault)},
         told_within=0.2,
         down_within=1.0,
+    )
+
+
+def _ends_well_without_joining(cell: Cell) -> Row:
+    """Its end is no failure, so the launcher tells the server, and the server those that would wait in vain."""
+    return _row(
+        cell,
+        raising=_others(int(cell.victim)),
+        errors=("RankFailed",),
+        names=rf"\brank {cell.victim}\b",
+        culprit=int(cell.victim),
+        report=_report_of(cell),
+        exit_codes={runs.LAUNCHER: 1},
+        begins_with_waiting=True,
+        told_within=0.5,
     )
 
 

@@ -63,16 +63,23 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         path: as for dump_flight_recorder.
 
     Raises:
-        InvalidArgument: somebody traces already, or the file cannot be written.
+        InvalidArgument: somebody traces already, or the file cannot be written; where the block raises, what it raises.
     """
     if tracing.active is not None:
         raise InvalidArgument(f"gs.trace({os.fspath(path)!r}): this process is traced already")
     tracer = tracing.start()
+    has_ended_well = False
     try:
         yield
+        has_ended_well = True
     finally:
         tracing.stop()
-        _write(Path(path), "the traced block has ended", tracer)
+        try:
+            _write(Path(path), "the traced block has ended", tracer)
+        except InvalidArgument as error:
+            if has_ended_well:
+                raise
+            _log.warning("no trace: %s", describe(error))  # what has ended the block is the news
 
 
 def arm() -> None:
@@ -214,17 +221,27 @@ def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None) -> Pat
 
 
 def _on_signal(_number: int, _frame: FrameType | None) -> None:
-    dump_because("SIGUSR2 came")
+    """Makes a dump; signals that come meanwhile make no other one within it, and so on without end."""
+    global _is_in_handler
+    if _is_in_handler:
+        return
+    _is_in_handler = True
+    try:
+        dump_because("SIGUSR2 came")
+    finally:
+        _is_in_handler = False
 
 
+_is_in_handler = False
 _folder: Path | None = None
 _traced_folder: Path | None = None
 
 
 def _forget_after_fork() -> None:
     """The child is no rank; it must not write over what its parent does."""
-    global _folder, _traced_folder
+    global _folder, _traced_folder, _is_in_handler
     _folder = _traced_folder = None
+    _is_in_handler = False
     tracing.stop()
 
 

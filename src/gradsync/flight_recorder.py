@@ -125,13 +125,13 @@ class FlightRecorder:
 
     def remember(self, entries: int) -> None:
         """Remembers at least so many from now on."""
-        if entries <= self._size:
-            return
-        ring: list[Running | None] = [None] * entries
-        for noted in range(max(self._noted - self._size, 0) + 1, self._noted + 1):
-            ring[noted % entries] = self._ring[noted % self._size]
-        self._ring = ring  # first: whoever begins one meanwhile finds room for it
-        self._size = entries
+        while self._size < entries:
+            noted = self._noted
+            ring: list[Running | None] = [None] * entries
+            for number in range(max(noted - self._size, 0) + 1, noted + 1):
+                ring[number % entries] = self._ring[number % self._size]
+            if self._noted == noted:  # else one has begun meanwhile, which the copy may lack
+                self._ring, self._size = ring, entries
 
     def begin(self, what: Recorded) -> None:
         """Notes that a collective begins."""

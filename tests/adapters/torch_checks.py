@@ -120,6 +120,21 @@ def check_an_exception_in_a_backward_pass_reaches_the_others(comm: Any) -> None:
     comm.barrier()
 
 
+def check_a_pass_after_one_that_was_left_by_an_exception(comm: Any) -> None:
+    """A new pass, whatever still holds the old one: else nobody would end it, nor reduce what has come."""
+    model = Synchronised(two_layers(), find_unused_parameters=True)
+    layer = model.module[0]
+    failing = layer.weight.register_hook(lambda gradient: 1 / 0)
+    caught = []
+    for _ in range(2):
+        with model.no_sync():  # where nobody else has a part in it
+            caught.append(expect(ZeroDivisionError, loss_of(model, comm).backward))
+    failing.remove()
+    model.zero_grad()
+    layer(torch.full((2, 3), comm.rank + 1.0)).sum().backward()
+    assert (layer.weight.grad == 3.0).all(), layer.weight.grad
+
+
 def check_no_sync_keeps_gradients_local(comm: Any) -> None:
     model = Synchronised(two_layers())
     with model.no_sync():

@@ -19,6 +19,7 @@ from gradsync import environment, settings
 from gradsync.bench.thresholds import parse_megabytes
 from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 from gradsync.communicators.agreement import Description, mismatch
+from gradsync.doctor.checks.variables import KNOWN
 from gradsync.environment import read_environment
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.gpus import parse_gpus
@@ -46,13 +47,8 @@ _CONNECTIONS, RANKS = 6, 3
 _PIPE_BYTES = 60_000
 # What the decoder raises at the end of a script, and where that is no msgpack.
 _NO_MSGPACK = (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException)
-_TEXTS = tuple(
-    getattr(environment, name)
-    for name in dir(environment)
-    if name.isupper() and str(getattr(environment, name)).startswith("GRADSYNC_")
-)
 VARIABLES = (
-    *_TEXTS,
+    *sorted(KNOWN),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID"),

@@ -46,6 +46,24 @@ def test_directory_with_main_runs(tmp_path):
     assert command.run(*RUN, tmp_path)[:2] == (0, "here\nhere\n")
 
 
+def test_a_rank_that_ends_well_without_joining_is_not_waited_for(tmp_path):
+    """Nobody could tell that from its exit code; the others would wait until the time to meet is over."""
+    script = command.write_script(
+        tmp_path,
+        """
+        import os
+        import gradsync as gs
+        if os.environ["RANK"] == "0":
+            with gs.init_process_group(timeout_seconds=60):
+                pass
+        """,
+    )
+    code, out, err = command.run(*RUN, script)
+    assert (code, out) == (1, "")
+    assert "RankFailed: rank 0/2: rank 1/2 ended with exit code 0 without joining" in err
+    assert "failed with exit code 1, because of rank 1:" in err
+
+
 @pytest.mark.parametrize(
     ("statement", "code", "text"),
     [

@@ -31,7 +31,6 @@ from gradsync.rendezvous.client import RendezvousClient
 from measurement import provenance
 
 FOLDER = Path(__file__).parent
-BENCHMARKS = FOLDER.parent.parent / "benchmarks"
 RANKS = 16
 STRANGERS = 10_000
 UNDISTURBED_ROUNDS = 20
@@ -111,13 +110,15 @@ class Result:
 def serving(ranks: int) -> Iterator[Server]:
     """Runs a server for so many ranks."""
     secret = secrets.token_bytes(32)
-    command = [sys.executable, "-m", "scale.serve_gradsync", str(ranks)]
-    with subprocess.Popen(command, cwd=BENCHMARKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "gradsync.bench.rendezvous.serve_gradsync", str(ranks)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(secret.hex() + "\n")
         process.stdin.flush()
-        yield Server(process.pid, f"127.0.0.1:{process.stdout.readline().strip()}", secret)
+        port = process.stdout.readline().strip()
+        assert port, f"{command} ended without a port"
+        yield Server(process.pid, f"127.0.0.1:{port}", secret)
         process.stdin.close()
         assert process.wait(30) == 0
 
@@ -221,7 +222,8 @@ def main() -> int:
     result = attack(options.count, options.ranks)
     targets = {"join_p99_seconds": TARGET_JOIN_SECONDS, "memory_growth_bytes": TARGET_MEMORY_BYTES}
     settings = {"strangers": options.count, "ranks": options.ranks}
-    body = {**made, "settings": settings, "targets": targets, "results": asdict(result)}
+    summary = {"strangers": options.count, "joins": result.under_attack["count"], "complaints": len(result.complaints)}
+    body = {**made, "settings": settings, "targets": targets, "summary": summary, "results": asdict(result)}
     print(json.dumps(body["results"], indent=2))
     for complaint in result.complaints:
         print(f"WRONG: {complaint}")

@@ -63,6 +63,7 @@ def as_json(results: Sequence[Result], frame_violations: Sequence[str], seconds:
         "processes": jobs,
         "states": sum(result.states for result in results),
         "moves": sum(result.moves for result in results),
+        "violations": sum(result.counterexample is not None for result in results) + len(frame_violations),
         "invariants": [
             *(invariant.__name__ for invariant in (*TURN_INVARIANTS, *STATE_INVARIANTS)),
             "nobody_waits_for_ever",

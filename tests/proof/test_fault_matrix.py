@@ -14,6 +14,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import fault_matrix
+from failure_tables import told
 from failures.matrix import VICTIMS, Cell, cells, row_of, why_not
 from failures.observation import observe
 from failures.points import CLOSE, FAULTS, HALF_OPEN, INIT, JOINED, KILL, LAUNCHER, MIDDLE_BUCKET, PHASES, SPAWN, STOP
@@ -29,7 +30,7 @@ def test_cell(cell: Cell) -> None:
     result = observe(row_of(cell), 1)
     assert result.complaints == []
     assert result.left_behind == []
-    assert fault_matrix.told(result) is not None
+    assert told(result.as_json()["measured"]) is not None
 
 
 def test_the_sample_has_each_phase_each_fault_and_each_victim() -> None:

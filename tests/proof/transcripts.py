@@ -92,8 +92,11 @@ def as_json(tallies: dict[str, Tally], seed: int, seconds: float) -> dict[str, A
         {"mutation": name, "sent": tally.sent, "accepted": tally.deceived, "ended_as": dict(tally.errors)}
         for name, tally in tallies.items()
     ]
-    settings = {"count": sum(tally.sent for tally in tallies.values()), "seed": seed}
-    return {**provenance("tests/proof/transcripts.py"), "settings": settings, "seconds": seconds, "results": rows}
+    count = sum(tally.sent for tally in tallies.values())
+    summary = {"sent": count, "accepted": sum(tally.deceived for tally in tallies.values())}
+    made = provenance("tests/proof/transcripts.py")
+    settings = {"count": count, "seed": seed}
+    return {**made, "settings": settings, "seconds": seconds, "summary": summary, "results": rows}
 
 
 def main() -> int:

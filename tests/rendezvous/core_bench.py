@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradsync.rendezvous.events import Close, Lost, Notice, Probe, Probed, Received, Send, Tick
+from gradsync.rendezvous.events import Close, Ended, Lost, Notice, Probe, Probed, Received, Send, Tick
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message, check_fields
 from gradsync.rendezvous.protocol import RendezvousCore
@@ -51,6 +51,10 @@ class Bench:
 
     def lose(self, connection: int, cause: str = "reset") -> None:
         self._do(Lost(connection, cause))
+
+    def end(self, rank: int) -> None:
+        """Says that the rank's process has ended well."""
+        self._do(Ended(rank, "ended with exit code 0"))
 
     def find(self, connection: int, finding: Finding) -> None:
         """Answers a probe of the core."""

@@ -270,6 +270,7 @@ class FakeConnection:
         self.finding = Finding.RUNNING
         self.pids: list[int | None] = []
         self.is_shut_down = False
+        self.is_stuck = False
 
     def post_if_idle(self, *message) -> None:
         self.sent.append(message)
@@ -353,6 +354,15 @@ def test_lost_server_is_a_failure_that_sticks(finding: Finding) -> None:
     assert heart.liveness.is_over
 
 
+def test_a_message_that_is_never_finished_is_a_failure() -> None:
+    heart = Heart()
+    heart.beat(1)
+    heart.connection.is_stuck = True
+    heart.beat(1)
+    assert "server:1 (pid 7) is lost: it has left a message unfinished for 5 s" in str(heart.inbox.failure)
+    assert heart.connection.is_shut_down
+
+
 def test_rank_that_was_itself_not_running_blames_nobody() -> None:
     heart = Heart()
     heart.connection.finding = Finding.STOPPED
@@ -381,13 +391,23 @@ def test_report_that_raises_says_so() -> None:
 
 def test_who_is_told_of_failures_hears_the_first_line_and_may_raise() -> None:
     report = SelfReport(FakeConnection())
-    report.note_failure("nobody listens")
+    report.note_trouble("nobody listens")
     heard: list[str] = []
-    report.describe_with(dict, str, on_failure=heard.append)
+    report.describe_with(dict, str, on_trouble=heard.append)
     Pushes(None, report).answer(Message(FrameType.FAILED, 0, (0, 0, 1, "forward", [], "rank 1 died\nin line 3")))
     assert heard == ["rank 1 died"]
-    report.describe_with(dict, str, on_failure=lambda text: 1 / 0)
-    report.note_failure("it raises")
+    report.describe_with(dict, str, on_trouble=lambda text: 1 / 0)
+    report.note_trouble("it raises")
+
+
+def test_who_asks_has_the_answer_before_anything_else_is_done_about_it() -> None:
+    """Such as to write a dump, which may take longer than the server waits for answers."""
+    connection = FakeConnection()
+    report = SelfReport(connection)
+    sent: list[int] = []
+    report.describe_with(dict, str, on_trouble=lambda text: sent.append(len(connection.sent)))
+    report.answer(1)
+    assert sent == [1]
 
 
 def test_a_history_goes_before_the_status_and_may_raise() -> None:

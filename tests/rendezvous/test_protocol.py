@@ -109,6 +109,30 @@ def test_wrong_joins_are_refused_and_harm_nobody(version, rank, world_size, text
     assert bench.take(1) == [(FrameType.REPLY, first, 1)]
 
 
+def test_who_has_ended_is_not_waited_for() -> None:
+    bench = Bench(3)
+    bench.join(0, 0)
+    bench.end(1)
+    [seated, (kind, *failure, text)] = bench.take(0)
+    assert (seated[0], kind, *failure) == (FrameType.SEATED, FrameType.FAILED, 0, DEATH, 1, "rendezvous", ())
+    assert text == "rank 1/3 ended with exit code 0 without joining: the others would wait in vain"
+    bench.join(2, 2)  # too late for that generation, and there can be no other
+    assert bench.take(2)[-1][0] is FrameType.FAILED
+    bench.lose(0)
+    bench.join(3, 0)
+    assert bench.take(3)[-1][0] is FrameType.FAILED
+
+
+def test_who_ends_after_its_generation_has_formed_harms_nobody() -> None:
+    bench = Bench(2)
+    bench.join_all()
+    bench.send(1, FrameType.BYE)
+    bench.end(1)
+    bench.take(0)
+    asked = bench.send(0, FrameType.ADD, "count", 1)
+    assert bench.take(0) == [(FrameType.REPLY, asked, 1)]
+
+
 def test_death_while_others_wait_to_join() -> None:
     bench = Bench(3)
     bench.join(0, 0)

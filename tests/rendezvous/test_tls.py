@@ -8,6 +8,7 @@ import random
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from gradsync.errors import AuthenticationError, RankFailed, RendezvousError
 from gradsync.rendezvous import dialling, event_loop, tls
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.sockets import RoomNeeded
+from gradsync.rendezvous.sockets import RoomNeeded, parse_address
 from gradsync.rendezvous.tls import TlsStream
 from gradsync.tls_files import read_tls_files
 
@@ -197,6 +198,27 @@ def test_garbage_disturbs_no_joining_ranks(authority: Authority) -> None:
             with socket.create_connection((host, int(port)), timeout=30) as stream:
                 stream.sendall(rng.choice([client_hello(), b"\x16\x03\x01"]) + rng.randbytes(rng.randint(0, 200)))
         assert run_ranks(server, 2, meet) == [VALUE * 1000] * 2
+
+
+def test_peer_that_resets_its_connection_before_it_is_wrapped_disturbs_nobody(authority: Authority) -> None:
+    """To `ssl` such a connection is none yet: it would ask for what has come, and then go on in plain text."""
+    before = len(os.listdir("/proc/self/fd"))
+    with environment(authority.certificate()), socket.create_server(("127.0.0.1", 0)) as listener:
+        reset(listener.getsockname())
+        accepted, _ = listener.accept()
+        with pytest.raises(ConnectionResetError):
+            tls.ServerTls(read_tls_files()).wrap(accepted)
+    assert len(os.listdir("/proc/self/fd")) == before
+    with serve(authority.certificate()) as server:
+        for _ in range(200):
+            reset(parse_address(server.address))
+        with join(server, authority.certificate()) as client:
+            assert client.barrier() == 1
+
+
+def reset(address: tuple[str, int]) -> None:
+    with socket.create_connection(address) as stream:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def test_many_threads_of_one_client(authority: Authority) -> None:

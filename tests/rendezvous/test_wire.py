@@ -284,6 +284,24 @@ def test_fields_outside_their_schema_are_refused(frame_type: FrameType, fields: 
     assert session.next_send_sequence == before
 
 
+def test_a_frame_that_is_never_complete_is_noticed() -> None:
+    reader = FrameReader()
+    reader.feed(b"\0\0\0\x50")
+    assert reader.next_frame() is None
+    reader.note_time(10.0, was_complete=False)
+    reader.feed(b"some of it")
+    reader.note_time(14.0, was_complete=False)
+    assert [reader.is_stuck(now) for now in (15.0, 15.1)] == [False, True]
+    reader.note_time(16.0, was_complete=True)  # that one was completed, and another has begun
+    assert [reader.is_stuck(now) for now in (21.0, 21.1)] == [False, True]
+
+
+def test_nothing_is_stuck_between_frames() -> None:
+    reader = FrameReader()
+    reader.note_time(0.0, was_complete=True)
+    assert not reader.is_stuck(1000.0)
+
+
 def test_types_of_the_wrong_side_are_refused() -> None:
     client, server = make_sessions()
     sealed = client.seal(FrameType.REPLY, 2, None)

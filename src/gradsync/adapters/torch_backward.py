@@ -148,8 +148,12 @@ class BackwardPasses:
     def abandon(self) -> None:
         """Ends a pass that was left by an exception: the others are told, unless all of them have it."""
         failed = self._failed or GradientCancelled("autograd did not come to the end of the backward pass")
-        with suppress(BaseException), self._callback.backward():
-            raise failed
+        self._failed = None
+        try:
+            with suppress(BaseException), self._callback.backward():
+                raise failed
+        finally:
+            del failed  # whose traceback holds this frame
 
     def _check_frozen(self) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -192,5 +196,6 @@ class _Pass:
             passes.end()
 
     def __del__(self) -> None:
-        if self._passes is not None:
-            self._passes.abandon()
+        passes, self._passes = self._passes, None  # first: a traceback may keep this alive, and the pass is over
+        if passes is not None:
+            passes.abandon()

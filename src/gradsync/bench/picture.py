@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gradsync.bench.measurement import Seconds
 from gradsync.errors import BackendUnavailable
 
+LINE = {"markersize": 4, "linewidth": 1.3}
+BARS = {"capsize": 2, "elinewidth": 0.8}
 #: So that a contender has one colour, marker and dash in all pictures, and they differ in print without colour.
 STYLES = (
     {"color": "tab:blue", "marker": "o", "linestyle": "-"},
@@ -55,3 +58,25 @@ def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 
     FigureCanvasAgg(figure)
     yield figure
     figure.savefig(path, format="png", dpi=dots_per_inch)
+
+
+def draw_times(axes: Any, at: Sequence[float], times: Sequence[Seconds], unit_seconds: float, **style: Any) -> None:
+    """Draws a line of medians, with bars from quartile to quartile.
+
+    Args:
+        axes: to draw on.
+        at: where each time stands.
+        times: as many.
+        unit_seconds: of the axis: 1e-3 draws milliseconds.
+        style: of the line, for matplotlib.
+    """
+    medians = [each.median / unit_seconds for each in times]
+    below = [(each.median - each.lower_quartile) / unit_seconds for each in times]
+    above = [(each.upper_quartile - each.median) / unit_seconds for each in times]
+    axes.errorbar(at, medians, yerr=[below, above], **style)
+
+
+def show_legend(figure: Any, axes: Any) -> None:
+    """Names the contenders once, below all panels, as one of them has drawn them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)

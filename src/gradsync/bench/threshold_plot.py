@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.picture import picture
+from gradsync.bench.picture import draw_times, picture
 from gradsync.bench.text import MEGABYTE, megabytes
 from gradsync.bench.thresholds import Row, recommend
 
@@ -23,10 +23,8 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
 
 def _draw(axes: Any, rows: Sequence[Row], title: str) -> None:
     thresholds = [row.contender.threshold_bytes / MEGABYTE for row in rows]
-    medians = [1e3 * row.seconds.median for row in rows]
-    below = [1e3 * (row.seconds.median - row.seconds.lower_quartile) for row in rows]
-    above = [1e3 * (row.seconds.upper_quartile - row.seconds.median) for row in rows]
-    axes.errorbar(thresholds, medians, yerr=[below, above], marker="o", capsize=3, label="step (median, quartiles)")
+    label = "step (median, quartiles)"
+    draw_times(axes, thresholds, [row.seconds for row in rows], 1e-3, marker="o", capsize=3, label=label)
     packs = [1e3 * row.pack_seconds.median for row in rows if row.pack_seconds]
     if packs:
         axes.plot(thresholds, packs, marker=".", linestyle="--", label="packing and splitting alone")

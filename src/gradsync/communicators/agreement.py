@@ -14,6 +14,8 @@ import numpy as np
 from gradsync.errors import PlanMismatch
 from gradsync.flight_recorder import size_text
 
+# What a backward pass agrees on, by the headlines of bucketing.step_agreements.
+_OF_A_STEP = re.compile(r"all_reduce .*of a bucket|flush \(")
 _UNHARMED = "no data was moved"
 _BROKEN = (
     "some had launched theirs already, as in the steps before: the communicator is broken, and the gradients of this "
@@ -184,7 +186,7 @@ def mismatch(
         shown += f"\n  first difference, {item.format(first)}:"
         for rank, d in sorted(descriptions.items()):
             shown += f"\n    rank {rank}: {d.lines[0] if d.lines else '(nothing)'}"
-    shown += _advice(list(descriptions.values()), index is not None)
+    shown += _advice(list(descriptions.values()))
     return PlanMismatch(
         f"{label}: the ranks disagree on the next collective{where}; {_BROKEN if broken else _UNHARMED}:{shown}",
         index=index,
@@ -193,13 +195,16 @@ def mismatch(
     )
 
 
-def _advice(descriptions: Sequence[Description], is_of_a_step: bool) -> str:
-    """Returns what to do: where nothing but the rows of a gather differs, and where the gradients of a step do."""
+def _advice(descriptions: Sequence[Description]) -> str:
+    """Returns what to do: where nothing but the rows of a gather differs, and where the gradients of a step do.
+
+    It goes by what all ranks know alike, so that all of them tell the same.
+    """
     headlines = [description.headline for description in descriptions]
     but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines}
     if len(but_for_rows) == 1 and but_for_rows.pop().startswith(("all_gather of", "gather of")):
         return '\n  pass sizes="ask", or the rows of each rank, where these may differ'
-    if not is_of_a_step:
+    if not all(map(_OF_A_STEP.match, headlines)):  # a rank is elsewhere in its program
         return ""
     lines = [description.lines for description in descriptions]
     if all(lines) and len(set(map(frozenset, lines))) == 1:

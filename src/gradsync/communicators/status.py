@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from gradsync.communicators.lifetime import usable_communicators
-from gradsync.dumps import dump_because
 from gradsync.flight_recorder import FlightRecorder
 from gradsync.rendezvous.messages import MAX_CALL_BYTES, MAX_TOLD_CALLS, MAX_TOLD_GROUPS, clip_text
 from gradsync.stack_report import stack_report
@@ -19,11 +18,7 @@ def positions() -> dict[str, int]:
 
 
 def report() -> str:
-    """Returns the last collectives of each group, and the Python stacks of this process. Any thread may ask.
-
-    Whoever asks misses this rank, or another one: a dump is made too, where the environment asks for such.
-    """
-    dump_because("a rank has waited too long for others")
+    """Returns the last collectives of each group, and the Python stacks of this process. Any thread may ask."""
     return "\n".join([*map(_collectives, _told_recorders()), stack_report()])
 
 

@@ -146,7 +146,7 @@ def _content(path: Path) -> Any:
         return json.loads(path.read_text())
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it is not JSON ({error})") from error
 
 
@@ -155,7 +155,7 @@ def _dump(path: Path, content: Any) -> Dump:
         raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it needs format {FORMAT!r}")
     try:
         return _parsed(path, content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 

@@ -5,8 +5,10 @@ python -m gradsync.doctor.probes NAME   # prints the answer as JSON on its last 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from gradsync.bench.rank_starts import without_launcher
 from gradsync.errors import GradsyncError
 
 _LONGEST_TEXT = 4000
+_END_SECONDS = 1.0
 
 
 def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float) -> dict[str, dict[str, Any]]:
@@ -44,6 +47,7 @@ def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
+                start_new_session=True,  # so that what it has started ends with it, as where it is a script
             )
         except OSError as error:
             started[name] = error
@@ -59,8 +63,7 @@ def _answer(
     try:
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
+        _end(process)
         return {"error": f"no answer within {deadline_seconds:.0f} s"}
     if name not in _QUESTIONS:
         return {"text": (out or err)[:_LONGEST_TEXT], "exit_code": process.returncode}
@@ -71,6 +74,14 @@ def _answer(
     except (IndexError, ValueError):
         return {"error": f"it answered {out.strip()[-200:]!r}"}
     return found
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kills a process and what it has started; whoever has left its session may hold its output, but not us."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=_END_SECONDS)
 
 
 def _last_words(exit_code: int, stderr: str) -> str:

@@ -28,6 +28,7 @@ from gradsync.tls_files import check_tls_files
 
 if TYPE_CHECKING:
     from gradsync.launching.output.pump import OutputPump
+    from gradsync.rendezvous.server import RendezvousServer
 
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
 _LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, once somebody wants to go
@@ -102,6 +103,7 @@ class Supervisor:
         self._on_stopping = on_stopping
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
+        self._server: RendezvousServer | None = None  # while this process hosts one
         self._generations = 0  # formed by the servers of earlier starts
         self.ranks: list[RankProcess] = []
 
@@ -134,7 +136,7 @@ class Supervisor:
         check_tls_files(hosts=point.listener is not None)
         port = job.master_port or self._stack.enter_context(reserved_port())
         environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
-        watch = Watch(self._signals, job.grace_seconds, self._notices, self._on_news, self._on_stopping)
+        watch = Watch(self._signals, job.grace_seconds, self._notices, self._hear, self._on_stopping)
         self._watch = self._stack.enter_context(watch)
         self._output = None if self._make_output is None else self._make_output(job, restart)
         # Threads first would be copied into forked ranks.
@@ -175,6 +177,13 @@ class Supervisor:
         self._stack.close()
         return outcome
 
+    def _hear(self, rank: RankProcess) -> None:
+        """Passes news of a rank on: that it has ended well to the ranks that still wait for it to join, too."""
+        if self._server is not None and rank.exit_code == 0:  # else it has failed, and all ranks are told to end
+            self._server.note_end(rank.rank, "ended with exit code 0")
+        if self._on_news is not None:
+            self._on_news(rank)
+
     def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str]) -> None:
         """Starts one rank, with pipes for its output where it is shown."""
         with contextlib.ExitStack() as theirs:
@@ -200,9 +209,11 @@ class Supervisor:
             job.world_size, secret=point.secret, listener=point.listener, earlier_generations=self._generations
         )
         server.start()
+        self._server = server
         try:
             yield
         finally:
+            self._server = None
             if job.world_size > job.n_ranks:
                 server.wait_until_empty(_LEAVING_SECONDS)
             server.stop()

@@ -163,6 +163,7 @@ class ClientConnection:
         """
         while (frame := self._reader.next_frame()) is None:
             if not self._fill(deadline):
+                self._reader.note_time(time.monotonic(), was_complete=False)
                 return None
         return self._authenticated().open(frame)
 
@@ -173,7 +174,15 @@ class ClientConnection:
             FrameError: the bytes received are not acceptable.
         """
         frame = self._reader.next_frame()
-        return None if frame is None else self._authenticated().open(frame)
+        if frame is None:
+            self._reader.note_time(time.monotonic(), was_complete=True)
+            return None
+        return self._authenticated().open(frame)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the server has left a message unfinished for too long."""
+        return self._reader.is_stuck(time.monotonic())
 
     def look_at_server(self, pid: int | None) -> Finding:
         """Returns what can be found out about the server, whose process has this pid if it is on this machine."""

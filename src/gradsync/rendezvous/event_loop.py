@@ -1,12 +1,11 @@
 """The server's event loop: one selector over all sockets, one core that decides. Never blocks on one peer.
 
-Sits under `server` (which owns the thread) and over `protocol`. Strangers, connections that have not
-authenticated and joined yet, are few, short-lived and bounded: they cannot disturb a run.
+Sits under `server`, which owns the thread, and over `protocol`. Strangers, connections that have not authenticated and
+joined yet, are few, short-lived and bounded: they cannot disturb a run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -27,6 +26,8 @@ from gradsync.rendezvous.probing import look_at
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnection
 from gradsync.rendezvous.sockets import tune_stream
+from gradsync.rendezvous.waking import Waker
+from gradsync.rendezvous.wire import UNFINISHED
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.tls import ServerTls
@@ -78,22 +79,23 @@ class EventLoop:
         self._strangers: dict[int, ServerConnection] = {}  # oldest first, so the earliest deadline first
         self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
         self._lost: deque[tuple[ServerConnection, str]] = deque()
-        self._findings: deque[Probed] = deque()
+        self._queued: deque[Event] = deque()  # what was found of silent peers, and what other threads tell
         self._accept_resumes_at: float | None = None
         self._next_number = 0
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_receiver.setblocking(False)
-        self._wake_sender.setblocking(False)
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._waker = Waker(self._selector)
         self._selector.register(listener, selectors.EVENT_READ)
 
     def request_stop(self) -> None:
         """Asks the loop to end; safe from any thread and from a signal handler."""
         self._stopping = True
-        with contextlib.suppress(OSError):  # full: the loop is about to wake; closed: it has ended
-            self._wake_sender.send(b"\0")
+        self._waker.wake()
+
+    def tell(self, event: Event) -> None:
+        """Has the core take an event; safe from any thread."""
+        self._queued.append(event)
+        self._waker.wake()
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
         """Waits, in another thread than the loop's, until every connection has ended; returns whether that is so."""
@@ -130,8 +132,7 @@ class EventLoop:
                 connection.hang_up()
         self._connections.clear()
         self._listener.close()
-        self._wake_receiver.close()
-        self._wake_sender.close()
+        self._waker.close()
         if not is_copy:
             self._notices.end()
 
@@ -144,8 +145,9 @@ class EventLoop:
     def _handle_ready(self, key: selectors.SelectorKey, mask: int) -> None:
         if key.fileobj is self._listener:
             self._accept()
-        elif key.fileobj is self._wake_receiver:
-            self._wake_receiver.recv(4096)
+        elif key.fileobj is self._waker.receiver:
+            self._waker.quiet()
+            self._tell_core(Tick())  # and what is queued
         elif key.data.number in self._connections:  # it may have been dropped in this very turn
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
@@ -171,8 +173,6 @@ class EventLoop:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 stream, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
             except OSError as error:
                 self._survive_accept_error(error)
                 return
@@ -181,7 +181,7 @@ class EventLoop:
     def _survive_accept_error(self, error: OSError) -> None:
         """The listener stays readable while descriptors are short: pause instead of spinning."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            return  # the one connection was aborted before it was accepted
+            return  # there is no other, or the one was aborted before it was accepted
         self._notices.tell(f"the rendezvous server cannot accept connections: {error.strerror}")
         if self._strangers:
             self._drop(next(iter(self._strangers.values())), "descriptors are short")
@@ -234,8 +234,8 @@ class EventLoop:
 
     def _tell_core(self, event: Event) -> None:
         self._carry_out(event)
-        while self._findings:  # in a loop: thousands of ranks may be looked at in one turn
-            self._carry_out(self._findings.popleft())
+        while self._queued:  # in a loop: thousands of ranks may be looked at in one turn
+            self._carry_out(self._queued.popleft())
 
     def _carry_out(self, event: Event) -> None:
         touched: dict[int, ServerConnection] = {}
@@ -255,7 +255,9 @@ class EventLoop:
         if connection is None:
             return None
         if isinstance(action, Probe):
-            self._findings.append(Probed(connection.number, look_at(action.pid, connection.stream)))
+            if connection.is_stuck:
+                self._lost.append((connection, UNFINISHED))
+            self._queued.append(Probed(connection.number, look_at(action.pid, connection.stream)))
             return None
         if isinstance(action, Send):
             try:

@@ -37,6 +37,14 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """A rank's process has ended, as whoever started it knows; `how` in words: "ended with exit code 0"."""
+
+    rank: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; due deadlines are to be acted on."""
 
@@ -75,5 +83,5 @@ class Notice:
     text: str
 
 
-Event = Received | Lost | Probed | Tick
+Event = Received | Lost | Probed | Ended | Tick
 Action = Send | Close | Probe | Notice

@@ -21,6 +21,7 @@ from gradsync.rendezvous.inbox import Inbox
 from gradsync.rendezvous.messages import FrameType
 from gradsync.rendezvous.self_report import SelfReport
 from gradsync.rendezvous.silence import LATE_AFTER_SECONDS, Judgement, Silence
+from gradsync.rendezvous.wire import UNFINISHED
 
 # After input that another thread has read: a rank that asks one request after the other is not to wake this thread
 # for each answer.
@@ -76,7 +77,9 @@ class Liveness:
             self._silence.restart(now)
         elif self._inbox.heard_at > self._silence.heard_at and self._silence.hear(self._inbox.heard_at):
             _log.warning("%s: %s is heard of again", self._who, self._server_name())
-        if now >= self._silence.due_at():
+        if self._connection.is_stuck:
+            self._lose_server(f"{self._server_name()} is lost: {UNFINISHED}")
+        elif now >= self._silence.due_at():
             self._look_at_server(now, self._inbox.server)
 
     def read(self) -> bool:
@@ -102,9 +105,11 @@ class Liveness:
         if judgement is Judgement.SLOW:
             _log.warning("%s: %s", self._who, finding.of_slow(self._server_name(), silent_seconds))
         elif judgement is Judgement.LOST:
-            text = finding.of_lost(self._server_name(), f"not heard of for {silent_seconds:.1f} s")
-            self._inbox.give_up(RendezvousError(f"{self._who}: {text}"))
-            self._connection.shut_down()  # wakes a thread that reads or writes
+            self._lose_server(finding.of_lost(self._server_name(), f"not heard of for {silent_seconds:.1f} s"))
+
+    def _lose_server(self, text: str) -> None:
+        self._inbox.give_up(RendezvousError(f"{self._who}: {text}"))
+        self._connection.shut_down()  # wakes a thread that reads or writes
 
     def _server_name(self) -> str:
         pid = self._inbox.server[1] if self._inbox.server is not None else 0

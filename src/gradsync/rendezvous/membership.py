@@ -146,7 +146,7 @@ class Membership:
         positions: Callable[[], dict[str, int]],
         report: Callable[[], str],
         history: Callable[[], Told] = dict,
-        on_failure: Callable[[str], None] | None = None,
+        on_trouble: Callable[[str], None] | None = None,
     ) -> None:
         """Lets these say where this rank is, while it lives and when another rank misses it.
 
@@ -158,9 +158,9 @@ class Membership:
                 heartbeat, twice a second.
             report: returns what this rank does, for the other ranks' error; cut to 16 KiB.
             history: returns this rank's last collectives, by group: number, digest, what it is, whether it is inside.
-            on_failure: called with the first line of what has failed, once, should the generation fail.
+            on_trouble: called with a line, after this rank was asked and has answered, and once the generation fails.
         """
-        self._requests.self_report.describe_with(positions, report, history, on_failure)
+        self._requests.self_report.describe_with(positions, report, history, on_trouble)
 
     def report_waiting(
         self,

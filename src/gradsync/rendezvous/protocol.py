@@ -10,14 +10,14 @@ that was found stopped or out of reach, after a silence, and one that does not c
 from __future__ import annotations
 
 from gradsync.rendezvous import verdict_texts
-from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send
+from gradsync.rendezvous.events import Action, Close, Ended, Event, Lost, Notice, Probe, Probed, Received, Send
 from gradsync.rendezvous.generation import HEARD, Generation
+from gradsync.rendezvous.joining import Joining
 from gradsync.rendezvous.messages import REFUSED, TO_GENERATION, FrameType, Message
-from gradsync.rendezvous.roster import RUNNING_PHASE, MemberState, Roster
+from gradsync.rendezvous.roster import RUNNING_PHASE, MemberState
 from gradsync.rendezvous.silence import Judgement, SilenceTable
 from gradsync.rendezvous.waiting import Failure, Request, WaitTable
 
-NOTICE_INTERVAL_SECONDS = 5.0
 MAX_WAITS_PER_CONNECTION = 64
 
 
@@ -56,7 +56,7 @@ class RendezvousCore:
         self._waits = WaitTable()
         self._silences = SilenceTable()
         self.formed_count = earlier_generations
-        self._notice_at: float | None = None
+        self._joining = Joining()
 
     def handle(self, now: float, event: Event) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -74,6 +74,9 @@ class RendezvousCore:
             actions = self._lose(event.connection, event.cause)
         elif isinstance(event, Probed):
             actions = self._judge(now, event)
+        elif isinstance(event, Ended):
+            self._joining.note_end(event.rank, event.how)
+            actions = []
         else:
             actions = [*self._expire(now), *self._look_at_silent(now), *self._advance_absences(now)]
         return actions + self._advance_generations(now)
@@ -81,7 +84,7 @@ class RendezvousCore:
     def next_deadline(self) -> float | None:
         """Returns when the next Tick is due, in monotonic seconds, or None."""
         absence_due = self._generations[0].next_deadline() if self._generations else None
-        due = (self._waits.next_deadline(), self._notice_at, self._silences.next_deadline(), absence_due)
+        due = (self._waits.next_deadline(), self._joining.next_deadline(), self._silences.next_deadline(), absence_due)
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def _receive(self, now: float, connection: int, message: Message) -> list[Action]:
@@ -269,32 +272,21 @@ class RendezvousCore:
     def _advance_generations(self, now: float) -> list[Action]:
         """Drops generations that have ended, forms the present one when it is complete."""
         self._generations = [g for g in self._generations if not g.roster.is_deserted()]
-        if not self._generations:
-            self._notice_at = None
-            return []
-        head = self._generations[0]
-        if head.number is not None or head.failure is not None:
-            self._notice_at = None
+        head = self._generations[0] if self._generations else None
+        if head is None or head.number is not None or head.failure is not None:
+            self._joining.rest()
             return []
         if head.roster.is_complete():
             return self._form(head)
-        return self._notice(now, head.roster)
+        failure = self._joining.failure(head.roster)
+        return [*self._joining.notices(now, head.roster)] if failure is None else self._poison(head, failure)
 
     def _form(self, generation: Generation) -> list[Action]:
         generation.number = self.formed_count = self.formed_count + 1
-        self._notice_at = None
+        self._joining.rest()
         actions: list[Action] = []
         for _, member in generation.roster.present():
             member.phase = RUNNING_PHASE
             waits = self._waits.close_all(member.connection)
             actions += [wait.request.reply(generation.number) for wait in waits]
         return actions
-
-    def _notice(self, now: float, roster: Roster) -> list[Action]:
-        """Names the ranks that keep the others waiting, every few seconds."""
-        if self._notice_at is None:
-            self._notice_at = now + NOTICE_INTERVAL_SECONDS
-        if now < self._notice_at:
-            return []
-        self._notice_at = now + NOTICE_INTERVAL_SECONDS
-        return [Notice(verdict_texts.incomplete(roster))]

@@ -29,4 +29,4 @@ class Pushes:
         elif message.type is FrameType.INQUIRE:
             self._self_report.answer(*message.fields)
         elif message.type is FrameType.FAILED:
-            self._self_report.note_failure(message.fields[-1].partition("\n")[0])
+            self._self_report.note_trouble(message.fields[-1].partition("\n")[0])

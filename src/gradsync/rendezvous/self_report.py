@@ -41,21 +41,21 @@ class SelfReport:
         self._positions: Callable[[], dict[str, int]] = dict
         self._report: Callable[[], str] = str
         self._history: Callable[[], Told] = dict
-        self._on_failure: Callable[[str], None] = _do_nothing
+        self._on_trouble: Callable[[str], None] = _do_nothing
 
     def describe_with(
         self,
         positions: Callable[[], dict[str, int]],
         report: Callable[[], str],
         history: Callable[[], Told] = dict,
-        on_failure: Callable[[str], None] | None = None,
+        on_trouble: Callable[[str], None] | None = None,
     ) -> None:
-        """Lets these say how far this rank has come, what it does, and what it remembers; the last hears of failures.
+        """Lets these say how far this rank has come, what it does, and what it remembers; the last hears of trouble.
 
         See Membership.describe_with.
         """
         self._positions, self._report, self._history = positions, report, history
-        self._on_failure = on_failure or _do_nothing
+        self._on_trouble = on_trouble or _do_nothing
 
     def introduction(self) -> tuple[Any, ...]:
         """Returns the message that tells the server who this is: it does not miss a process that it does not know."""
@@ -69,11 +69,12 @@ class SelfReport:
                 if history := dict(self._history()):
                     self._connection.post(FrameType.HISTORY, inquiry, history)
             self._connection.post(FrameType.STATUS, inquiry, self.progress(), self._text())
+        self.note_trouble("a rank has waited too long for others")  # last: who asks does not wait for what is done then
 
-    def note_failure(self, text: str) -> None:
-        """Hears that the generation has failed."""
+    def note_trouble(self, text: str) -> None:
+        """Hears that the generation has failed, or may be about to."""
         with contextlib.suppress(Exception):  # the thread that tells can do nothing about it
-            self._on_failure(text)
+            self._on_trouble(text)
 
     def progress(self) -> dict[str, int]:
         """Returns how many collectives this rank has begun in each group; nothing where that cannot be told."""

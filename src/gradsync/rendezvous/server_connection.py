@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from typing import Any
 
 from gradsync.rendezvous.handshake import ServerHandshake
@@ -92,7 +93,13 @@ class ServerConnection:
                 self._reader.limit_bytes = MAX_FRAME_BYTES
             else:
                 self._output += step
+        self._reader.note_time(time.monotonic(), was_complete=bool(messages))
         return messages
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the peer has left a message unfinished for too long."""
+        return self._reader.is_stuck(time.monotonic())
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
         """Queues a message for an authenticated peer.

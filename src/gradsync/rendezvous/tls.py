@@ -15,6 +15,7 @@ Source: the channel binding "tls-server-end-point" of RFC 5929.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -50,6 +51,8 @@ class TlsStream(ssl.SSLSocket):
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
         """Returns bytes that have come, and with them the rest of their record: at most 16 KiB more than asked for."""
+        if not hasattr(self, "_lock"):  # `ssl` asks, before anything is wrapped, what a peer has left that is gone
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
         with self._lock:
             try:
                 data = super().recv(buflen, flags)
@@ -234,6 +237,9 @@ def _first_certificate(path: str) -> bytes:
 def _wrap(context: ssl.SSLContext, stream: socket.socket, *, server_side: bool) -> TlsStream:
     wrapped = context.wrap_socket(stream, server_side=server_side, do_handshake_on_connect=False)
     assert isinstance(wrapped, TlsStream)
+    if getattr(wrapped, "_sslobj", None) is None:  # reset by its peer already: `ssl` would go on in plain text
+        wrapped.close()
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
     wrapped._lock = threading.RLock()
     return wrapped
 

@@ -1,4 +1,4 @@
-"""What the server says about a rank, in words: it may not join, others wait for it, it died, it failed, it is silent.
+"""What the server says about a rank, in words: it may not join, others wait for it, it ended, failed or is silent.
 
 Part of the server's core, without I/O; `absence_report` has the words for a rank that does not come to a collective.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import PROTOCOL_VERSION
-from gradsync.rendezvous.roster import Roster
+from gradsync.rendezvous.roster import JOINING_PHASE, Roster
 from gradsync.rendezvous.waiting import Failure
 
 
@@ -36,6 +36,11 @@ def death(roster: Roster, rank: int, cause: str) -> Failure:
     phase = roster.members[rank].phase
     lost = f"its control connection was lost without a goodbye ({cause})"
     return Failure(rank, phase, f"{roster.name(rank)} died in phase {phase!r}: {lost}")
+
+
+def ended(roster: Roster, rank: int, how: str) -> Failure:
+    """Returns the failure of a generation that waits for a rank whose process has ended."""
+    return Failure(rank, JOINING_PHASE, f"{roster.label(rank)} {how} without joining: the others would wait in vain")
 
 
 def reported(roster: Roster, rank: int, reason: str, culprit: int | None) -> Failure:

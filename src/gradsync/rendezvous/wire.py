@@ -30,6 +30,9 @@ from gradsync.rendezvous.messages import SCHEMAS, FieldError, FrameType, Message
 
 MAX_HANDSHAKE_FRAME_BYTES = 512
 MAX_FRAME_BYTES = 64 * 1024
+#: A frame that has begun is complete by then, or never will be: its length is not what was sent.
+MAX_FRAME_SECONDS = 5.0
+UNFINISHED = f"it has left a message unfinished for {MAX_FRAME_SECONDS:g} s: what came is not what was sent"
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!IBQ")
 _MIN_FRAME_BYTES = _HEADER.size + MAC_BYTES
@@ -68,6 +71,24 @@ class FrameReader:
     def __init__(self) -> None:
         self.limit_bytes = MAX_HANDSHAKE_FRAME_BYTES
         self._buffer = bytearray()
+        self._begun_at: float | None = None
+
+    def note_time(self, now: float, *, was_complete: bool) -> None:
+        """Notes, once all whole frames have been taken, how long the one that has begun is under way.
+
+        Args:
+            now: monotonic seconds.
+            was_complete: whether a frame has been complete since the last call.
+        """
+        if not self._buffer:
+            self._begun_at = None
+        elif was_complete or self._begun_at is None:
+            self._begun_at = now
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether a frame that has begun should have been complete by now."""
+        begun_at = self._begun_at
+        return begun_at is not None and now - begun_at > MAX_FRAME_SECONDS
 
     def feed(self, data: bytes) -> None:
         """Adds bytes that were read from the stream."""

@@ -83,8 +83,17 @@ def survivors_name_the_culprit(outcome: Outcome) -> Iterator[str]:
         if isinstance(error, CollectiveTimeout) and error.missing_ranks != (victim,):
             yield f"rank {rank} misses ranks {error.missing_ranks}, and rank {victim} it was: {error}"
         is_joining = isinstance(error, RendezvousTimeout) and diary.calls[0].error is error
-        if is_joining and outcome.scenario.fault.kind != "server crash" and victim not in error.missing_ranks:
-            yield f"rank {rank} misses ranks {error.missing_ranks} at the meeting, and rank {victim} it was"
+        if is_joining and outcome.scenario.fault.kind != "server crash":
+            # A victim that was cut off while it joined comes again; who had met it by then has been told, and does not.
+            missed = set(error.missing_ranks) - {victim} - _told_of(victim, outcome)
+            if missed or not error.missing_ranks:
+                yield f"rank {rank} misses ranks {error.missing_ranks} at the meeting, and rank {victim} it was"
+
+
+def _told_of(victim: int | None, outcome: Outcome) -> set[int]:
+    """Returns the survivors that were told that the victim has failed."""
+    errors = {rank: diary.error for rank, diary in _survivors(outcome)}
+    return {rank for rank, error in errors.items() if isinstance(error, RankFailed) and error.rank == victim}
 
 
 def survivors_are_told_of_a_rank(outcome: Outcome) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradsync.bench.collectives.kinds import KINDS, Kind
 from gradsync.errors import InvalidArgument
@@ -105,16 +105,5 @@ def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) 
         template: with all that does not depend on the collective or the size.
     """
     counts = dict.fromkeys(kind.count(size, itemsize, template.ranks) for size in sizes)
-    return [
-        Case(
-            kind.name,
-            count,
-            template.dtype,
-            template.op if kind.reduces else "",
-            template.ranks,
-            template.iterations,
-            template.warm_up,
-            template.checks,
-        )
-        for count in counts
-    ]
+    op = template.op if kind.reduces else ""
+    return [replace(template, collective=kind.name, count=count, op=op) for count in counts]

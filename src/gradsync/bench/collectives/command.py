@@ -132,8 +132,7 @@ def _cases(options: CollectiveOptions, kinds: Sequence[Kind]) -> list[list[Case]
 
 def _introduce(options: CollectiveOptions, backends: dict[str, str], absent: dict[str, str]) -> None:
     names = ", ".join(f"{name} over {backends[name]}" if "/" not in name else name for name in backends)
-    ranks = "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"
-    print(f"# {names}: {ranks} on this machine, {usable_cores()} cores")
+    print(f"# {names}: {_ranks_text(options)} on this machine, {usable_cores()} cores")
     print(
         f"# a time is that of the slowest rank: the median of {options.blocks} blocks of {options.iterations} calls, "
         f"after {options.warm_up} to warm up"
@@ -173,7 +172,10 @@ def _sum_up(rows: Sequence[Row]) -> None:
 
 
 def _title(options: CollectiveOptions) -> str:
-    ranks = "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"
     operator = f", {options.op}" if any(kind.reduces for kind in kinds_of(options.collectives)) else ""
-    what = f"{ranks} on one machine, {parse_dtype(options.dtype)}{operator}"
+    what = f"{_ranks_text(options)} on one machine, {parse_dtype(options.dtype)}{operator}"
     return f"{what}; the faster of out-of-place and in-place; bars are quartiles"
+
+
+def _ranks_text(options: CollectiveOptions) -> str:
+    return "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"

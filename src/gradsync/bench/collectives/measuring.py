@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gradsync.bench.collectives.cases import Case
 from gradsync.bench.collectives.operation import IN_PLACE, SEPARATE, Prepared
@@ -41,9 +41,7 @@ def started(contenders: Sequence[Contender], ranks: int, absent: dict[str, str])
         yield crews
 
 
-def measure(
-    case: Case, itemsize: int, crews: Mapping[str, Crew], blocks: int, show: Callable[[Row], None] | None = None
-) -> list[Row]:
+def measure(case: Case, itemsize: int, crews: Mapping[str, Crew], blocks: int) -> list[Row]:
     """Times a case with all contenders.
 
     Args:
@@ -51,7 +49,6 @@ def measure(
         itemsize: bytes of its elements.
         crews: by contender.
         blocks: of each form of each contender.
-        show: called with each row as it is done.
 
     Raises:
         CrewFailed: a rank failed.
@@ -71,8 +68,6 @@ def measure(
         crews[name].ask("release")
         results = {form: _result(found, samples.get((name, form))) for form, found in forms.items()}
         rows.append(Row(name, case, itemsize, results))
-        if show is not None:
-            show(rows[-1])
     return rows
 
 

@@ -61,9 +61,10 @@ class Gradsync:
         if op:
             _check(op, case.dtype)
         after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+        in_place = source is target  # as one writes it then: without out=
         return {
-            ALL_REDUCE: lambda: comm.all_reduce(source, op, out=target),
-            REDUCE: lambda: comm.reduce(source, op, ROOT, out=target),
+            ALL_REDUCE: lambda: comm.all_reduce(source, op) if in_place else comm.all_reduce(source, op, out=target),
+            REDUCE: lambda: comm.reduce(source, op, ROOT, out=None if in_place else target),
             REDUCE_SCATTER: lambda: comm.reduce_scatter(source, op, out=target),
             BROADCAST: lambda: comm.broadcast(source, ROOT),
             ALL_GATHER: lambda: comm.all_gather(source, out=target),

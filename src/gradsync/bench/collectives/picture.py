@@ -8,7 +8,7 @@ from typing import Any
 
 from gradsync.bench.collectives.rows import Row
 from gradsync.bench.measurement import Seconds
-from gradsync.bench.picture import STYLES, picture, tick_times
+from gradsync.bench.picture import BARS, LINE, STYLES, draw_times, picture, show_legend, tick_times
 
 _WIDTH, _ROW_HEIGHT = 9.0, 2.9
 
@@ -34,8 +34,7 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
             of_bandwidth.set_ylim(bottom=0)
         for axes in panels[-1]:
             axes.set_xlabel("size (bytes)")
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        show_legend(figure, panels[0][0])
         figure.align_ylabels()
         figure.suptitle(title, fontsize="medium")
 
@@ -45,11 +44,8 @@ def _draw(of_time: Any, of_bandwidth: Any, rows: Sequence[Row], contender: str, 
     if not timed:
         return
     sizes = [row.size_bytes for row, _ in timed]
-    medians = [1e6 * seconds.median for _, seconds in timed]
-    below = [1e6 * (seconds.median - seconds.lower_quartile) for _, seconds in timed]
-    above = [1e6 * (seconds.upper_quartile - seconds.median) for _, seconds in timed]
-    common: dict[str, Any] = {**style, "markersize": 4, "linewidth": 1.3, "label": contender}
-    of_time.errorbar(sizes, medians, yerr=[below, above], capsize=2, elinewidth=0.8, **common)
+    common: dict[str, Any] = {**style, **LINE, "label": contender}
+    draw_times(of_time, sizes, [seconds for _, seconds in timed], 1e-6, **BARS, **common)
     buses = [(row.best_bus_bytes_per_second() or 0.0) / 1e9 for row, _ in timed]
     of_bandwidth.plot(sizes, buses, **common)
 

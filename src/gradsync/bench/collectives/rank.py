@@ -12,6 +12,10 @@ from gradsync.bench.collectives.operation import Buffers, NotOffered, Prepared, 
 from gradsync.bench.collectives.values import count_wrong, source_of
 from gradsync.bench.crew_member import serve
 
+# A rank that has slept may have woken on another rank's core, where both take turns: ranks that train have computed for
+# long, and have each their own.
+_COMPUTE_FIRST_SECONDS = 0.1
+
 
 class Timer:
     """What the controller may ask of a rank.
@@ -63,6 +67,7 @@ class Timer:
         for array in (self._arrays[form].source, self._arrays[form].target):
             if array is not None:
                 system.fill(array, 0)  # the only values that no reduction in place makes larger
+        _compute_for(_COMPUTE_FIRST_SECONDS)
         for _ in range(warm_up):
             run()
         system.wait()
@@ -77,6 +82,13 @@ class Timer:
         """Gives the memory of all forms back."""
         self._runs.clear()
         self._arrays.clear()
+
+
+def _compute_for(seconds: float) -> None:
+    """Keeps this rank's core busy for a while."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def join(name: str) -> Timer:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.picture import STYLES, picture, tick_times
+from gradsync.bench.picture import BARS, LINE, STYLES, draw_times, picture, show_legend, tick_times
 from gradsync.bench.rendezvous.rows import STEPS, Row
 
 
@@ -26,19 +26,14 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
             axes.set_xlabel("ranks")
         tick_times(panels[0])  # which all share
         panels[0].set_ylabel("time of all ranks together (ms)")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        show_legend(figure, panels[0])
         figure.suptitle(title, fontsize="medium")
 
 
 def _draw(axes: Any, rows: Sequence[Row], step: str, style: dict[str, str]) -> None:
     ranks = [row.ranks for row in rows]
-    times = [row.steps[step] for row in rows]
-    medians = [1e3 * seconds.median for seconds in times]
-    below = [1e3 * (seconds.median - seconds.lower_quartile) for seconds in times]
-    above = [1e3 * (seconds.upper_quartile - seconds.median) for seconds in times]
-    common: dict[str, Any] = {**style, "markersize": 4, "linewidth": 1.3, "label": rows[0].contender}
-    axes.errorbar(ranks, medians, yerr=[below, above], capsize=2, elinewidth=0.8, **common)
+    label = rows[0].contender
+    draw_times(axes, ranks, [row.steps[step] for row in rows], 1e-3, **BARS, **LINE, **style, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(ranks, [f"{count:,}" for count in ranks])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
-from gradsync.errors import CollectiveTimeout, RankFailed
+from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
 # One 64-byte line of eight words for each rank, and one for all, of which the first word is not zero once any rank
 # has aborted. The first three words of a rank's line, and the last two, are the barrier's.
@@ -105,8 +105,8 @@ class SharedWaiting:
             )
         try:
             self._verdicts.check()
-        except (RankFailed, CollectiveTimeout):
-            # Who did its part before it failed is not missed here: what comes next will tell.
+        except (RankFailed, CollectiveTimeout, RendezvousError):
+            # Who did its part before it failed, or left with the server, is not missed here: what comes next will tell.
             if missing():
                 raise
         self._look_for_closed(awaited, missing)

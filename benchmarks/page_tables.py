@@ -1,0 +1,117 @@
+"""Which results under benchmarks/results become which table of the pages, and what stands below each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
+from contract_coverage import coverage
+from failure_tables import detection, fault_matrix, kills, model_check, restarts, simulation
+from security_tables import hostile, transcripts
+from timing_tables import adapters, over_mpi, partition, rendezvous_scale, start_up, steady_cost, timings
+
+RESULTS = Path(__file__).parent / "results"
+
+#: How the results of each benchmark become a table.
+LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "first_light": timings,
+    "full_speed": comparison,
+    "collectives": comparison,
+    "buckets": lists,
+    "buckets.thresholds": thresholds,
+    "buckets.knobs": knobs,
+    "buckets.at_a_glance": at_a_glance,
+    "start_up": start_up,
+    "over_mpi": over_mpi,
+    "adapters": adapters,
+    "rendezvous_scale": rendezvous_scale,
+    "detection": detection,
+    "fault_matrix": fault_matrix,
+    "proof_model_check": model_check,
+    "proof_simulation": simulation,
+    "proof_kills": kills,
+    "proof_restarts": restarts,
+    "partition": partition,
+    "contract": coverage,
+    "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
+    "steady_cost.debug": lambda results: steady_cost(results, ("debug mode", "tracing")),
+    "proof_transcripts": transcripts,
+    "proof_hostile": hostile,
+}
+METHOD = "Two ranks", "medians, contenders alternating in one run"
+_AS_PROVEN = "made by `{command}`; `make prove` does so in full"
+#: What stands below a table before the machine and after it; {command} is that in the file of results.
+METHODS = {
+    "full_speed": (
+        METHOD[0],
+        f"{METHOD[1]}. Beside busy processes a median may tell of rounds that met none: what is faster there than on "
+        "idle cores is noise",
+    ),
+    "collectives": (
+        METHOD[0],
+        f"{METHOD[1]}. A size is that of what a rank gives (all_gather, all_to_all), of what it gets "
+        "(reduce_scatter), or of the array (broadcast). The samples and the limits are in "
+        "`benchmarks/results/collectives.json`",
+    ),
+    "buckets": (
+        METHOD[0],
+        f"{METHOD[1]}. Both MPIs: tensor by tensor, and as one flat array. DDP: its backward pass less the same one in "
+        "`no_sync()`. The samples and the limits are in `benchmarks/results/buckets.json`",
+    ),
+    "buckets.at_a_glance": (
+        METHOD[0],
+        f"{METHOD[1]}; the MPIs tensor by tensor. All ways, and what each knob costs: docs/performance.md",
+    ),
+    "start_up": ("Measured", "medians, contenders alternating in one run"),
+    "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),
+    "adapters": (
+        "Two ranks",
+        "the slower one counts, and contenders alternate in one run. What the passes hand out is in ResNet-50's "
+        "shapes, and exists already: nothing is computed. Made by `python benchmarks/adapters.py`",
+    ),
+    "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
+    "rendezvous_scale": (
+        "Simulated ranks",
+        f"{METHOD[1]}; wall time, which includes the simulated ranks on the same cores, and in brackets the server's "
+        "processor time",
+    ),
+    "steady_cost": (
+        METHOD[0],
+        "lower quartiles of steps that take turns, with a 95 % interval: where that includes 0, nothing was found "
+        "above the noise. Counted: timed alone, over the time of a step; the better figure for heartbeats, which few "
+        "steps meet. Made by `python benchmarks/steady_cost.py`",
+    ),
+    "steady_cost.debug": (METHOD[0], "lower quartiles of steps that take turns, with a 95 % interval"),
+    "proof_transcripts": ("Made", "by the command `{command}`"),
+    "proof_hostile": ("Measured", "made by `{command}`; the server in a process of its own"),
+    "detection": ("Measured", "from the moment of the failure; later than promised in bold"),
+    "fault_matrix": (
+        "Three ranks",
+        "later than promised in bold; made by `{command}`",
+    ),
+    "proof_model_check": ("Searched", _AS_PROVEN),
+    "proof_simulation": ("Played", _AS_PROVEN),
+    "proof_kills": ("Run", _AS_PROVEN),
+    "proof_restarts": ("Three ranks", _AS_PROVEN),
+    "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
+}
+
+
+def table(name: str) -> str:
+    """Returns the committed results as a table; nothing but a line that says so before they are measured.
+
+    Args:
+        name: of the results, and after a dot of one of the tables that are made of them.
+    """
+    path = RESULTS / f"{name.partition('.')[0]}.json"
+    if not path.exists():
+        return "Not measured yet.\n"
+    results = json.loads(path.read_text())
+    lines, how = LAYOUTS[name](results), METHODS.get(name, METHOD)
+    machine, versions = results["machine"], results["versions"]
+    where = f"{machine['cpu']}, {machine['usable_cores']} cores, Python {versions['python']}, NumPy {versions['numpy']}"
+    made = how[1].format(command=results.get("command", "").partition(" --json ")[0])
+    return "\n".join(lines) + f"\n\n{how[0]} on {where}; {made}.\n"

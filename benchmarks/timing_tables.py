@@ -1,0 +1,118 @@
+"""Tables of times and costs that were measured by themselves, or beside one another; peers are in comparison_tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def timings(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each thing measured, and what it is compared with."""
+    lines = ["| measured | median | compared with | ratio |", "| --- | --- | --- | --- |"]
+    for found in results["results"]:
+        if found["what"].endswith("busy cores"):  # shown beside the peers, in another table
+            continue
+        seconds, baseline = found["seconds"]["median"], found["baseline_seconds"]
+        against = f"{found['baseline']}, {1e3 * baseline['median']:.3g} ms" if baseline else ""
+        ratio = f"{found['ratio']:.2f}" if found["ratio"] else ""
+        lines.append(f"| {found['what']} | {1e3 * seconds:.3g} ms | {against} | {ratio} |")
+    return lines
+
+
+def start_up(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each launcher and a column for each number of ranks."""
+    medians: dict[str, dict[str, float]] = {}
+    for found in results["results"]:
+        launcher, _, ranks = found["what"].rpartition(", ")
+        medians.setdefault(launcher, {})[ranks] = found["seconds"]["median"]
+    columns = list(dict.fromkeys(ranks for of_launcher in medians.values() for ranks in of_launcher))
+    lines = [f"| seconds | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    for launcher, of_launcher in medians.items():
+        cells = [f"{of_launcher[ranks]:.2f}" if ranks in of_launcher else "" for ranks in columns]
+        lines.append(f"| {launcher} | {' | '.join(cells)} |")
+    return lines
+
+
+def over_mpi(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of the table of gradsync over MPI beside mpi4py."""
+    lines = ["| milliseconds | gradsync over MPI | mpi4py |", "| --- | --- | --- |"]
+    for row in results["results"]:
+        ours, theirs = (1e3 * row["seconds"][name] for name in ("gradsync", "mpi4py"))
+        lines.append(f"| {row['work']} | {ours:.3g} | {theirs:.3g} |")
+    return lines
+
+
+def adapters(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each wrapper of a PyTorch module, with its quartiles."""
+    lines = ["| backward pass of | wrapped in | median | quartiles |", "| --- | --- | --- | --- |"]
+    for row in results["results"]:
+        median, lower, upper = (1e3 * row["seconds"][key] for key in ("median", "lower_quartile", "upper_quartile"))
+        lines.append(f"| {row['model']} | {row['what']} | {median:.3g} ms | {lower:.3g} to {upper:.3g} |")
+    load, cores = results["machine"]["load_average_before"], results["machine"]["usable_cores"]
+    if load > cores:
+        lines += ["", f"Other programs kept the cores busy meanwhile (load average {load:.0f}): only ratios tell much."]
+    return lines
+
+
+def partition(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of the table of machines that are cut off: the later of both sides counts."""
+    by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for found in results["results"]:
+        by_fault.setdefault((found["fault"], found["victim"]), []).append(found)
+    lines = ["| fault | of the machine that | told on both sides, median | worst |", "| --- | --- | --- | --- |"]
+    for (fault, victim), sides in by_fault.items():
+        median, worst = (max(side[name] for side in sides) for name in ("median_seconds", "worst_seconds"))
+        lines.append(f"| {fault} | {victim} | {median:.2f} s | {worst:.2f} s |")
+    return lines
+
+
+def rendezvous_scale(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a column for each server and, by number of ranks, a line for each thing."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for of_one in results["results"]:
+        found.setdefault(of_one["ranks"], {})[of_one["contender"]] = of_one
+    contenders = list(dict.fromkeys(of_one["contender"] for of_one in results["results"]))
+    lines = [f"| ranks | | {' | '.join(contenders)} |", "| --- | --- |" + " --- |" * len(contenders)]
+    for ranks, by_contender in found.items():
+        for what, cell in SCALE_CELLS.items():
+            cells = [cell(by_contender[c]) if c in by_contender else "" for c in contenders]
+            lines.append(f"| {ranks:,} | {what} | {' | '.join(cells)} |")
+    return lines
+
+
+def steady_cost(results: dict[str, Any], of: Sequence[str]) -> list[str]:
+    """Returns the lines of a table of what some of the things that were measured cost in a step of each model."""
+    lines = ["| step | of | cost | 95 % interval | counted |", "| --- | --- | --- | --- | --- |"]
+    for found in results["results"]:
+        step = f"{found['model']}, {1e3 * found['step_seconds']['median']:.3g} ms"
+        for cost in found["costs"]:
+            if cost["of"] in of:
+                counted = "" if cost["counted"] is None else f"{cost['counted']:.3%}"
+                interval = f"{cost['low']:.2%} to {cost['high']:.2%}"
+                lines.append(f"| {step} | {cost['of']} | {cost['excess']:.2%} | {interval} | {counted} |")
+    return lines
+
+
+def _phase(*names: str) -> Callable[[dict[str, Any]], str]:
+    return lambda of_one: _wall_and_cpu([of_one["phases"][name] for name in names])
+
+
+def _wall_and_cpu(times: list[dict[str, Any]]) -> str:
+    """Returns milliseconds of wall time, and in brackets of the server's processor time."""
+    wall, cpu = (sum(of[key]["median"] for of in times) for key in ("wall_seconds", "server_cpu_seconds"))
+    return f"{1e3 * wall:.0f} ms ({1e3 * cpu:.0f} ms)"
+
+
+def _heartbeats(of_one: dict[str, Any]) -> str:
+    beats = of_one["heartbeats"]
+    return f"{100 * beats['share_of_a_core']['median']:.1f} % of a core" if beats else "none"
+
+
+SCALE_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "join": _phase("join"),
+    "share an id": _phase("put id", "get id"),
+    "barrier": _phase("barrier"),
+    "all three": lambda of_one: _wall_and_cpu([of_one["together"]]),
+    "memory of the server": lambda of_one: f"+ {of_one['memory_growth_bytes'] / 1e6:.1f} MB",
+    "heartbeats": _heartbeats,
+}
