@@ -64,7 +64,7 @@ def test_a_rank_that_is_behind_or_missing_is_no_difference() -> None:
     ahead = call(3, "barrier", "runs")
     lines = report([dump(0, group("world", *COMMON, ahead)), dump(1, group("world", *COMMON))])
     assert lines[:2] == [
-        "no rank differs from another in what can be compared, but rank 1 is behind",
+        "no rank differs from another in what can be compared, but rank 1 is behind, and there is no dump of rank 2",
         "group 'world': rank 0 has begun 3 collectives; rank 1 is 1 behind, at 2; compared: #1 to #2; "
         "no dump of rank 2",
     ]

@@ -16,6 +16,17 @@ from typing import Any
 import numpy as np
 
 import gradsync
+from gradsync.cores import usable_cores
+
+_QUIET_LOAD = 0.5  # per core, from what others do
+
+
+def busy_machine() -> str:
+    """Returns what to say before a measurement where something else runs on this machine; "" where it does not."""
+    load = os.getloadavg()[0]
+    if load <= _QUIET_LOAD * usable_cores():
+        return ""
+    return f"this machine is busy (load average {load:.1f}): the timings tell of that too"
 
 
 @dataclass(frozen=True)

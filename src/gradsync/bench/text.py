@@ -10,7 +10,9 @@ _BAR_CHARACTERS = 40
 
 
 def megabytes(size_bytes: float) -> str:
-    """Returns a size in units of 1024**2 bytes, small ones of 1024, with three digits or all before the point."""
+    """Returns a size in units of 1024**2 bytes, small ones of 1024 or 1, with three digits or all before the point."""
+    if size_bytes < 1024:
+        return f"{size_bytes:.0f} B"
     if size_bytes < MEGABYTE / 10:
         return f"{size_bytes / 1024:.3g} KB"
     value = size_bytes / MEGABYTE

@@ -84,7 +84,8 @@ def accept(
         advice = ""
         if isinstance(error, UnsupportedDtype) and options.op is ReduceOp.MEAN:
             advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
-        raise type(error)(f"{communicator.label}: the gradient of {name}: {error}{advice}") from None
+        said = str(error).removeprefix(f"{communicator.label}: ")
+        raise type(error)(f"{communicator.label}: the gradient of {name}: {said}{advice}") from None
     return native
 
 

@@ -24,7 +24,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     if round_about is not None:
         lines.append(circle_text(round_about))
     if not lines:
-        lines.append("no rank differs from another in what can be compared" + _but_behind(groups))
+        lines.append("no rank differs from another in what can be compared" + _reservations(groups))
     for name, of_ranks in groups.items():
         lines += _progress(name, of_ranks)
     lines += [line for dump in dumps for line in _whereabouts(dump)]
@@ -101,13 +101,21 @@ def _description(group: DumpedGroup, digest: int) -> list[str]:
     return []
 
 
-def _but_behind(groups: dict[str, dict[int, DumpedGroup]]) -> str:
-    """Returns who has come less far than others of a group: where nothing differs, that is what to look at."""
+def _reservations(groups: dict[str, dict[int, DumpedGroup]]) -> str:
+    """Returns who is behind others of a group, or has left no dump: where nothing differs, that is what to look at."""
     behind: set[int] = set()
+    missing: set[int] = set()
     for of_ranks in groups.values():
         most = max(group.begun for group in of_ranks.values())
         behind |= {rank for rank, group in of_ranks.items() if group.begun < most}
-    return f", but {name_ranks(sorted(behind))} {'is' if len(behind) == 1 else 'are'} behind" if behind else ""
+        missing |= _without_dump(of_ranks)
+    told = [f"{name_ranks(sorted(behind))} {'is' if len(behind) == 1 else 'are'} behind"] if behind else []
+    told += [f"there is no dump of {name_ranks(sorted(missing))}"] if missing else []
+    return f", but {', and '.join(told)}" if told else ""
+
+
+def _without_dump(of_ranks: dict[int, DumpedGroup]) -> set[int]:
+    return {rank for group in of_ranks.values() for rank in group.ranks} - of_ranks.keys()
 
 
 def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
@@ -124,7 +132,7 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
         line += f"; compared: #{numbers[0]} to #{numbers[-1]}" if numbers else "; nothing that two ranks both remember"
         if numbers and numbers[0] > 1:
             line += ", what came before is not remembered"
-    missing = sorted({rank for group in of_ranks.values() for rank in group.ranks} - of_ranks.keys())
+    missing = sorted(_without_dump(of_ranks))
     if missing:
         line += f"; no dump of {name_ranks(missing)}"
     return [line]

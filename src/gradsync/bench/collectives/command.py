@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from gradsync.bench.collectives.systems import contenders
 from gradsync.bench.collectives.values import dtype_of
 from gradsync.bench.crew import CrewFailed
 from gradsync.bench.live_text import LiveText
-from gradsync.bench.measurement import provenance
+from gradsync.bench.measurement import busy_machine, provenance
 from gradsync.bench.outputs import check_outputs, write_json
 from gradsync.bench.rank_starts import find_mpiexec
 from gradsync.cores import usable_cores
@@ -29,7 +28,6 @@ from gradsync.reduction import ReduceOp, check_operation
 from gradsync.visible_devices import count_gpus
 
 _RANKS_WITHOUT_GPU = 2
-_QUIET_LOAD = 0.5  # per core, from what others do
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,8 @@ def _introduce(options: CollectiveOptions, backends: dict[str, str], absent: dic
         f"# a time is that of the slowest rank: the median of {options.blocks} blocks of {options.iterations} calls, "
         f"after {options.warm_up} to warm up"
     )
-    if (load := os.getloadavg()[0]) > _QUIET_LOAD * usable_cores():
-        print(f"# this machine is busy (load average {load:.1f}): the timings tell of that too")
+    if busy := busy_machine():
+        print(f"# {busy}")
     for name, reason in absent.items():
         print(f"# not compared with {name}: {reason}")
 

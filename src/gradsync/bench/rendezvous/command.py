@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gradsync.bench.live_text import LiveText
-from gradsync.bench.measurement import provenance
+from gradsync.bench.measurement import busy_machine, provenance
 from gradsync.bench.outputs import check_outputs, write_json
 from gradsync.bench.rendezvous.contenders import GRADSYNC, TCPSTORE
 from gradsync.bench.rendezvous.names import can_give_names
@@ -70,7 +70,10 @@ def bench_rendezvous(options: RendezvousOptions) -> None:
     options.check()
     made = provenance(["gradsync", *sys.argv[1:]])
     contenders, absent = _contenders(options.compares)
-    print(f"{', '.join(contenders)}; ranks simulated by {LOAD_PROCESSES} processes; medians of {options.rounds} runs")
+    runs = "one run" if options.rounds == 1 else f"medians of {options.rounds} runs"
+    print(f"{', '.join(contenders)}; ranks simulated by {LOAD_PROCESSES} processes; {runs}")
+    if busy := busy_machine():
+        print(busy)
     if absent:
         print(f"Not compared with TCPStore: {absent}")
     rows = _measure_all(options, contenders)
