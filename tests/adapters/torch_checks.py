@@ -159,6 +159,21 @@ def check_no_sync_keeps_gradients_local(comm: Any) -> None:
     expect(gs.PlanMismatch, lambda: loss_of(model, comm).backward(), "local")
 
 
+def check_gradients_that_no_rank_made_keep_what_they_had(comm: Any) -> None:
+    """They are reduced already: a sum would count them once more for each rank."""
+    model = Synchronised(two_layers(), op="sum", find_unused_parameters=True)
+    first, last = model.module
+    loss_of(model, comm).backward()
+    before = last.weight.grad.clone()
+    first(torch.ones(2, 3)).sum().backward()
+    assert (last.weight.grad == before).all()
+    model.zero_grad()
+    with model.no_sync():
+        last(torch.full((2, 4), comm.rank + 1.0)).sum().backward()
+    first(torch.ones(2, 3)).sum().backward()  # what is left of the local pass goes with this one
+    assert (last.weight.grad == 6.0).all(), last.weight.grad
+
+
 def check_uneven_batches(comm: Any) -> None:
     for batches in ([3, 1], [0, 2], [2, 2]):
         torch.manual_seed(comm.rank)

@@ -60,6 +60,8 @@ class BackwardPasses:
         self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
         self._views = {name: tensor_of(array) for name, array in self._arrays.items()}
         self._come: set[str] = set()
+        self._come_locally: set[str] = set()  # in passes since the last that was synchronised
+        self._kept: dict[str, torch.Tensor] = {}  # earlier gradients in the buckets, which this pass may leave alone
         self._failed: BaseException | None = None
         self._pass: weakref.ref[_Pass] | None = None  # autograd holds it
         self._hooks = [
@@ -78,6 +80,7 @@ class BackwardPasses:
         if under_way is None or under_way.is_over:
             self._begin()
         if not self.is_synchronising:
+            self._come_locally.add(name)
             return
         try:
             self._hand_over(name, parameter)
@@ -131,6 +134,7 @@ class BackwardPasses:
             used = self._flush()
             if used is not None:
                 self._take_filled(used)
+        self._come_locally.clear()
         self._at_end()
 
     def _flush(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
@@ -166,10 +170,19 @@ class BackwardPasses:
             )
 
     def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Hands over what earlier, local passes have left; returns which parameters have a gradient on this rank."""
+        """Hands over what earlier, local passes have left; returns which parameters have a gradient on this rank.
+
+        A gradient that was there before them has been reduced already.
+        """
         for name, parameter in self._parameters.items():
-            if name not in self._come and parameter.grad is not None:
+            if name in self._come_locally and name not in self._come and parameter.grad is not None:
                 self._hand_over(name, parameter)
+        # Their places in the buckets are filled with zeros.
+        self._kept = {
+            name: view.clone()
+            for name, view in self._views.items()
+            if name not in self._come and self._parameters[name].grad is view
+        }
         return np.array([name in self._come for name in self._parameters], np.uint8)
 
     def _take_filled(self, used: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -179,6 +192,9 @@ class BackwardPasses:
         for name, result in self._callback.filled.items():
             if is_used[name]:
                 self._parameters[name].grad = self._views[name] if name in self._views else tensor_of(result)
+            elif name in self._kept:
+                self._views[name].copy_(self._kept[name])
+        self._kept.clear()
 
 
 class _Pass:
