@@ -88,7 +88,7 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
     """A collective reached its deadline.
 
     Attributes:
-        missing_ranks: the ranks that had not arrived.
+        missing_ranks: the ranks that had not arrived; one that is not held up by others comes first.
     """
 
     def __init__(self, message: str, *, missing_ranks: tuple[int, ...] = ()) -> None:

@@ -7,6 +7,7 @@ from core_bench import SERVER, Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradsync.rendezvous.answers import failure_of
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import (
     ABSENCE,
@@ -15,6 +16,7 @@ from gradsync.rendezvous.messages import (
     MAX_TOLD_GROUPS,
     MAX_VERDICT_BYTES,
     FrameType,
+    Message,
 )
 
 WHAT = "all_reduce #57"
@@ -165,6 +167,21 @@ def test_verdict_comes_even_if_a_look_is_not_answered() -> None:
     bench.miss(0, [1])
     bench.wait(0.5)
     assert bench.verdict()[:2] == (ABSENCE, (1,))
+
+
+def test_who_is_held_up_by_the_missing_rank_is_not_the_culprit() -> None:
+    """Rank 1 has not come because it waits for what rank 2 is to set."""
+    bench = WaitingBench(3)
+    bench.send(1, FrameType.GET, "set by rank 2", 60_000)
+    bench.miss(0, [1, 2])
+    for rank in range(3):
+        bench.answer(rank, f"rank {rank} is here")
+    bench.wait(0)
+    [failed] = [message for message in bench.take(0) if message[0] is FrameType.FAILED]
+    assert failed[2:4] == (ABSENCE, 2)
+    assert failed[5] == (1, 2)
+    error = failure_of(Message(failed[0], 9, failed[1:]), "rank 0/3")
+    assert error.missing_ranks == (2, 1)  # type: ignore[attr-defined]
 
 
 def test_death_during_an_inquiry_is_the_verdict() -> None:

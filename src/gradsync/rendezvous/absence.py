@@ -17,7 +17,7 @@ from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.members import Members
 from gradsync.rendezvous.messages import MAX_TOLD_GROUPS, FrameType
 from gradsync.rendezvous.roster import Roster
-from gradsync.rendezvous.waiting import Failure
+from gradsync.rendezvous.waiting import Failure, WaitTable
 
 ANSWER_SECONDS = 0.4
 _GATHER_SECONDS = 0.3  # from the first report to the notice: the ranks that wait report one after the other
@@ -68,10 +68,12 @@ class Absences:
 
     Args:
         roster: the members.
+        waits: what they wait for at the server.
     """
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
+        self._waits = waits
         self._gatherings: dict[tuple[str, int], Gathering] = {}
         self._notice_at: float | None = None
         self._inquiry: Inquiry | None = None
@@ -169,7 +171,7 @@ class Absences:
                 evidence = f"it did not answer for {ANSWER_SECONDS:g} s"
                 return verdict_texts.silence(self._roster, rank, finding, evidence)
         absence = self._absence(inquiry.claim, inquiry.claimants)
-        culprit = absence.missing[0] if absence.missing else inquiry.claim.rank
+        culprit = min(absence.missing, key=self._by_blame, default=inquiry.claim.rank)
         members = {name: gathering.first.members for (name, _), gathering in self._gatherings.items()}
         members[inquiry.claim.group] = inquiry.claim.members
         told = disagreements(inquiry.histories, members)
@@ -194,6 +196,10 @@ class Absences:
             tuple(sorted(waiting or claimants)),
             tuple(sorted(missing)),
         )
+
+    def _by_blame(self, rank: int) -> tuple[bool, int]:
+        """Orders missing ranks: one that waits at the server is held up by another, which comes first."""
+        return self._waits.count(self._roster.members[rank].connection) > 0, rank
 
     def _begun(self, claim: Claim) -> dict[int, int]:
         """Returns how many collectives of its group each member has begun, where that is known.

@@ -28,7 +28,8 @@ def failure_of(message: Message, who: str, operation: str = "") -> GradsyncError
     """
     _, kind, rank, phase, missing, text = message.fields
     if kind == ABSENCE:
-        return CollectiveTimeout(f"{who}: {operation}{text}", missing_ranks=tuple(missing))
+        ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the one that is the cause comes first
+        return CollectiveTimeout(f"{who}: {operation}{text}", missing_ranks=ordered)
     return RankFailed(f"{who}: {operation}{text}", rank=rank, phase=phase)
 
 

@@ -43,7 +43,7 @@ class Generation:
         self._ids = GroupIds(self.roster, waits)
         self._agreements = Agreements(self.roster, waits, self._keys)
         self._forgetting = Forgetting(self.roster, (self._keys, self._barriers, self._ids, self._agreements))
-        self.absences = Absences(self.roster)
+        self.absences = Absences(self.roster, waits)
 
     def withdraw(self, wait: Wait) -> None:
         """Takes a join back (this is the place where a joining rank waits)."""

@@ -80,7 +80,8 @@ def survivors_name_the_culprit(outcome: Outcome) -> Iterator[str]:
         error = diary.error
         if isinstance(error, RankFailed) and error.phase != LEFT_PHASE and error.rank != victim:
             yield f"rank {rank} blames rank {error.rank}, and rank {victim} it was: {error}"
-        if isinstance(error, CollectiveTimeout) and error.missing_ranks != (victim,):
+        # First the one that it was; then those that it keeps from coming.
+        if isinstance(error, CollectiveTimeout) and error.missing_ranks[:1] != (victim,):
             yield f"rank {rank} misses ranks {error.missing_ranks}, and rank {victim} it was: {error}"
         is_joining = isinstance(error, RendezvousTimeout) and diary.calls[0].error is error
         if is_joining and outcome.scenario.fault.kind != "server crash":
