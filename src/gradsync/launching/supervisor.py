@@ -99,11 +99,10 @@ class Supervisor:
         self._signals = signals
         self._make_output = make_output
         self._notices = notices or Notices(None)
-        self._on_news = on_news
+        self._news = _News(on_news)
         self._on_stopping = on_stopping
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
-        self._server: RendezvousServer | None = None  # while this process hosts one
         self._generations = 0  # formed by the servers of earlier starts
         self.ranks: list[RankProcess] = []
 
@@ -136,7 +135,7 @@ class Supervisor:
         check_tls_files(hosts=point.listener is not None)
         port = job.master_port or self._stack.enter_context(reserved_port())
         environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
-        watch = Watch(self._signals, job.grace_seconds, self._notices, self._hear, self._on_stopping)
+        watch = Watch(self._signals, job.grace_seconds, self._notices, self._news, self._on_stopping)
         self._watch = self._stack.enter_context(watch)
         self._output = None if self._make_output is None else self._make_output(job, restart)
         # Threads first would be copied into forked ranks.
@@ -177,13 +176,6 @@ class Supervisor:
         self._stack.close()
         return outcome
 
-    def _hear(self, rank: RankProcess) -> None:
-        """Passes news of a rank on: that it has ended well to the ranks that still wait for it to join, too."""
-        if self._server is not None and rank.exit_code == 0:  # else it has failed, and all ranks are told to end
-            self._server.note_end(rank.rank, "ended with exit code 0")
-        if self._on_news is not None:
-            self._on_news(rank)
-
     def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str]) -> None:
         """Starts one rank, with pipes for its output where it is shown."""
         with contextlib.ExitStack() as theirs:
@@ -209,11 +201,11 @@ class Supervisor:
             job.world_size, secret=point.secret, listener=point.listener, earlier_generations=self._generations
         )
         server.start()
-        self._server = server
+        self._news.server = server
         try:
             yield
         finally:
-            self._server = None
+            self._news.server = None
             if job.world_size > job.n_ranks:
                 server.wait_until_empty(_LEAVING_SECONDS)
             server.stop()
@@ -242,6 +234,26 @@ def _refusal(rank: int, error: OSError) -> str:
     if error.errno == errno.EAGAIN:
         return f"{text}; raise the limit of processes (ulimit -u; in a container, that of pids), or start fewer ranks"
     return text
+
+
+class _News:
+    """Passes news of a rank on: that it has ended well to the ranks that still wait for it to join, too.
+
+    Apart from the supervisor, which would otherwise be held in a circle, with what is open.
+
+    Attributes:
+        server: of the ranks, while this process hosts one.
+    """
+
+    def __init__(self, on_news: Callable[[RankProcess], None] | None) -> None:
+        self.server: RendezvousServer | None = None
+        self._on_news = on_news
+
+    def __call__(self, rank: RankProcess) -> None:
+        if self.server is not None and rank.exit_code == 0:  # else it has failed, and all ranks are told to end
+            self.server.note_end(rank.rank, "ended with exit code 0")
+        if self._on_news is not None:
+            self._on_news(rank)
 
 
 @contextlib.contextmanager
