@@ -110,6 +110,26 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
 _accepted: set[tuple[ReduceOp, np.dtype[Any]]] = set()
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Returns the dtype of that name.
+
+    Raises:
+        TypeError: there is none.
+        InvalidArgument: "bfloat16", without ml_dtypes.
+    """
+    try:
+        return np.dtype(name)
+    except TypeError:
+        if name != "bfloat16":
+            raise
+    try:
+        import ml_dtypes  # which tells NumPy that name
+    except ImportError:
+        raise InvalidArgument("NumPy knows bfloat16 with: pip install ml_dtypes") from None
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
+
+
 @lru_cache(maxsize=64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Returns dtype.name, which NumPy makes anew, in several microseconds, each time."""

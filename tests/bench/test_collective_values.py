@@ -8,7 +8,8 @@ import pytest
 import gradsync as gs
 from gradsync.bench.collectives.cases import Case, parse_dtype, parse_size, plan_cases, sizes_between
 from gradsync.bench.collectives.kinds import KINDS, kinds_of
-from gradsync.bench.collectives.values import count_wrong, dtype_of, expected_of, source_of
+from gradsync.bench.collectives.values import count_wrong, expected_of, source_of
+from gradsync.reduction import dtype_of
 
 CASE = Case("all_reduce", 5000, "float32", "sum", 4, 20, 5, checks=True)
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from gradsync.bucketing.array_lists import broadcast_named
-from gradsync.bucketing.parameter_specs import dtype_of
 from gradsync.communicators.base import Communicator
 from gradsync.errors import InvalidArgument
+from gradsync.reduction import dtype_of
 
 _BFLOAT16 = "bfloat16"  # PyTorch and NumPy exchange it as 16 bits of no meaning
 

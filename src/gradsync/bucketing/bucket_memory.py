@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradsync.bucketing.fixed_plan import FixedPlanner
-from gradsync.bucketing.parameter_specs import dtype_of
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.errors import InvalidArgument
-from gradsync.reduction import Array
+from gradsync.reduction import Array, dtype_of
 
 
 class Stretch(NamedTuple):

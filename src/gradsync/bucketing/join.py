@@ -13,12 +13,12 @@ import numpy as np
 
 from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.bucket_work import BucketWork, resident_work
-from gradsync.bucketing.parameter_specs import dtype_of, known_parameters
+from gradsync.bucketing.parameter_specs import known_parameters
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
 from gradsync.errors import NonFiniteGradient, PlanMismatch
-from gradsync.reduction import Array
+from gradsync.reduction import Array, dtype_of
 
 # What a rank answers when the roll is called.
 _ENDED, _PRESENT, _UNABLE = range(3)

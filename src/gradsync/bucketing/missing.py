@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradsync.bucketing.bucket_memory import BucketMemory
-from gradsync.bucketing.parameter_specs import dtype_of
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.base import Communicator
-from gradsync.reduction import Array
+from gradsync.reduction import Array, dtype_of
 
 
 class Zeros:

@@ -11,7 +11,7 @@ from gradsync.bucketing.pending import display_name, key_of
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.base import Communicator
 from gradsync.errors import InvalidArgument
-from gradsync.reduction import ReduceOp, check_operation, dtype_name
+from gradsync.reduction import ReduceOp, check_operation, dtype_name, dtype_of
 
 
 class KnownParameter(NamedTuple):
@@ -62,26 +62,6 @@ def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Com
     if len({parameter.key for parameter in known}) < len(known):
         raise InvalidArgument(f"{communicator.label}: {what} got the same parameter twice")
     return known
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns the dtype of that name.
-
-    Raises:
-        TypeError: there is none.
-        InvalidArgument: "bfloat16", without ml_dtypes.
-    """
-    try:
-        return np.dtype(name)
-    except TypeError:
-        if name != "bfloat16":
-            raise
-    try:
-        import ml_dtypes  # which tells NumPy that name
-    except ImportError:
-        raise InvalidArgument("NumPy knows bfloat16 with: pip install ml_dtypes") from None
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-    return dtype
 
 
 def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, communicator: Communicator) -> GradientSpec:

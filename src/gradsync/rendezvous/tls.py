@@ -25,7 +25,7 @@ import ssl
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gradsync.environment import TLS_CA, TLS_CERTIFICATE, TLS_KEY
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousTimeout
@@ -235,8 +235,7 @@ def _first_certificate(path: str) -> bytes:
 
 
 def _wrap(context: ssl.SSLContext, stream: socket.socket, *, server_side: bool) -> TlsStream:
-    wrapped = context.wrap_socket(stream, server_side=server_side, do_handshake_on_connect=False)
-    assert isinstance(wrapped, TlsStream)
+    wrapped = cast(TlsStream, context.wrap_socket(stream, server_side=server_side, do_handshake_on_connect=False))
     if getattr(wrapped, "_sslobj", None) is None:  # reset by its peer already: `ssl` would go on in plain text
         wrapped.close()
         raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))

@@ -16,7 +16,6 @@ from gradsync.bench.collectives.picture import plot
 from gradsync.bench.collectives.report import average_bus_gigabytes, chart, heading, line_of, refusals
 from gradsync.bench.collectives.rows import Row, as_dictionary, wrong_in_all
 from gradsync.bench.collectives.systems import contenders
-from gradsync.bench.collectives.values import dtype_of
 from gradsync.bench.crew import CrewFailed
 from gradsync.bench.live_text import LiveText
 from gradsync.bench.measurement import busy_machine, provenance
@@ -24,7 +23,7 @@ from gradsync.bench.outputs import check_outputs, write_json
 from gradsync.bench.rank_starts import find_mpiexec
 from gradsync.cores import usable_cores
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
-from gradsync.reduction import ReduceOp, check_operation
+from gradsync.reduction import ReduceOp, check_operation, dtype_of
 from gradsync.visible_devices import count_gpus
 
 _RANKS_WITHOUT_GPU = 2

@@ -22,10 +22,10 @@ from gradsync.bench.collectives.kinds import (
     SCATTER,
 )
 from gradsync.bench.collectives.operation import Buffers, NotOffered
-from gradsync.bench.collectives.values import Array, dtype_of
+from gradsync.bench.collectives.values import Array
 from gradsync.bench.devices import array_module
 from gradsync.errors import UnsupportedDtype
-from gradsync.reduction import ReduceOp, check_operation
+from gradsync.reduction import ReduceOp, check_operation, dtype_of
 
 
 class Gradsync:

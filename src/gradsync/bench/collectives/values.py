@@ -20,6 +20,7 @@ from gradsync.bench.collectives.kinds import (
     ROOT,
     SCATTER,
 )
+from gradsync.reduction import dtype_of
 
 Array = npt.NDArray[Any]
 
@@ -27,16 +28,6 @@ Array = npt.NDArray[Any]
 _PERIOD = 1009
 _EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 _UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns the dtype of that name, bfloat16 of ml_dtypes too."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    import ml_dtypes
-
-    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return found
 
 
 def source_of(case: Case, rank: int) -> Array:
