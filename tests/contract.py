@@ -8,6 +8,7 @@ with it. A kit makes the arrays: NumPy's, or CuPy's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -220,3 +221,10 @@ def expect(kind: type[Any], action: Callable[[], Any], text: str = "") -> Any:
         assert text in str(error), f"{text!r} is not in {str(error)!r}"
         return error
     raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def seconds_waited(text: str) -> float:
+    """Returns the seconds that an error says its rank has waited: the limit, and what a busy machine adds to it."""
+    found = re.search(r"waited (\S+) s\b", text)
+    assert found is not None, text
+    return float(found[1])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import contribution, expect
+from contract import contribution, expect, seconds_waited
 from gradsync.communicators.shared_memory import communicator as shared_memory
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
@@ -32,7 +32,7 @@ def test_deadline_names_the_missing_rank() -> None:
     assert all(other == first for other in others)
     missing, text = first
     assert missing == (2,)
-    assert "waited 0.3" in text.partition("\n")[0]
+    assert 0.3 <= seconds_waited(text) < 5.0
     assert "for rank 2" in text.partition("\n")[0]
 
 
