@@ -198,6 +198,34 @@ def test_program_that_ignores_or_reaps_its_children_itself(tmp_path, method):
     assert done.stdout == "[0, 1]\n", done.stderr
 
 
+def test_what_the_program_does_about_the_end_of_a_child_is_not_done_by_a_guard(tmp_path):
+    """Who is forked has the program's handlers too, and a rank may be done before its guard has any of its own."""
+    source = """
+        import os, signal
+        import gradsync as gs
+        from gradsync.launching.in_rank import guard
+        def reap(*_):
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                pass
+        def rank():
+            return int(os.environ["RANK"])
+        run = guard._Guard.run
+        def run_late(self, title):
+            os.waitid(os.P_PID, self._rank_pid, os.WEXITED | os.WNOWAIT)
+            run(self, title)
+        if __name__ == "__main__":
+            guard._Guard.run = run_late
+            signal.signal(signal.SIGCHLD, reap)
+            gs.set_start_method("fork")
+            print(gs.launch(rank, (), 2))
+        """
+    done = run_script(tmp_path, source)
+    assert done.stdout == "[0, 1]\n", done.stderr
+
+
 def descriptors_of_a_program():
     """Runs in each rank: what a program that it starts inherits beside the standard streams."""
     listed = subprocess.run(

@@ -30,6 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # when they come to the guard itself
+_AWAITED = (signal.SIGCHLD, *_FORWARDED)
 _SWEEP_SECONDS = 1.5  # then what is left hangs in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
 
@@ -61,8 +62,11 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     status, command, report = descriptors
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
+    # A forked process has the program's handlers: what they do about the end of a child is not for a guard to do.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     pid = os.fork()
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(status)
         os.close(command)
         os.setsid()  # a process group of its own, which is signalled as a whole
@@ -98,7 +102,7 @@ class _Guard:
     def run(self, title: str) -> NoReturn:
         """Watches until the rank has ended or the launcher is gone, ends the rest, and exits."""
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, *_FORWARDED):
+        for number in _AWAITED:
             signal.signal(number, lambda *_: None)  # noticed through the wake-up pipe
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._tell(STARTED.pack(STARTED_KIND, self._rank_pid))
