@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -198,13 +199,17 @@ def is_stopped(pid):
 
 def test_rank_stopped_before_it_joins_is_named(tmp_path):
     source = """
-        import os, signal
+        import os, signal, sys
         import gradsync as gs
         if os.environ["RANK"] == "1":
+            print(os.getpid(), flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
+        sys.stdin.readline()
         gs.init_process_group(timeout_seconds=1)
         """
-    with start(tmp_path, source) as process:
-        _, err = process.communicate()
+    script = command.write_script(tmp_path, source)
+    with command.start("run", "--no-prefix", "-n", 2, script, stdin=subprocess.PIPE) as process:
+        assert is_stopped(int(process.stdout.readline()))
+        _, err = process.communicate("\n")
     assert process.returncode == 1
     assert "stood still, stopped by a signal" in err
