@@ -218,7 +218,7 @@ SCRIPT = """
 import sys, time
 import numpy as np
 import gradsync as gs
-with gs.init_process_group("shm", collective_timeout_seconds=1) as comm:
+with gs.init_process_group("shm", collective_timeout_seconds=2.5) as comm:
     for _ in range(4):
         comm.all_reduce(np.ones(4))
     if comm.rank == 1:

@@ -74,14 +74,15 @@ def test_listener_of_another_kind_is_refused() -> None:
 
 
 def test_stop_leaves_nothing() -> None:
-    threads, descriptors = threading.active_count(), open_descriptors()
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
     server = RendezvousServer(2, secret=SECRET)
     with server:
         clients = connect_all(server, 2)
         for client in clients:
             client.close()
     server.stop()
-    assert (threading.active_count(), open_descriptors()) == (threads, descriptors)
+    assert set(threading.enumerate()) <= threads  # what an earlier test has left may end meanwhile
+    assert open_descriptors() <= descriptors
     with pytest.raises(RendezvousError, match="started or stopped before"):
         server.start()
 
