@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -196,15 +197,22 @@ def is_stopped(pid):
     return False
 
 
-def test_rank_stopped_before_it_joins_is_named(tmp_path):
-    source = """
+@pytest.mark.parametrize(
+    ("seconds_to_meet", "told"),
+    [
+        (1, "stood still, stopped by a signal"),
+        (60, r"RankFailed: rank 0/2: .*rank 1/2 \(pid \d+\) was stopped \(SIGSTOP\?\) before it joined"),
+    ],
+)
+def test_rank_stopped_before_it_joins_is_named(tmp_path, seconds_to_meet, told):
+    source = f"""
         import os, signal
         import gradsync as gs
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
-        gs.init_process_group(timeout_seconds=1)
+        gs.init_process_group(timeout_seconds={seconds_to_meet})
         """
     with start(tmp_path, source) as process:
         _, err = process.communicate()
     assert process.returncode == 1
-    assert "stood still, stopped by a signal" in err
+    assert re.search(told, err), err

@@ -11,6 +11,7 @@ import socket
 import struct
 
 from gradsync.machine import read_stat
+from gradsync.rendezvous.events import Look, Looked, Probe, Probed
 from gradsync.rendezvous.finding import Finding
 
 _UNREACHABLE_AFTER_MS = 2400  # seen at the third look, so that the fourth, 3 s after the last word, is the verdict
@@ -18,6 +19,21 @@ _UNREACHABLE_AFTER_MS = 2400  # seen at the third look, so that the fourth, 3 s 
 _TCP_INFO_BYTES = 64
 _UNACKED = struct.Struct("=24xI")
 _LAST_ACK = struct.Struct("=56xI")
+
+
+def answer_probe(probe: Probe, stream: socket.socket) -> Probed:
+    """Returns what can be found out about a silent rank.
+
+    Args:
+        probe: asks for it.
+        stream: the connection to it.
+    """
+    return Probed(probe.connection, look_at(probe.pid, stream))
+
+
+def answer_look(look: Look) -> Looked:
+    """Returns what can be found out about a rank that has no connection yet."""
+    return Looked(look.rank, look_at_process(look.pid))
 
 
 def look_at(pid: int | None, stream: socket.socket) -> Finding:

@@ -43,6 +43,13 @@ def ended(roster: Roster, rank: int, how: str) -> Failure:
     return Failure(rank, JOINING_PHASE, f"{roster.label(rank)} {how} without joining: the others would wait in vain")
 
 
+def standstill(roster: Roster, rank: int, pid: int, finding: Finding, seconds: float) -> Failure:
+    """Returns the failure of a generation that waits for a rank whose process stands still."""
+    who = f"{roster.label(rank)} (pid {pid})"
+    evidence = f"found so for {seconds:.1f} s, while others waited"
+    return Failure(rank, JOINING_PHASE, finding.of_lost(who, evidence, where=" before it joined"))
+
+
 def reported(roster: Roster, rank: int, reason: str, culprit: int | None) -> Failure:
     """Returns the failure of a generation whose rank said that it failed, or that the culprit, another one, did."""
     phase = roster.members[rank].phase
