@@ -208,15 +208,15 @@ def test_ranks_are_ended_when_the_launcher_itself_fails():
     assert rank.received == [signal.SIGKILL]
 
 
-@pytest.mark.parametrize(("is_timeout", "is_stopped"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("is_of_silence", "is_stopped"), [(True, False), (False, True), (False, False)])
 @pytest.mark.usefixtures("_no_time_to_settle")
-def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_timeout, is_stopped):
+def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_of_silence, is_stopped):
     told, culprit = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
     culprit.stopped = is_stopped
-    has_nothing_to_tell = is_timeout or is_stopped
+    has_nothing_to_tell = is_of_silence or is_stopped
     on_news = None if has_nothing_to_tell else then_ends(told, 1, culprit, -signal.SIGABRT)
     with watching(told, culprit, on_news=on_news) as (watch, _):
-        told.fail(report("verdict", is_consequence=True, missed_rank=1, is_timeout=is_timeout))
+        told.fail(report("verdict", is_consequence=True, missed_rank=1, is_of_silence=is_of_silence))
         if has_nothing_to_tell:
             told.end(1)
         outcome = watch.run()
@@ -274,7 +274,7 @@ def test_a_machine_that_suffers_leaves_the_cause_its_time():
         (lambda rank, signals: rank.fail(report()), False),
         (lambda rank, signals: rank.end(-signal.SIGKILL), False),
         (lambda rank, signals: signals.put(signal.SIGTERM), False),
-        (lambda rank, signals: rank.fail(report(is_consequence=True, is_timeout=True)), True),
+        (lambda rank, signals: rank.fail(report(is_consequence=True, is_of_silence=True)), True),
     ],
 )
 def test_who_ends_the_ranks_says_so_once(act, only_suffers):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradsync.rendezvous.events import Looked, Tick
 from gradsync.rendezvous.finding import Finding
-from gradsync.rendezvous.messages import DEATH, FrameType
+from gradsync.rendezvous.messages import SILENCE, FrameType
 from gradsync.rendezvous.silence import LOOK_EVERY_SECONDS, SILENT_AFTER_SECONDS
 
 PID = 4711
@@ -39,7 +39,7 @@ def test_who_stands_still_before_it_joins_is_the_verdict_for_all_within_three_se
     bench.wait(3.0 - SILENT_AFTER_SECONDS + LOOK_EVERY_SECONDS)
     for rank in (0, 1):
         [(sequence, kind, culprit, phase, _, text)] = failures(bench, rank)
-        assert (sequence, kind, culprit, phase) == (0, DEATH, 2, "rendezvous")
+        assert (sequence, kind, culprit, phase) == (0, SILENCE, 2, "rendezvous")
         assert text.startswith("rank 2/3 (pid 4711) was stopped (SIGSTOP?) before it joined: ")
 
 

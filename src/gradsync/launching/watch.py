@@ -23,7 +23,7 @@ from gradsync.launching.signal_inbox import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SU
 # that only tells of another rank's waits longer, so that that rank can tell its own, where it may still come to it.
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
-_AFTER_TIMEOUT_SECONDS = 0.05  # all who have waited in vain know it at the same moment
+_AFTER_SILENCE_SECONDS = 0.05  # all who have waited in vain know it at the same moment
 _UNKILLABLE_SECONDS = 1.8  # a little more than the guard tries
 
 _SILENT = Notices(None)
@@ -177,8 +177,8 @@ class Watch:
         error = rank.error
         if error is None or not error.is_consequence:
             return _SETTLE_SECONDS
-        if error.is_timeout:
-            return _AFTER_TIMEOUT_SECONDS
+        if error.is_of_silence:
+            return _AFTER_SILENCE_SECONDS
         culprits = [other for other in self._ranks if other.rank == error.missed_rank]
         has_nothing_to_tell = any(other.rank not in self._running or other.is_stopped() for other in culprits)
         return _SETTLE_SECONDS if has_nothing_to_tell else _ROOT_CAUSE_SECONDS
