@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 
 import pytest
 
@@ -222,6 +223,27 @@ def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_of_silence, is_st
         outcome = watch.run()
     assert outcome.root_cause is outcome.ranks[0 if has_nothing_to_tell else 1]
     assert culprit.received == ([signal.SIGTERM, signal.SIGKILL] if has_nothing_to_tell else [])
+
+
+def test_who_is_missed_is_stopped_as_soon_as_all_others_have_ended(monkeypatch):
+    monkeypatch.setattr("gradsync.launching.watch._AFTER_SILENCE_SECONDS", 60.0)
+    missed, first, second = PlayedRank(0), PlayedRank(1), PlayedRank(2)
+    told_before_second_ended = []
+
+    def on_news(rank):
+        if rank is first and first.exit_code is not None:
+            told_before_second_ended.extend(missed.received)
+            second.fail(report("it did not come", is_consequence=True, missed_rank=0, is_of_silence=True))
+            second.end(1)
+
+    began = time.monotonic()
+    with watching(missed, first, second, on_news=on_news) as (watch, _):
+        first.fail(report("it did not come", is_consequence=True, missed_rank=0, is_of_silence=True))
+        first.end(1)
+        watch.run()
+    assert time.monotonic() - began < 30.0
+    assert told_before_second_ended == []
+    assert [missed.received, first.received, second.received] == [[signal.SIGTERM], [], []]
 
 
 @pytest.mark.usefixtures("_no_time_to_settle")

@@ -153,6 +153,8 @@ class Watch:
         rank.reap()
         if rank.exit_code != 0 or rank.error is not None:
             self._note_failure(rank)
+        if self._running and self._running.keys() <= self._silent_ranks():
+            self._stop_after(0.0)
 
     def _note_failure(self, rank: RankProcess) -> None:
         """Remembers a failure, and has the other ranks stopped soon."""
@@ -164,6 +166,11 @@ class Watch:
         if rank.error is not None and rank.error.is_unsendable:
             return  # the others may end their work
         self._stop_after(self._settle_seconds(rank))
+
+    def _silent_ranks(self) -> set[int | None]:
+        """Gives the ranks that others have waited for in vain: they have nothing to tell."""
+        errors = [rank.error for rank in self._ranks if rank.error is not None]
+        return {error.missed_rank for error in errors if error.is_of_silence}
 
     def _stop_after(self, settle_seconds: float) -> None:
         """Has the ranks told to stop after so long, unless that happens sooner anyway."""
