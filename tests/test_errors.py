@@ -24,7 +24,8 @@ def test_attributes_survive_pickling() -> None:
     error = gs.RankFailed("rank 3 died", rank=3, phase="all_reduce", exit_code=-9, traceback_text="...")
     again = pickle.loads(pickle.dumps(error))
     assert (again.rank, again.phase, again.exit_code, again.traceback_text) == (3, "all_reduce", -9, "...")
-    assert again.results == {}
+    assert (again.results, again.was_silent) == ({}, False)
+    assert pickle.loads(pickle.dumps(gs.RankFailed("rank 3 was stopped", was_silent=True))).was_silent
     assert pickle.loads(pickle.dumps(gs.RankFailed("rank 3 died", results={0: "kept"}))).results == {0: "kept"}
     mismatch = pickle.loads(pickle.dumps(gs.PlanMismatch("x", index=2, descriptions={0: "a"})))
     assert (mismatch.index, mismatch.descriptions) == (2, {0: "a"})

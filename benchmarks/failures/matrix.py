@@ -41,7 +41,7 @@ _GRACE_SECONDS = 2.0  # for which a rank listens beyond its limit: the server's 
 _FEW_STEPS = 4
 _STOPPED_SECONDS = 3.0
 _STANDS_STILL = r"^gradsync: rank {}/3 \(pid \d+\) was stopped"
-_HALF_OPEN_SECONDS = 4.0  # two heartbeats more: only between two hosts is a connection half-open
+_HALF_OPEN_SECONDS = 3.5  # a heartbeat more: only between two hosts, for which there are two, is one half-open
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def _row_of_rank(cell: Cell) -> Row:
         return _missed_by_others(cell)
     if cell.fault == CLOSE:
         return _row(cell, steps=_FEW_STEPS, ends_run=False, exit_codes={runs.LAUNCHER: 0})  # it connects again
-    if cell.fault == EXIT_0:
-        return _ends_well_without_joining(cell)
-    return _never_joins(cell) if cell.fault in (STOP, HALF_OPEN) else _told_by_its_end(cell)
+    if cell.fault in (EXIT_0, STOP):
+        return _told_by_server(cell)
+    return _never_joins(cell) if cell.fault == HALF_OPEN else _told_by_its_end(cell)
 
 
 def _missed_by_others(cell: Cell) -> Row:
@@ -127,8 +127,8 @@ def _told_by_its_end(cell: Cell) -> Row:
     )
 
 
-def _ends_well_without_joining(cell: Cell) -> Row:
-    """Its end is no failure, so the launcher tells the server, and the server those that would wait in vain."""
+def _told_by_server(cell: Cell) -> Row:
+    """Nothing has failed, but the launcher tells the server of each process, and the server those that wait in vain."""
     return _row(
         cell,
         raising=_others(int(cell.victim)),
@@ -138,7 +138,7 @@ def _ends_well_without_joining(cell: Cell) -> Row:
         report=_report_of(cell),
         exit_codes={runs.LAUNCHER: 1},
         begins_with_waiting=True,
-        told_within=0.5,
+        told_within=_STOPPED_SECONDS if cell.fault == STOP else 0.5,
     )
 
 
@@ -149,7 +149,7 @@ def _never_joins(cell: Cell) -> Row:
     return _row(
         cell,
         meeting_seconds=_MEETING_SECONDS,
-        raising=(*others, victim) if cell.fault == HALF_OPEN else others,
+        raising=(*others, victim),
         all_raise=False,  # whose limit comes first ends the run
         errors=("RendezvousTimeout",),
         names=rf"\brank {victim}\b",

@@ -105,6 +105,7 @@ class RankFailed(GradsyncError, RuntimeError):
         exit_code: its exit code (negative: the signal), where known.
         traceback_text: its traceback, where known.
         results: what a function that ranks were started for had returned on others of them, by rank.
+        was_silent: whether it was found stopped, gone or out of reach, after it had not been heard of for seconds.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class RankFailed(GradsyncError, RuntimeError):
         exit_code: int | None = None,
         traceback_text: str = "",
         results: dict[int, Any] | None = None,
+        was_silent: bool = False,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -123,6 +125,7 @@ class RankFailed(GradsyncError, RuntimeError):
         self.exit_code = exit_code
         self.traceback_text = traceback_text
         self.results = results or {}
+        self.was_silent = was_silent
 
 
 class CommunicatorClosed(GradsyncError, RuntimeError):

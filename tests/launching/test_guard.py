@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -197,19 +198,36 @@ def is_stopped(pid):
     return False
 
 
+<<<<<<< HEAD
 def test_rank_stopped_before_it_joins_is_named(tmp_path):
     source = """
         import os, signal, sys
+=======
+@pytest.mark.parametrize(
+    ("seconds_to_meet", "told"),
+    [
+        (1, "stood still, stopped by a signal"),
+        (60, r"RankFailed: rank 0/2: .*rank 1/2 \(pid \d+\) was stopped \(SIGSTOP\?\) before it joined"),
+    ],
+)
+def test_rank_stopped_before_it_joins_is_named(tmp_path, seconds_to_meet, told):
+    source = f"""
+        import os, signal
+>>>>>>> wt-A
         import gradsync as gs
         if os.environ["RANK"] == "1":
             print(os.getpid(), flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
+<<<<<<< HEAD
         sys.stdin.readline()
         gs.init_process_group(timeout_seconds=1)
+=======
+        gs.init_process_group(timeout_seconds={seconds_to_meet})
+>>>>>>> wt-A
         """
     script = command.write_script(tmp_path, source)
     with command.start("run", "--no-prefix", "-n", 2, script, stdin=subprocess.PIPE) as process:
         assert is_stopped(int(process.stdout.readline()))
         _, err = process.communicate("\n")
     assert process.returncode == 1
-    assert "stood still, stopped by a signal" in err
+    assert re.search(told, err), err

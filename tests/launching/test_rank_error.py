@@ -1,11 +1,15 @@
 """What of a traceback is shown: the user's own lines, and gradsync's only where they may be at fault."""
 
+import json
 import os
 
 import command
 import pytest
 
 import gradsync
+import gradsync as gs
+from gradsync.launching.in_rank.rank_error import report_error
+from gradsync.launching.in_rank.report_pipe import ERROR, FrameReader
 
 PACKAGE = os.path.dirname(gradsync.__file__)
 
@@ -70,3 +74,23 @@ def test_an_error_that_gradsync_did_not_foresee_keeps_all_frames(tmp_path):
     frames, last = traceback_of(tmp_path, source)
     assert PACKAGE in frames[-1]
     assert last.startswith("NameError")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "is_of_silence"),
+    [
+        (gs.RankFailed("rank 1 was stopped", rank=1, was_silent=True), True),
+        (gs.CollectiveTimeout("rank 1 did not come", missing_ranks=(1,)), True),
+        (gs.RankFailed("rank 1 died", rank=1), False),
+    ],
+)
+def test_the_launcher_is_told_whether_the_rank_that_is_missed_may_still_tell_why(verdict, is_of_silence):
+    own = ValueError("no gradients")
+    own.__cause__ = verdict
+    reader, writer = os.pipe()
+    report_error(writer, own)
+    os.close(writer)
+    [(kind, body)] = FrameReader(reader).read(None)
+    os.close(reader)
+    told = json.loads(body)
+    assert (kind, told["is_consequence"], told["missed_rank"], told["is_of_silence"]) == (ERROR, True, 1, is_of_silence)

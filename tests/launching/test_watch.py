@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 
 import pytest
 
@@ -208,20 +209,41 @@ def test_ranks_are_ended_when_the_launcher_itself_fails():
     assert rank.received == [signal.SIGKILL]
 
 
-@pytest.mark.parametrize(("is_timeout", "is_stopped"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("is_of_silence", "is_stopped"), [(True, False), (False, True), (False, False)])
 @pytest.mark.usefixtures("_no_time_to_settle")
-def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_timeout, is_stopped):
+def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_of_silence, is_stopped):
     told, culprit = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
     culprit.stopped = is_stopped
-    has_nothing_to_tell = is_timeout or is_stopped
+    has_nothing_to_tell = is_of_silence or is_stopped
     on_news = None if has_nothing_to_tell else then_ends(told, 1, culprit, -signal.SIGABRT)
     with watching(told, culprit, on_news=on_news) as (watch, _):
-        told.fail(report("verdict", is_consequence=True, missed_rank=1, is_timeout=is_timeout))
+        told.fail(report("verdict", is_consequence=True, missed_rank=1, is_of_silence=is_of_silence))
         if has_nothing_to_tell:
             told.end(1)
         outcome = watch.run()
     assert outcome.root_cause is outcome.ranks[0 if has_nothing_to_tell else 1]
     assert culprit.received == ([signal.SIGTERM, signal.SIGKILL] if has_nothing_to_tell else [])
+
+
+def test_who_is_missed_is_stopped_as_soon_as_all_others_have_ended(monkeypatch):
+    monkeypatch.setattr("gradsync.launching.watch._AFTER_SILENCE_SECONDS", 60.0)
+    missed, first, second = PlayedRank(0), PlayedRank(1), PlayedRank(2)
+    told_before_second_ended = []
+
+    def on_news(rank):
+        if rank is first and first.exit_code is not None:
+            told_before_second_ended.extend(missed.received)
+            second.fail(report("it did not come", is_consequence=True, missed_rank=0, is_of_silence=True))
+            second.end(1)
+
+    began = time.monotonic()
+    with watching(missed, first, second, on_news=on_news) as (watch, _):
+        first.fail(report("it did not come", is_consequence=True, missed_rank=0, is_of_silence=True))
+        first.end(1)
+        watch.run()
+    assert time.monotonic() - began < 30.0
+    assert told_before_second_ended == []
+    assert [missed.received, first.received, second.received] == [[signal.SIGTERM], [], []]
 
 
 @pytest.mark.usefixtures("_no_time_to_settle")
@@ -274,7 +296,7 @@ def test_a_machine_that_suffers_leaves_the_cause_its_time():
         (lambda rank, signals: rank.fail(report()), False),
         (lambda rank, signals: rank.end(-signal.SIGKILL), False),
         (lambda rank, signals: signals.put(signal.SIGTERM), False),
-        (lambda rank, signals: rank.fail(report(is_consequence=True, is_timeout=True)), True),
+        (lambda rank, signals: rank.fail(report(is_consequence=True, is_of_silence=True)), True),
     ],
 )
 def test_who_ends_the_ranks_says_so_once(act, only_suffers):

@@ -19,6 +19,7 @@ from simulation_run import play_all
 from gradsync.rendezvous import inbox, liveness, roster, verdict_texts
 from gradsync.rendezvous.event_loop import EventLoop
 from gradsync.rendezvous.inbox import Inbox
+from gradsync.rendezvous.joining import Joining
 from gradsync.rendezvous.keys import Keys
 from gradsync.rendezvous.messages import FrameType
 from gradsync.rendezvous.places import Barriers
@@ -88,6 +89,10 @@ def _nobody_looks_at_silent_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RendezvousCore, "_introduce", lambda *_: [])
 
 
+def _nobody_looks_at_ranks_that_have_not_come(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Joining, "_looks", lambda *_: [])
+
+
 def _who_stops_reading_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Inbox, "_end_reading", lambda self: setattr(self, "_is_read", False))
 
@@ -141,6 +146,7 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     _the_next_rank_is_blamed: "survivors_name_the_culprit",
     _a_silent_rank_is_given_up: "nothing_fails_unless_something_is_wrong",
     _nobody_looks_at_silent_ranks: "survivors_hear_of_it_in_time",
+    _nobody_looks_at_ranks_that_have_not_come: "survivors_are_told_of_a_rank",
     _who_stops_reading_wakes_nobody: "nobody_waits_without_need",
     _a_rest_of_the_bytes_is_dropped: "nothing_fails_unless_something_is_wrong",
     _a_barrier_releases_the_last_one_only: "nothing_fails_unless_something_is_wrong",

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from gradsync.rendezvous.events import Close, Ended, Lost, Notice, Probe, Probed, Received, Send, Tick
+from gradsync.rendezvous.events import (
+    Close,
+    Ended,
+    Look,
+    Looked,
+    Lost,
+    Notice,
+    Probe,
+    Probed,
+    Received,
+    Send,
+    Started,
+    Tick,
+)
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message, check_fields
 from gradsync.rendezvous.protocol import RendezvousCore
@@ -21,6 +34,8 @@ class Bench:
         self.closed: list[int] = []
         self.notices: list[str] = []
         self.probes: list[tuple[int, int | None]] = []
+        self.findings: dict[int, Finding] = {}  # what a look at a rank that has not joined finds, by its pid
+        self.looks: list[tuple[float, int, int]] = []  # when, at which rank and process
         self._sequence = 1
 
     def _do(self, event) -> None:
@@ -34,6 +49,9 @@ class Bench:
                 self.notices.append(action.text)
             elif isinstance(action, Probe):
                 self.probes.append((action.connection, action.pid))
+            elif isinstance(action, Look):
+                self.looks.append((self.now, action.rank, action.pid))
+                self._do(Looked(action.rank, self.findings.get(action.pid, Finding.RUNNING)))
 
     def send(self, connection: int, frame_type: FrameType, *fields) -> int:
         self._sequence += 1
@@ -51,6 +69,10 @@ class Bench:
 
     def lose(self, connection: int, cause: str = "reset") -> None:
         self._do(Lost(connection, cause))
+
+    def start(self, rank: int, pid: int) -> None:
+        """Says which process the rank is."""
+        self._do(Started(rank, pid))
 
     def end(self, rank: int) -> None:
         """Says that the rank's process has ended well."""

@@ -15,6 +15,7 @@ from gradsync.rendezvous.messages import (
     MAX_REPORT_BYTES,
     MAX_TOLD_GROUPS,
     MAX_VERDICT_BYTES,
+    SILENCE,
     FrameType,
     Message,
 )
@@ -158,7 +159,7 @@ def test_absent_rank_that_is_found_stopped_has_failed(finding: Finding) -> None:
     bench.wait(0.4)
     bench.find(1, finding)
     kind, missing, text = bench.verdict()
-    assert (kind, missing) == (DEATH, ())
+    assert (kind, missing) == (SILENCE, ())
     assert text.startswith(f"rank 1/2 (pid 1001) {finding.value} in phase 'running'")
 
 

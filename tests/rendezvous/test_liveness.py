@@ -100,7 +100,7 @@ def test_stopped_rank_fails_the_others_with_its_name() -> None:
         with pytest.raises(RankFailed) as caught:
             client.barrier("needs all", timeout_seconds=NEVER_SECONDS)
         assert time.monotonic() - stopped_at < NEVER_SECONDS / 2
-    assert (caught.value.rank, caught.value.phase) == (1, "all_reduce")
+    assert (caught.value.rank, caught.value.phase, caught.value.was_silent) == (1, "all_reduce", True)
     assert f"rank 1/2 (pid {victim.pid}) was stopped (SIGSTOP?) in phase 'all_reduce'" in str(caught.value)
 
 

@@ -36,7 +36,7 @@ class Stream:
 
 
 QUIET = Stream(0, 10**6)
-DEAD_LINE = Stream(1, 2401)
+DEAD_LINE = Stream(1, 2300)
 
 
 def test_process_that_runs_is_stopped_goes_on_and_ends(child) -> None:
@@ -72,7 +72,7 @@ def test_process_of_another_user_that_proc_hides_runs(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("stream", "finding"),
-    [(QUIET, Finding.UNKNOWN), (Stream(3, 2400), Finding.UNKNOWN), (DEAD_LINE, Finding.UNREACHABLE)],
+    [(QUIET, Finding.UNKNOWN), (Stream(3, 2200), Finding.UNKNOWN), (DEAD_LINE, Finding.UNREACHABLE)],
 )
 def test_machine_that_acknowledges_nothing_is_unreachable(stream: Stream, finding: Finding) -> None:
     assert look_at(None, stream) is finding

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.rendezvous.finding import Finding
-from gradsync.rendezvous.messages import DEATH, FrameType
+from gradsync.rendezvous.messages import SILENCE, FrameType
 from gradsync.rendezvous.silence import HEARTBEAT_SECONDS, Judgement, Silence
 
 FATAL = [finding for finding in Finding if finding.is_fatal]
@@ -60,7 +60,7 @@ def test_stopped_rank_is_the_verdict_for_all_within_three_seconds(finding: Findi
     bench.inbox.clear()
     bench.live(2.5, [0, 1], {2: finding})
     [failure] = bench.failures(0)
-    assert failure[:-1] == (0, DEATH, 2, "all_reduce", ())
+    assert failure[:-1] == (0, SILENCE, 2, "all_reduce", ())
     assert failure[-1].startswith(f"rank 2/3 (pid 1002) {finding.value} in phase 'all_reduce': ")
     assert bench.failures(1) == bench.failures(2) == [failure]
     # Nobody is listened for in a generation that has failed.
@@ -148,7 +148,7 @@ def test_stopped_rank_fails_those_who_wait_to_join() -> None:
     bench.wait(0.5)
     bench.find(0, Finding.STOPPED)
     bench.join(1, 1)
-    assert bench.take(1)[0][1:5] == (bench._sequence, DEATH, 0, "rendezvous")
+    assert bench.take(1)[0][1:5] == (bench._sequence, SILENCE, 0, "rendezvous")
 
 
 def test_probe_of_a_rank_that_is_gone_meanwhile_means_nothing() -> None:

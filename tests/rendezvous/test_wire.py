@@ -86,7 +86,7 @@ pushes = st.one_of(
     st.tuples(st.just(FrameType.PULSE)),
     st.tuples(st.just(FrameType.INQUIRE), positions),
     st.tuples(
-        st.just(FrameType.FAILED), positions, st.integers(0, 1), st.integers(0, 99), texts, ranks_in_order, texts
+        st.just(FrameType.FAILED), positions, st.integers(0, 2), st.integers(0, 99), texts, ranks_in_order, texts
     ),
 )
 answers = st.one_of(
@@ -270,7 +270,7 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.WAITING, ("g", None, 1, "all_reduce #1", 0, [1, 0])),
         (FrameType.FORGET, ("k" * (MAX_NAME_BYTES + 1), None)),
         (FrameType.FORGET, ("g", [1, 0])),
-        (FrameType.FAILED, (0, 2, 0, "", [], "")),
+        (FrameType.FAILED, (0, 3, 0, "", [], "")),
         (FrameType.FAILED, (0, 1, 0, "", None, "")),
         (FrameType.FAILED, (0, 1, 0, "", [], "x" * (MAX_VERDICT_BYTES + 1))),
     ],

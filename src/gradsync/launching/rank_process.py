@@ -30,7 +30,8 @@ class ErrorReport:
         is_consequence: whether it only tells that another rank is gone.
         missed_rank: the rank that it says is gone, where it names one.
         is_unsendable: whether only the function's result could not be sent.
-        is_timeout: whether it only tells that another rank did not come in time: that one has nothing to tell.
+        is_of_silence: whether it only tells that another rank was silent, or did not come in time: that one has nothing
+            to tell.
     """
 
     text: str
@@ -38,7 +39,7 @@ class ErrorReport:
     is_consequence: bool
     missed_rank: int | None = None
     is_unsendable: bool = False
-    is_timeout: bool = False
+    is_of_silence: bool = False
 
 
 def _error_told(kind: bytes, body: bytearray) -> ErrorReport:

@@ -201,11 +201,11 @@ class Supervisor:
             job.world_size, secret=point.secret, listener=point.listener, earlier_generations=self._generations
         )
         server.start()
-        self._news.server = server
+        self._news.serve_with(server)
         try:
             yield
         finally:
-            self._news.server = None
+            self._news.serve_with(None)
             if job.world_size > job.n_ranks:
                 server.wait_until_empty(_LEAVING_SECONDS)
             server.stop()
@@ -237,23 +237,32 @@ def _refusal(rank: int, error: OSError) -> str:
 
 
 class _News:
-    """Passes news of a rank on: that it has ended well to the ranks that still wait for it to join, too.
+    """Passes news of a rank on: to the server too, for the ranks that wait for it to join, what becomes of its process.
 
     Apart from the supervisor, which would otherwise be held in a circle, with what is open.
-
-    Attributes:
-        server: of the ranks, while this process hosts one.
     """
 
     def __init__(self, on_news: Callable[[RankProcess], None] | None) -> None:
-        self.server: RendezvousServer | None = None
+        self._server: RendezvousServer | None = None
+        self._started: set[int] = set()  # ranks of whose processes it knows
         self._on_news = on_news
 
+    def serve_with(self, server: RendezvousServer | None) -> None:
+        """Sets the server of a start of the ranks, while this process hosts it."""
+        self._server, self._started = server, set()
+
     def __call__(self, rank: RankProcess) -> None:
-        if self.server is not None and rank.exit_code == 0:  # else it has failed, and all ranks are told to end
-            self.server.note_end(rank.rank, "ended with exit code 0")
+        if self._server is not None:
+            self._tell(self._server, rank)
         if self._on_news is not None:
             self._on_news(rank)
+
+    def _tell(self, server: RendezvousServer, rank: RankProcess) -> None:
+        if rank.pid and rank.rank not in self._started:
+            self._started.add(rank.rank)
+            server.note_start(rank.rank, rank.pid)
+        if rank.exit_code == 0:  # else it has failed, and all ranks are told to end
+            server.note_end(rank.rank, "ended with exit code 0")
 
 
 @contextlib.contextmanager

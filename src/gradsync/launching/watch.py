@@ -23,7 +23,7 @@ from gradsync.launching.signal_inbox import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SU
 # that only tells of another rank's waits longer, so that that rank can tell its own, where it may still come to it.
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
-_AFTER_TIMEOUT_SECONDS = 0.05  # all who have waited in vain know it at the same moment
+_AFTER_SILENCE_SECONDS = 0.05  # all who have waited in vain know it at the same moment
 _UNKILLABLE_SECONDS = 1.8  # a little more than the guard tries
 
 _SILENT = Notices(None)
@@ -153,6 +153,8 @@ class Watch:
         rank.reap()
         if rank.exit_code != 0 or rank.error is not None:
             self._note_failure(rank)
+        if self._running and self._running.keys() <= self._silent_ranks():
+            self._stop_after(0.0)
 
     def _note_failure(self, rank: RankProcess) -> None:
         """Remembers a failure, and has the other ranks stopped soon."""
@@ -164,6 +166,11 @@ class Watch:
         if rank.error is not None and rank.error.is_unsendable:
             return  # the others may end their work
         self._stop_after(self._settle_seconds(rank))
+
+    def _silent_ranks(self) -> set[int | None]:
+        """Gives the ranks that others have waited for in vain: they have nothing to tell."""
+        errors = [rank.error for rank in self._ranks if rank.error is not None]
+        return {error.missed_rank for error in errors if error.is_of_silence}
 
     def _stop_after(self, settle_seconds: float) -> None:
         """Has the ranks told to stop after so long, unless that happens sooner anyway."""
@@ -177,8 +184,8 @@ class Watch:
         error = rank.error
         if error is None or not error.is_consequence:
             return _SETTLE_SECONDS
-        if error.is_timeout:
-            return _AFTER_TIMEOUT_SECONDS
+        if error.is_of_silence:
+            return _AFTER_SILENCE_SECONDS
         culprits = [other for other in self._ranks if other.rank == error.missed_rank]
         has_nothing_to_tell = any(other.rank not in self._running or other.is_stopped() for other in culprits)
         return _SETTLE_SECONDS if has_nothing_to_tell else _ROOT_CAUSE_SECONDS

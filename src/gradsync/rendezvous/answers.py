@@ -15,7 +15,7 @@ from gradsync.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from gradsync.rendezvous.messages import ABSENCE, INVALID, FrameType, Message
+from gradsync.rendezvous.messages import ABSENCE, INVALID, SILENCE, FrameType, Message
 
 
 def failure_of(message: Message, who: str, operation: str = "") -> GradsyncError:
@@ -30,7 +30,7 @@ def failure_of(message: Message, who: str, operation: str = "") -> GradsyncError
     if kind == ABSENCE:
         ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the one that is the cause comes first
         return CollectiveTimeout(f"{who}: {operation}{text}", missing_ranks=ordered)
-    return RankFailed(f"{who}: {operation}{text}", rank=rank, phase=phase)
+    return RankFailed(f"{who}: {operation}{text}", rank=rank, phase=phase, was_silent=kind == SILENCE)
 
 
 def result_of(message: Message, who: str, operation: str, timeout_seconds: float) -> Any:

@@ -17,12 +17,12 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from gradsync.errors import RendezvousError
-from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, Probe, Probed, Received, Send, Tick
+from gradsync.rendezvous.events import Action, Close, Event, Look, Lost, Notice, Probe, Received, Send, Tick
 from gradsync.rendezvous.gathering import gather_seconds
 from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake
 from gradsync.rendezvous.messages import REFUSED, FrameType
 from gradsync.rendezvous.notices import NoticeWriter
-from gradsync.rendezvous.probing import look_at
+from gradsync.rendezvous.probing import answer_look, answer_probe
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnection
 from gradsync.rendezvous.sockets import tune_stream
@@ -232,23 +232,23 @@ class EventLoop:
         self._flush(connection)
 
     def _tell_core(self, event: Event) -> None:
-        self._carry_out(event)
+        self._queued.appendleft(event)
         while self._queued:  # in a loop: thousands of ranks may be looked at in one turn
-            self._carry_out(self._queued.popleft())
-
-    def _carry_out(self, event: Event) -> None:
-        touched: dict[int, ServerConnection] = {}
-        for action in self._core.handle(time.monotonic(), event):
-            connection = self._perform(action)
-            if connection is not None:
-                touched[connection.number] = connection
-        for connection in touched.values():
-            self._flush(connection)
+            touched: dict[int, ServerConnection] = {}
+            for action in self._core.handle(time.monotonic(), self._queued.popleft()):
+                connection = self._perform(action)
+                if connection is not None:
+                    touched[connection.number] = connection
+            for connection in touched.values():
+                self._flush(connection)
 
     def _perform(self, action: Action) -> ServerConnection | None:
         """Carries out one action; returns the connection that has something to flush."""
         if isinstance(action, Notice):
             self._notices.tell(action.text)
+            return None
+        if isinstance(action, Look):
+            self._queued.append(answer_look(action))
             return None
         connection = self._connections.get(action.connection)
         if connection is None:
@@ -256,7 +256,7 @@ class EventLoop:
         if isinstance(action, Probe):
             if connection.is_stuck:
                 self._lost.append((connection, UNFINISHED))
-            self._queued.append(Probed(connection.number, look_at(action.pid, connection.stream)))
+            self._queued.append(answer_probe(action, connection.stream))
             return None
         if isinstance(action, Send):
             try:

@@ -37,6 +37,22 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """A rank's process runs, as whoever started it knows: it can be looked at, joined or not."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The answer to a Look: what was found of that rank's process."""
+
+    rank: int
+    finding: Finding
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """A rank's process has ended, as whoever started it knows; `how` in words: "ended with exit code 0"."""
 
@@ -77,11 +93,21 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Look at the process of a rank that has no connection yet, and answer with Looked at once."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
     """Tell the operator (the log)."""
 
     text: str
 
 
-Event = Received | Lost | Probed | Ended | Tick
-Action = Send | Close | Probe | Notice
+#: What becomes of a rank's process, as whoever started it or has looked at it tells.
+OfProcess = Started | Looked | Ended
+Event = Received | Lost | Probed | OfProcess | Tick
+Action = Send | Close | Probe | Look | Notice

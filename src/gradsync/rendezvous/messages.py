@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
 MAX_NAME_BYTES = 1024
@@ -36,7 +36,8 @@ TO_GENERATION = 0  # as a request sequence: a push to all members, in answer to 
 INVALID = 0  # kinds of refusal: the caller's mistake ...
 REFUSED = 1  # ... or a state of the run that forbids it
 DEATH = 0  # kinds of failure: a rank died, failed or left ...
-ABSENCE = 1  # ... or did not come to a collective in time
+ABSENCE = 1  # ... or did not come to a collective in time ...
+SILENCE = 2  # ... or was found stopped, gone or out of reach
 
 
 class FieldError(ValueError):
@@ -224,7 +225,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.INQUIRE: (_INQUIRY,),
     FrameType.FAILED: (
         _REQUEST,
-        _integer("kind", 0, 1),
+        _integer("kind", 0, 2),
         _RANK,
         _text("phase", MAX_PHASE_BYTES),
         _ranks("missing ranks", optional=False),

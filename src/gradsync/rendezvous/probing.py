@@ -11,13 +11,31 @@ import socket
 import struct
 
 from gradsync.machine import read_stat
+from gradsync.rendezvous.events import Look, Looked, Probe, Probed
 from gradsync.rendezvous.finding import Finding
 
-_UNREACHABLE_AFTER_MS = 2400  # seen at the third look, so that the fourth, 3 s after the last word, is the verdict
+# Seen at the third look, 2.5 s after the last word, so that the fourth, at 3 s, is the verdict; and not at the second,
+# be that late, or the last answer acknowledged late, by a fifth of a second.
+_UNREACHABLE_AFTER_MS = 2250
 # struct tcp_info: tcpi_unacked, and tcpi_last_ack_recv in milliseconds; Source: include/uapi/linux/tcp.h.
 _TCP_INFO_BYTES = 64
 _UNACKED = struct.Struct("=24xI")
 _LAST_ACK = struct.Struct("=56xI")
+
+
+def answer_probe(probe: Probe, stream: socket.socket) -> Probed:
+    """Returns what can be found out about a silent rank.
+
+    Args:
+        probe: asks for it.
+        stream: the connection to it.
+    """
+    return Probed(probe.connection, look_at(probe.pid, stream))
+
+
+def answer_look(look: Look) -> Looked:
+    """Returns what can be found out about a rank that has no connection yet."""
+    return Looked(look.rank, look_at_process(look.pid))
 
 
 def look_at(pid: int | None, stream: socket.socket) -> Finding:

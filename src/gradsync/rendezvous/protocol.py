@@ -10,7 +10,7 @@ that was found stopped or out of reach, after a silence, and one that does not c
 from __future__ import annotations
 
 from gradsync.rendezvous import verdict_texts
-from gradsync.rendezvous.events import Action, Close, Ended, Event, Lost, Notice, Probe, Probed, Received, Send
+from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, OfProcess, Probe, Probed, Received, Send
 from gradsync.rendezvous.generation import HEARD, Generation
 from gradsync.rendezvous.joining import Joining
 from gradsync.rendezvous.messages import REFUSED, TO_GENERATION, FrameType, Message
@@ -74,8 +74,8 @@ class RendezvousCore:
             actions = self._lose(event.connection, event.cause)
         elif isinstance(event, Probed):
             actions = self._judge(now, event)
-        elif isinstance(event, Ended):
-            self._joining.note_end(event.rank, event.how)
+        elif isinstance(event, OfProcess):
+            self._joining.hear(now, event)
             actions = []
         else:
             actions = [*self._expire(now), *self._look_at_silent(now), *self._advance_absences(now)]
@@ -279,7 +279,7 @@ class RendezvousCore:
         if head.roster.is_complete():
             return self._form(head)
         failure = self._joining.failure(head.roster)
-        return [*self._joining.notices(now, head.roster)] if failure is None else self._poison(head, failure)
+        return self._joining.take_due(now, head.roster) if failure is None else self._poison(head, failure)
 
     def _form(self, generation: Generation) -> list[Action]:
         generation.number = self.formed_count = self.formed_count + 1

@@ -18,7 +18,7 @@ from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.descriptors import make_room
 from gradsync.rendezvous.event_loop import MAX_STRANGERS, EventLoop
-from gradsync.rendezvous.events import Ended
+from gradsync.rendezvous.events import Ended, Started
 from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, check_secret
 from gradsync.rendezvous.messages import MAX_RANKS
 from gradsync.rendezvous.protocol import RendezvousCore
@@ -155,6 +155,15 @@ class RendezvousServer:
             self._ended.wait(_STOP_SECONDS)
             if self._thread is not None:
                 self._thread.join(_STOP_SECONDS)
+
+    def note_start(self, rank: int, pid: int) -> None:
+        """Tells the server of a rank's process on this machine: should it stand still before it joins, that is seen.
+
+        Args:
+            rank: its number.
+            pid: its process id.
+        """
+        self._loop.tell(Started(rank, pid))
 
     def note_end(self, rank: int, how: str) -> None:
         """Tells the server that a rank's process has ended: who waits for it to join waits in vain, and is told.

@@ -1,7 +1,8 @@
 """When a peer counts as silent, and when silence is a verdict: the clocks of the heartbeats, without I/O.
 
 Used by both ends: the server's core keeps one `Silence` for each rank, in a `SilenceTable`; a client keeps one for the
-server. Heartbeats go both ways every HEARTBEAT_SECONDS, less often among many ranks.
+server. Heartbeats go both ways every HEARTBEAT_SECONDS, less often among many ranks. `joining` keeps one for each rank
+that has not come: there a look that finds it running is the sign of life.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS: what is fou
 SILENT_AFTER_SECONDS = 1.5
 SLOW_AFTER_SECONDS = 5.0
 LATE_AFTER_SECONDS = 1.0  # who comes so late to its own clock was itself not running, and has heard nobody
-_LOOK_EVERY_SECONDS = 0.5
+LOOK_EVERY_SECONDS = 0.5
 
 
 def heartbeat_seconds(world_size: int) -> float:
@@ -68,7 +69,7 @@ class Silence:
 
     def looked(self, now: float) -> None:
         """Notes that the peer is looked at now: the next look is due a moment later."""
-        self._look_at = now + _LOOK_EVERY_SECONDS
+        self._look_at = now + LOOK_EVERY_SECONDS
 
     def judge(self, now: float, finding: Finding) -> Judgement:
         """Takes what a look at the peer has found."""

@@ -43,6 +43,14 @@ def ended(roster: Roster, rank: int, how: str) -> Failure:
     return Failure(rank, JOINING_PHASE, f"{roster.label(rank)} {how} without joining: the others would wait in vain")
 
 
+def standstill(roster: Roster, rank: int, pid: int, finding: Finding, seconds: float) -> Failure:
+    """Returns the failure of a generation that waits for a rank whose process stands still."""
+    who = f"{roster.label(rank)} (pid {pid})"
+    evidence = f"found so for {seconds:.1f} s, while others waited"
+    text = finding.of_lost(who, evidence, where=" before it joined")
+    return Failure(rank, JOINING_PHASE, text, is_silence=True)
+
+
 def reported(roster: Roster, rank: int, reason: str, culprit: int | None) -> Failure:
     """Returns the failure of a generation whose rank said that it failed, or that the culprit, another one, did."""
     phase = roster.members[rank].phase
@@ -55,7 +63,8 @@ def reported(roster: Roster, rank: int, reason: str, culprit: int | None) -> Fai
 def silence(roster: Roster, rank: int, finding: Finding, evidence: str) -> Failure:
     """Returns the failure of a generation with a rank that is silent and was found stopped, gone or unreachable."""
     phase = roster.members[rank].phase
-    return Failure(rank, phase, finding.of_lost(roster.name(rank), evidence, where=f" in phase {phase!r}"))
+    text = finding.of_lost(roster.name(rank), evidence, where=f" in phase {phase!r}")
+    return Failure(rank, phase, text, is_silence=True)
 
 
 def slowness(roster: Roster, rank: int, finding: Finding, silent_seconds: float) -> str:

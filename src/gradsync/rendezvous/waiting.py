@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gradsync.rendezvous.agreements import Verdict
 from gradsync.rendezvous.events import Send
-from gradsync.rendezvous.messages import ABSENCE, DEATH, INVALID, MAX_VERDICT_BYTES, FrameType, clip_text
+from gradsync.rendezvous.messages import ABSENCE, DEATH, INVALID, MAX_VERDICT_BYTES, SILENCE, FrameType, clip_text
 
 _MISSING_RANK_BYTES = 3  # of a rank in a list, at most
 _MAX_RANKS_BESIDE_TEXT = 12 * 1024  # the frame has room for the rest beside what is left of the text
@@ -33,16 +33,18 @@ class Failure:
         phase: what it was doing.
         text: the whole story.
         missing: of an absence, the ranks that did not come, as far as they are known; None for anything else.
+        is_silence: whether the culprit was found stopped, gone or out of reach.
     """
 
     rank: int
     phase: str
     text: str
     missing: tuple[int, ...] | None = None
+    is_silence: bool = False
 
     def tell(self, connection: int, sequence: int) -> Send:
         """Returns the message that says so, in answer to a request or (sequence 0) to a whole generation."""
-        kind = DEATH if self.missing is None else ABSENCE
+        kind = ABSENCE if self.missing is not None else SILENCE if self.is_silence else DEATH
         missing = self.missing or ()
         text = clip_text(self.text, verdict_room_bytes(len(missing)))
         return Send(connection, FrameType.FAILED, (sequence, kind, self.rank, self.phase, missing, text))

@@ -173,13 +173,14 @@ def _survivors(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
 def _who_has_to_hear(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
     """The survivors in whose generation something has happened that the server, or they themselves, can see.
 
-    Who joins later may come to a new generation, and waits there in vain for the victim, to its deadline.
+    Who joins later may come to a new generation, and waits there in vain for the victim, to its deadline; but not where
+    the launcher has told which process that is, which can be seen to stand still.
     """
     scenario, fault = outcome.scenario, outcome.scenario.fault
-    is_elsewhere = scenario.machines[fault.victim] != scenario.machines[0]
-    is_hidden = fault.kind == "stop" and is_elsewhere
-    is_member = fault.kind == "server crash" or fault.victim in outcome.seated
-    if is_hidden or not is_member:
+    is_here = scenario.machines[fault.victim] == scenario.machines[0]
+    if fault.kind == "stop":
+        return _survivors(outcome) if is_here else iter(())
+    if fault.kind != "server crash" and fault.victim not in outcome.seated:
         return iter(())
     return (found for found in _survivors(outcome) if found[0] in outcome.seated)
 

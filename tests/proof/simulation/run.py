@@ -96,6 +96,9 @@ class _Run:
         server.start()
         for rank, process in zip(self._ranks, self._processes, strict=True):
             process.start("main", lambda rank=rank: rank.run(server.address))
+        for rank, process in enumerate(self._processes):
+            if process.machine == self._server_process.machine:
+                server.note_start(rank, process.pid)
         scheduler = self._machine.scheduler
         scheduler.wait(lambda: all(map(self._is_over, self._ranks, self._processes)), None)
         for process in self._processes:

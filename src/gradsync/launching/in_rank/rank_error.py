@@ -61,7 +61,7 @@ def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool =
         "is_consequence": consequence is not None,
         "missed_rank": _missed_rank(consequence),
         "is_unsendable": is_unsendable,
-        "is_timeout": isinstance(consequence, TimeoutError),
+        "is_of_silence": isinstance(consequence, TimeoutError) or getattr(consequence, "was_silent", False),
     }
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
