@@ -198,11 +198,6 @@ def is_stopped(pid):
     return False
 
 
-<<<<<<< HEAD
-def test_rank_stopped_before_it_joins_is_named(tmp_path):
-    source = """
-        import os, signal, sys
-=======
 @pytest.mark.parametrize(
     ("seconds_to_meet", "told"),
     [
@@ -212,18 +207,13 @@ def test_rank_stopped_before_it_joins_is_named(tmp_path):
 )
 def test_rank_stopped_before_it_joins_is_named(tmp_path, seconds_to_meet, told):
     source = f"""
-        import os, signal
->>>>>>> wt-A
+        import os, signal, sys
         import gradsync as gs
         if os.environ["RANK"] == "1":
             print(os.getpid(), flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
-<<<<<<< HEAD
         sys.stdin.readline()
-        gs.init_process_group(timeout_seconds=1)
-=======
         gs.init_process_group(timeout_seconds={seconds_to_meet})
->>>>>>> wt-A
         """
     script = command.write_script(tmp_path, source)
     with command.start("run", "--no-prefix", "-n", 2, script, stdin=subprocess.PIPE) as process:
