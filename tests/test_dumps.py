@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import gradsync as gs
 from gradsync import dumps, environment
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.diagnostics.dump_files import read_dump, read_dumps
+from hanging_files import hanging_files
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -125,7 +127,7 @@ def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
 ) -> None:
     made: list[str] = []
 
-    def make(folder: Path, reason: str) -> None:
+    def make(folder: Path, reason: str, **_: bool) -> None:
         made.append(reason)
         if len(made) < 5:
             signal.raise_signal(signal.SIGUSR2)
@@ -152,6 +154,20 @@ def test_a_dump_that_fails_is_no_second_failure(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(dumps, "_folder", tmp_path / "file" / "folder")
     dumps.dump_because("it is asked for")
     assert "no dump of the flight recorder" in caplog.text
+
+
+def test_a_dump_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(dumps, "_folder", tmp_path)
+    monkeypatch.setattr(dumps, "_URGENT_SECONDS", 0.05)
+    monkeypatch.setattr(dumps, "_PATIENT_SECONDS", 0.05)
+    with hanging_files(tmp_path):
+        dumps.dump_because("it is asked for")
+        assert "the file system has not taken it within 0.05" in caplog.text
+        with pytest.raises(gs.InvalidArgument, match="has not taken an earlier file yet"):
+            gs.dump_flight_recorder(tmp_path)
+        with pytest.raises(gs.InvalidArgument, match="has not taken it within"), gs.trace(tmp_path / "folder"):
+            pass
+    assert list(tmp_path.glob("gradsync-rank*"))  # it goes on when the file system does
 
 
 def test_what_ends_a_traced_block_is_told_though_no_trace_can_be_written(tmp_path: Path, caplog: Any) -> None:
@@ -191,6 +207,20 @@ def test_ranks_that_disagree_each_leave_a_dump(tmp_path: Path) -> None:
     for dump in found:
         assert dump.reason.startswith("PlanMismatch: rank ")
         assert [call.state for call in dump.groups["world"].calls][-1] == "failed"
+
+
+def disagree_beside_a_file_system_that_hangs(comm: gs.Communicator, folder: str) -> list[str]:
+    told: list[str] = []
+    dumps._log.addFilter(lambda record: told.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
+    with hanging_files(Path(folder)) if comm.rank == 0 else contextlib.nullcontext():
+        disagree(comm, folder)
+    return told
+
+
+def test_a_file_system_that_hangs_holds_up_no_failure(tmp_path: Path) -> None:
+    told = run_ranks(2, disagree_beside_a_file_system_that_hangs, str(tmp_path))
+    assert "no dump of the flight recorder: " in "".join(told[0])
+    assert told[1] == []
 
 
 def lose_a_rank(comm: gs.Communicator, folder: str) -> None:

@@ -24,10 +24,13 @@ from gradsync.flight_recorder import Entry, FlightRecorder, recorders
 from gradsync.machine import machine_identity
 from gradsync.stack_report import stack_report
 from gradsync.variable_values import value_of
+from gradsync.whole_file import write_whole
 
 #: What a dump calls itself, so that nothing else is taken for one.
 FORMAT = "gradsync flight recorder 1"
 _MAX_DESCRIPTION_LINES = 1000
+# How long the file system may take, while a failure waits to be told, and else; the more the larger the dump.
+_URGENT_SECONDS, _PATIENT_SECONDS, _BYTES_PER_SECOND = 2.0, 60.0, 10e6
 _TOLD = (CollectiveTimeout, RankFailed, PlanMismatch)
 
 _log = logging.getLogger("gradsync")
@@ -108,7 +111,7 @@ def dump_because(reason: str) -> None:
     """Writes a dump where the environment asks for them; never raises."""
     if _folder is not None:
         try:
-            _write(_folder, reason)
+            _write(_folder, reason, is_urgent=True)
         except Exception as error:
             _log.warning("no dump of the flight recorder: %s", describe(error))
 
@@ -198,23 +201,17 @@ def _rank() -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None) -> Path:
+def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None, *, is_urgent: bool = False) -> Path:
     import json
 
     content = snapshot(reason, tracer)
     if path.suffix != ".json":
         rank = "unknown" if content["rank"] is None else content["rank"]
         path = path / f"gradsync-rank{rank}-pid{content['pid']}.json"
-    # Beside it, so that whoever reads meanwhile finds the one before or this one, and never half of it.
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
+    text = json.dumps(content, separators=(",", ":"))
+    seconds = (_URGENT_SECONDS if is_urgent else _PATIENT_SECONDS) + len(text) / _BYTES_PER_SECOND
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_text(json.dumps(content, separators=(",", ":")))
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        write_whole(path, text, seconds)
     except OSError as error:
         raise InvalidArgument(f"the flight recorder cannot be written to {path}: {error.strerror or error}") from error
     return path
