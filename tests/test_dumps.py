@@ -30,9 +30,12 @@ def unarmed(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(dumps, name, None)
     for variable in (environment.DUMP_DIR, environment.TRACE):
         monkeypatch.delenv(variable, raising=False)
-    before = signal.getsignal(signal.SIGUSR2)
+    monkeypatch.setattr(dumps, "_interrupted_at", None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGUSR2, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def call_of(group: dict[str, Any], content: dict[str, Any], place: int = -1) -> dict[str, Any]:
@@ -105,11 +108,13 @@ def test_recorders_of_ended_communicators_are_there_for_a_while() -> None:
 
 def test_a_handler_of_the_program_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     came = []
-    signal.signal(signal.SIGUSR2, lambda *_: came.append("mine"))
+    for number in (signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda *_: came.append("mine"))
     monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
     dumps.arm()
     signal.raise_signal(signal.SIGUSR2)
-    assert came == ["mine"]
+    signal.raise_signal(signal.SIGINT)
+    assert came == ["mine", "mine"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,11 +146,63 @@ def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
     assert len(made) == 2
 
 
+def test_ctrl_c_makes_a_dump_that_what_fails_because_of_it_does_not_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason() -> str:
+        [file] = tmp_path.iterdir()
+        return str(json.loads(file.read_text())["reason"])
+
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    dumps.arm()
+    with LocalCommunicator() as comm:
+        comm.barrier()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        dumps.dump_because("it was interrupted")
+        assert reason() == "Ctrl-C came (SIGINT)"
+        signal.raise_signal(signal.SIGUSR2)  # who asks is answered
+        assert reason() == "SIGUSR2 came"
+        comm.barrier()
+        dumps.dump_because("it went on, and failed")
+        assert reason() == "it went on, and failed"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def interrupted(folder: Path, reason: str, **_: bool) -> None:
+        made.append(reason)
+        signal.raise_signal(signal.SIGINT)
+        made.append("waited")
+
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    monkeypatch.setattr(dumps, "_write", interrupted)
+    dumps.arm()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert made == ["Ctrl-C came (SIGINT)"] * 2
+
+
+def test_ctrl_c_interrupts_though_not_even_a_warning_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setenv(environment.DUMP_DIR, "/")
+    monkeypatch.setattr(dumps, "_write", fail)
+    monkeypatch.setattr(dumps._log, "warning", fail)
+    dumps.arm()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_without_the_variable_nothing_is_changed() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     dumps.arm()
     dumps.dump_because("nobody asked")
     assert signal.getsignal(signal.SIGUSR2) == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert dumps._folder is None
 
 
