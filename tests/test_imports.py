@@ -83,6 +83,7 @@ LAYERS = [
     ("process_group", "backend_override"),
     ("synchronising", "comm"),
     ("adapters.torch_tensors",),
+    ("adapters.torch_module",),
     ("adapters.torch_backward",),
     ("adapters",),
     ("launching",),
