@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,3 +144,44 @@ def test_a_signal_that_nobody_read_acts_on_leaving():
         assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+STUCK = """
+    import sys, threading, time
+    import numpy as np
+    import gradsync as gs
+
+    def read_batch():
+        with open(sys.argv[1]) as pipe:  # to which nobody writes
+            pipe.read()
+
+    def tell_when_inside(recorder):
+        while not recorder.last.title.startswith("all_reduce"):
+            time.sleep(0.01)
+        print("inside", flush=True)
+
+    with gs.init_process_group("shm") as comm:
+        comm.barrier()
+        if comm.rank == 1:
+            read_batch()
+        threading.Thread(target=tell_when_inside, args=[comm.recorder], daemon=True).start()
+        comm.all_reduce(np.ones(4))
+"""
+
+
+def test_ctrl_c_leaves_dumps_of_where_each_rank_was(tmp_path):
+    script, pipe, folder = command.write_script(tmp_path, STUCK), tmp_path / "pipe", tmp_path / "dumps"
+    os.mkfifo(pipe)
+    with command.start("run", "--no-prefix", "-n", 2, "--dump-dir", folder, script, pipe) as process:
+        try:
+            with pipe.open("w"):  # once rank 1 has opened it too
+                assert process.stdout.readline() == "inside\n"
+                process.send_signal(signal.SIGINT)
+                process.communicate()
+            assert process.returncode == 130
+        finally:
+            process.kill()
+    _, out, _ = command.run("trace", folder)
+    assert out.count("dumped because: Ctrl-C came (SIGINT)") == 2
+    assert "is in all_reduce(sum) float64[4]" in out
+    assert re.search(r"script\.py:[78] in read_batch", out)
