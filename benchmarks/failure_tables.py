@@ -32,21 +32,29 @@ def detection(results: dict[str, Any]) -> list[str]:
             continue
         measured = found["measured"]
         found_out = slower(measured["raised"], measured["reported"])
-        named, left = "yes" if found["culprit_named"] else "NO", len(set(found["left_behind"]))
-        lines.append(f"{head} {_cells(found_out)} | {_cells(measured['down'])} | {named} | {left} |")
+        lines.append(f"{head} {_cells(found_out)} | {_cells(measured['down'])} | {' | '.join(_verdict(found))} |")
     return lines
 
 
 def detection_at_a_glance(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table of the failures that a newcomer thinks of."""
-    lines = ["| a rank | told, median | worst | all down, worst | left behind |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| a rank | while | told, median | worst | all down, worst | culprit named | left behind |",
+        "| --- |" + " --- |" * 6,
+    ]
     found = {(one["failure"], one["phase"], one["ranks"]): one for one in results["results"]}
     for failure, name in AT_A_GLANCE.items():
-        measured, left = found[failure]["measured"], len(set(found[failure]["left_behind"]))
+        measured, (_, phase, _) = found[failure]["measured"], failure
         told, down = slower(measured["raised"], measured["reported"]), measured["down"]
         cells = [f"{told['median_seconds']:.2f} s", f"{_marked(told)} s"] if told else ["", ""]
-        lines.append(f"| {name} | {' | '.join(cells)} | {f'{_marked(down)} s' if down else ''} | {left} |")
+        cells += [f"{_marked(down)} s" if down else "", *_verdict(found[failure])]
+        lines.append(f"| {name} | {phase} | {' | '.join(cells)} |")
     return lines
+
+
+def _verdict(found: dict[str, Any]) -> list[str]:
+    """Returns the cells with whether the culprit was named, and how many things were left behind."""
+    return ["yes" if found["culprit_named"] else "NO", str(len(set(found["left_behind"])))]
 
 
 def slower(*measurements: dict[str, Any] | None) -> dict[str, Any] | None:
