@@ -48,7 +48,7 @@ class Outcome:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 100.0, **options: Any
 ) -> list[Any]:
     """Calls function(communicator, *args) on every rank and returns the results by rank.
 
@@ -66,7 +66,7 @@ def run_ranks(
 
 
 def run_ranks_for_outcomes(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 100.0, **options: Any
 ) -> list[Outcome]:
     """The same, but errors are returned, rank by rank; a killed rank has its negative signal as exit code.
 

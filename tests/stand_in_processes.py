@@ -23,7 +23,7 @@ _context.set_forkserver_preload(  # with what rank_processes.py preloads, should
         *("gradsync.process_group", "gradsync.bucketing.callback", "gradsync.bucketing.parameters"),
     ]
 )
-_TIMEOUT_SECONDS = 30.0
+_TIMEOUT_SECONDS = 100.0
 FLOAT, SUM = 7, 0  # NCCL_FLOAT32, NCCL_SUM
 
 

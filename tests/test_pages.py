@@ -21,6 +21,7 @@ from page_blocks import DOCS, PAGES, ROOT, Block, blocks_of, complaint
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
+ONE_BOOTS_LATE = re.compile(r"gradsync: \d of \d ranks have joined; waiting for .*\n")  # on a very busy machine
 SCRIPTS = {
     f"{name}-{number}": block.text
     for name, text in TEXTS.items()
@@ -97,7 +98,7 @@ def test_python_blocks_run(tmp_path: Path, name: str) -> None:
         [sys.executable, *launcher, str(script)],
         capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ),
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, ""), code
+    assert (done.returncode, ONE_BOOTS_LATE.sub("", done.stderr)) == (0, ""), code
     expected = re.findall(r"by rank: (\[.*?\])", code)
     assert not expected or done.stdout.strip() == expected[0]
 

@@ -263,6 +263,27 @@ def close_beside_a_stuck_collective(comm: Any) -> str:
     return str(expect(gs.CollectiveTimeout, future.result))
 
 
+def close_between_a_launch_that_fails_and_its_communicator(comm: Any) -> None:
+    """The watcher has failed what runs, and not yet the communicator: it cannot be destroyed in order any more."""
+    if launch_what_the_others_do_not(comm) is None:
+        client().get("launched", timeout_seconds=SECONDS)
+        comm.abort("enough")
+        return
+    fail_launches, have_failed, destroyed = comm._watcher.fail_launches, threading.Event(), []
+
+    def fail_and_pause(error: BaseException) -> None:
+        fail_launches(error)
+        have_failed.set()
+        time.sleep(0.5)  # as where the machine is busy: time enough for what must not happen
+
+    comm._watcher.fail_launches = fail_and_pause
+    comm._handle.destroy = lambda: destroyed.append(comm)
+    client().set("launched", b"")
+    assert have_failed.wait(SECONDS)
+    expect(gs.RankFailed, comm.close, "enough")
+    assert destroyed == []
+
+
 # -- Beginnings that fail -------------------------------------------------------------------------------------------
 
 

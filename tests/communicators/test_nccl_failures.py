@@ -125,6 +125,11 @@ def test_closing_beside_a_stuck_collective_fails_its_futures(place: Place, world
     assert "did not end within 0.3 s" in text
 
 
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_closing_while_a_failure_becomes_known_is_no_end_in_order(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "close_between_a_launch_that_fails_and_its_communicator")
+
+
 # Beginnings and endings.
 
 

@@ -5,6 +5,7 @@ import select
 import subprocess
 import sys
 import textwrap
+import time
 
 # A test run in the background of a shell ignores SIGINT, and so would everything that it starts.
 _START = (
@@ -36,6 +37,14 @@ def run(*arguments, **options):
     with start(*arguments, **options) as process:
         out, err = process.communicate()
     return process.returncode, out, err
+
+
+def opened_since(descriptors):
+    """Gives the descriptors of this process that are not among these; what a thread opens for a moment is waited for."""
+    deadline = time.monotonic() + 20
+    while (opened := set(os.listdir("/proc/self/fd")).difference(descriptors)) and time.monotonic() < deadline:
+        os.sched_yield()
+    return opened
 
 
 def is_gone(pid):

@@ -188,7 +188,7 @@ def test_nothing_is_left_behind():
     gs.launch(rank_functions.place, (), 2)
     with pytest.raises(WorkerError):
         gs.launch(rank_functions.exit_with, (1,), 2)
-    assert len(os.listdir("/proc/self/fd")) <= len(descriptors)
+    assert not command.opened_since(descriptors)
     assert set(threading.enumerate()) <= threads  # what an earlier test has left may end meanwhile
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert list_children() == children

@@ -60,7 +60,7 @@ class NcclCommunicator(NcclCollectives):
         self._marks = WorkMarks(self._device)
         self._timeout_seconds = timeout_seconds
         self._failure: BaseException | None = None
-        self._failing = threading.Lock()
+        self._failing = threading.RLock()  # a signal's handler may close while its own thread holds it
         self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
         self._host_path = PathBesideGpu(self, client, self._verdicts, timeout_seconds, self._raise_end)
         failed = weakref.WeakMethod(self._fail)
@@ -209,13 +209,13 @@ class NcclCommunicator(NcclCollectives):
 
     def _release(self) -> None:
         self._host_path.end(None)
-        if self._failure is None:
+        if not self._has_failed():
             self._await_last_launch()
             if self._last is not None:
                 self._order.forget(self._last.ended)
         self._watcher.stop()
         self._agreements.close()
-        if self._failure is None:
+        if not self._has_failed():
             self._handle.destroy()
 
     def _order_after_others(self, stream: Any, producers: Sequence[Any]) -> None:
@@ -235,6 +235,11 @@ class NcclCommunicator(NcclCollectives):
         if self._failure is not None:
             self.lifetime.note_told(self._failure)
             raise copy.copy(self._failure)
+
+    def _has_failed(self) -> bool:
+        """Whether it has failed; waits for whoever is about to fail it, and has failed its launches."""
+        with self._failing:
+            return self._failure is not None
 
     def _begin_to_fail(self, error: BaseException) -> bool:
         """Marks the communicator and its launches as failed; returns whether this was the first failure."""
