@@ -47,7 +47,7 @@ LAYERS = [
         "bucketing.statistics",
         "bucketing.bucket_ends",
     ),
-    ("settings",),
+    ("settings", "unknown_variables"),
     ("visible_devices", "flight_recorder", "stack_report"),
     ("tracing",),
     ("dumps",),
