@@ -63,7 +63,7 @@ test-pythons:    ## run the tests with every supported Python that is installed,
 # Any warning is an error: of links, anchors, pages without a place, and docstrings.
 docs: $(VENV)/.docs  ## build the documentation as a site: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "The documentation is in build/site/index.html; to search in it: python3 -m http.server -d build/site"
+	@echo "The documentation is in build/site/index.html"
 
 soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills; 30 restarts (16 minutes)
 	$(BIN)/python tests/soak.py

@@ -7,6 +7,16 @@ from typing import Any
 
 from failures.points import FAULTS, PHASES
 
+# The lines of the table in README.md: which failures, and what they are called there.
+AT_A_GLANCE = {
+    ("exception, script", "computing", 2): "raises an exception",
+    ("SIGKILL", "all_reduce", 2): "is killed",
+    ("kernel's out-of-memory killer", "computing", 2): "is out of memory",
+    ("SIGSTOP", "all_reduce", 2): "is stopped",
+    ("does not come; warning", "computing", 2): "does not come to a collective: a warning",
+    ("SIGKILL to the server", "all_reduce", 2): "loses the rendezvous server",
+}
+
 
 def detection(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each failure."""
@@ -22,9 +32,29 @@ def detection(results: dict[str, Any]) -> list[str]:
             continue
         measured = found["measured"]
         found_out = slower(measured["raised"], measured["reported"])
-        named, left = "yes" if found["culprit_named"] else "NO", len(set(found["left_behind"]))
-        lines.append(f"{head} {_cells(found_out)} | {_cells(measured['down'])} | {named} | {left} |")
+        lines.append(f"{head} {_cells(found_out)} | {_cells(measured['down'])} | {' | '.join(_verdict(found))} |")
     return lines
+
+
+def detection_at_a_glance(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table of the failures that a newcomer thinks of."""
+    lines = [
+        "| a rank | while | told, median | worst | all down, worst | culprit named | left behind |",
+        "| --- |" + " --- |" * 6,
+    ]
+    found = {(one["failure"], one["phase"], one["ranks"]): one for one in results["results"]}
+    for failure, name in AT_A_GLANCE.items():
+        measured, (_, phase, _) = found[failure]["measured"], failure
+        told, down = slower(measured["raised"], measured["reported"]), measured["down"]
+        cells = [f"{told['median_seconds']:.2f} s", f"{_marked(told)} s"] if told else ["", ""]
+        cells += [f"{_marked(down)} s" if down else "", *_verdict(found[failure])]
+        lines.append(f"| {name} | {phase} | {' | '.join(cells)} |")
+    return lines
+
+
+def _verdict(found: dict[str, Any]) -> list[str]:
+    """Returns the cells with whether the culprit was named, and how many things were left behind."""
+    return ["yes" if found["culprit_named"] else "NO", str(len(set(found["left_behind"])))]
 
 
 def slower(*measurements: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
 from contract_coverage import coverage
-from failure_tables import detection, fault_matrix, kills, model_check, restarts, simulation
+from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
 from security_tables import hostile, transcripts
 from timing_tables import adapters, over_mpi, partition, rendezvous_scale, start_up, steady_cost, timings
 
@@ -29,6 +29,7 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "adapters": adapters,
     "rendezvous_scale": rendezvous_scale,
     "detection": detection,
+    "detection.at_a_glance": detection_at_a_glance,
     "fault_matrix": fault_matrix,
     "proof_model_check": model_check,
     "proof_simulation": simulation,
@@ -88,6 +89,7 @@ METHODS = {
     "proof_transcripts": ("Made", "by the command `{command}`"),
     "proof_hostile": ("Measured", "made by `{command}`; the server in a process of its own"),
     "detection": ("Measured", "from the moment of the failure; later than promised in bold"),
+    "detection.at_a_glance": ("Two ranks", "from the moment of the failure; later than promised in bold"),
     "fault_matrix": (
         "Three ranks",
         "later than promised in bold; made by `{command}`",

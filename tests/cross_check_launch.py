@@ -23,7 +23,7 @@ SOURCE = str(Path(gs.__file__).parents[1])
 RANK = str(TESTS / "cross_check_rank.py")
 ENVIRONMENTS = TESTS.parent / "benchmarks" / ".environments"
 RUN_SECONDS = 50.0
-PROBE_SECONDS = 20.0
+PROBE_SECONDS = 60.0
 END_SECONDS = 10.0
 _SEGMENT_IS_MAPPED_SECONDS = 20.0  # after it was made, at the latest
 # What a launcher has left in a shell would tell ranks that they are others.

@@ -12,16 +12,18 @@ import os
 import secrets
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import gradsync as gs
+from gradsync.rendezvous import absence, request_channel
 from gradsync.rendezvous.server import RendezvousServer
 
 STAND_IN = Path(__file__).parent / "stand_in"
+_PATIENCE_SECONDS = 30.0  # for what every rank says in the end, however late a busy machine lets it
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -77,7 +79,7 @@ def run_ranks_for_outcomes(
             CuPy the one under tests/stand_in, with as many GPUs as ranks; "backends" gives each rank its own.
     """
     secret = secrets.token_bytes(32)
-    with RendezvousServer(world_size, secret=secret) as server:
+    with _patient_inquiries(), RendezvousServer(world_size, secret=secret) as server:
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
@@ -102,6 +104,16 @@ def run_ranks_for_outcomes(
                 process.close()
                 pipe.close()
     return outcomes
+
+
+@contextlib.contextmanager
+def _patient_inquiries() -> Iterator[None]:
+    """Lets servers of this process wait for what each rank says of itself, before they tell who is missing."""
+    kept, absence.ANSWER_SECONDS = absence.ANSWER_SECONDS, _PATIENCE_SECONDS
+    try:
+        yield
+    finally:
+        absence.ANSWER_SECONDS = kept
 
 
 def _receive(pipe: Connection, timeout: float) -> Outcome:
@@ -132,6 +144,7 @@ def _rank_main(
         GRADSYNC_HOSTED="1",
         GRADSYNC_SECRET=secret,
     )
+    request_channel._VERDICT_WITHIN_SECONDS = _PATIENCE_SECONDS
     options.setdefault("timeout_seconds", 30.0)
     options.setdefault("collective_timeout_seconds", 30.0)
     try:

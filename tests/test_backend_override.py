@@ -187,7 +187,7 @@ def test_what_one_rank_finds_out_is_told_to_all() -> None:
     outcomes = STAND_IN.run(2, find_no_memory, timeout_seconds=30.0, environment=environment)
     assert outcomes[0][0] == outcomes[1][0]
     assert "backend 'shm' cannot join these ranks: rank 0: cannot allocate" in outcomes[0][0]
-    assert max(seconds for _, seconds in outcomes) < 15
+    assert max(seconds for _, seconds in outcomes) < 20  # the ranks have 30 s
 
 
 def fail_once_agreed(comm: Any) -> str:
@@ -240,5 +240,5 @@ def stay_outside(comm: Any) -> str:
 
 
 def test_who_does_not_enter_is_named() -> None:
-    text, _ = run_ranks(2, stay_outside, backend="shm", stand_in=True, timeout_seconds=2.0)
-    assert "override_backend('nccl') waited 2 s: every rank of the world must enter the block; missing: rank 1" in text
+    text, _ = run_ranks(2, stay_outside, backend="shm", stand_in=True, timeout_seconds=5.0)
+    assert "override_backend('nccl') waited 5 s: every rank of the world must enter the block; missing: rank 1" in text

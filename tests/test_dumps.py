@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import gradsync as gs
 from gradsync import dumps, environment
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.diagnostics.dump_files import read_dump, read_dumps
+from hanging_files import hanging_files
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -28,9 +30,12 @@ def unarmed(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(dumps, name, None)
     for variable in (environment.DUMP_DIR, environment.TRACE):
         monkeypatch.delenv(variable, raising=False)
-    before = signal.getsignal(signal.SIGUSR2)
+    monkeypatch.setattr(dumps, "_interrupted_at", None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGUSR2, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def call_of(group: dict[str, Any], content: dict[str, Any], place: int = -1) -> dict[str, Any]:
@@ -103,11 +108,13 @@ def test_recorders_of_ended_communicators_are_there_for_a_while() -> None:
 
 def test_a_handler_of_the_program_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     came = []
-    signal.signal(signal.SIGUSR2, lambda *_: came.append("mine"))
+    for number in (signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda *_: came.append("mine"))
     monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
     dumps.arm()
     signal.raise_signal(signal.SIGUSR2)
-    assert came == ["mine"]
+    signal.raise_signal(signal.SIGINT)
+    assert came == ["mine", "mine"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,7 +132,7 @@ def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
 ) -> None:
     made: list[str] = []
 
-    def make(folder: Path, reason: str) -> None:
+    def make(folder: Path, reason: str, **_: bool) -> None:
         made.append(reason)
         if len(made) < 5:
             signal.raise_signal(signal.SIGUSR2)
@@ -139,11 +146,63 @@ def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
     assert len(made) == 2
 
 
+def test_ctrl_c_makes_a_dump_that_what_fails_because_of_it_does_not_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason() -> str:
+        [file] = tmp_path.iterdir()
+        return str(json.loads(file.read_text())["reason"])
+
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    dumps.arm()
+    with LocalCommunicator() as comm:
+        comm.barrier()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        dumps.dump_because("it was interrupted")
+        assert reason() == "Ctrl-C came (SIGINT)"
+        signal.raise_signal(signal.SIGUSR2)  # who asks is answered
+        assert reason() == "SIGUSR2 came"
+        comm.barrier()
+        dumps.dump_because("it went on, and failed")
+        assert reason() == "it went on, and failed"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def interrupted(folder: Path, reason: str, **_: bool) -> None:
+        made.append(reason)
+        signal.raise_signal(signal.SIGINT)
+        made.append("waited")
+
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    monkeypatch.setattr(dumps, "_write", interrupted)
+    dumps.arm()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert made == ["Ctrl-C came (SIGINT)"] * 2
+
+
+def test_ctrl_c_interrupts_though_not_even_a_warning_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setenv(environment.DUMP_DIR, "/")
+    monkeypatch.setattr(dumps, "_write", fail)
+    monkeypatch.setattr(dumps._log, "warning", fail)
+    dumps.arm()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_without_the_variable_nothing_is_changed() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     dumps.arm()
     dumps.dump_because("nobody asked")
     assert signal.getsignal(signal.SIGUSR2) == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert dumps._folder is None
 
 
@@ -152,6 +211,20 @@ def test_a_dump_that_fails_is_no_second_failure(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(dumps, "_folder", tmp_path / "file" / "folder")
     dumps.dump_because("it is asked for")
     assert "no dump of the flight recorder" in caplog.text
+
+
+def test_a_dump_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(dumps, "_folder", tmp_path)
+    monkeypatch.setattr(dumps, "_URGENT_SECONDS", 0.05)
+    monkeypatch.setattr(dumps, "_PATIENT_SECONDS", 0.05)
+    with hanging_files(tmp_path):
+        dumps.dump_because("it is asked for")
+        assert "the file system has not taken it within 0.05" in caplog.text
+        with pytest.raises(gs.InvalidArgument, match="has not taken an earlier file yet"):
+            gs.dump_flight_recorder(tmp_path)
+        with pytest.raises(gs.InvalidArgument, match="has not taken it within"), gs.trace(tmp_path / "folder"):
+            pass
+    assert list(tmp_path.glob("gradsync-rank*"))  # it goes on when the file system does
 
 
 def test_what_ends_a_traced_block_is_told_though_no_trace_can_be_written(tmp_path: Path, caplog: Any) -> None:
@@ -193,6 +266,19 @@ def test_ranks_that_disagree_each_leave_a_dump(tmp_path: Path) -> None:
         assert [call.state for call in dump.groups["world"].calls][-1] == "failed"
 
 
+def disagree_beside_a_file_system_that_hangs(comm: gs.Communicator, folder: str) -> list[str]:
+    told: list[str] = []
+    dumps._log.addFilter(lambda record: told.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
+    with hanging_files(Path(folder)) if comm.rank == 0 else contextlib.nullcontext():
+        disagree(comm, folder)
+    return told
+
+
+def test_a_file_system_that_hangs_holds_up_no_failure(tmp_path: Path) -> None:
+    told = run_ranks(2, disagree_beside_a_file_system_that_hangs, str(tmp_path))
+    assert ["no dump of the flight recorder: " in "".join(of_rank) for of_rank in told] == [True, False]
+
+
 def lose_a_rank(comm: gs.Communicator, folder: str) -> None:
     dumps._folder = Path(folder)
     comm.barrier()
@@ -218,7 +304,7 @@ SCRIPT = """
 import sys, time
 import numpy as np
 import gradsync as gs
-with gs.init_process_group("shm", collective_timeout_seconds=1) as comm:
+with gs.init_process_group("shm", collective_timeout_seconds=2.5) as comm:
     for _ in range(4):
         comm.all_reduce(np.ones(4))
     if comm.rank == 1:

@@ -17,7 +17,7 @@ import pytest
 
 from gradsync.rendezvous.server import RendezvousServer
 
-ENDS_WITHIN_SECONDS = 4.0  # 2 on an idle machine; what could hold an end up waits 5 s or more
+ENDS_WITHIN_SECONDS = 8.0  # 2 on an idle machine; what could hold an end up waits 10 s or more
 _NEVER_SECONDS = 30.0
 
 SCRIPT = """

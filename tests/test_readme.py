@@ -89,6 +89,25 @@ def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pyte
     ]
 
 
+def test_detection_at_a_glance_has_the_failures_that_a_newcomer_thinks_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"median_seconds": 0.1, "worst_seconds": 0.611, "target_seconds": 0.5, "met": False}
+    down = {"median_seconds": 0.12, "worst_seconds": 0.15, "target_seconds": None}
+    measured = {"raised": None, "reported": told, "down": down}
+    of = [dict(zip(("failure", "phase", "ranks"), key, strict=True)) for key in failure_tables.AT_A_GLANCE]
+    found = [{**one, "left_behind": [], "culprit_named": True, "measured": measured} for one in of]
+    found[1] |= {"left_behind": ["process 7"], "culprit_named": False, "measured": {**measured, "down": None}}
+    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+    (tmp_path / "detection.json").write_text(json.dumps({**MACHINE, "results": found}))
+    lines = page_tables.table("detection.at_a_glance").splitlines()
+    assert lines[2:4] == [
+        "| raises an exception | computing | 0.10 s | **0.61** s | 0.15 s | yes | 0 |",
+        "| is killed | all_reduce | 0.10 s | **0.61** s |  | NO | 1 |",
+    ]
+    assert len(lines) == 2 + len(failure_tables.AT_A_GLANCE) + 2
+
+
 def cell(phase: str, fault: str, worst: float | None, **others: Any) -> dict[str, Any]:
     reported = None if worst is None else {"worst_seconds": worst, "met": worst < 0.5}
     measured = {"raised": None, "reported": reported, "down": None}

@@ -8,9 +8,9 @@ import restart_soak
 
 
 def test_kills_and_restarts_end_with_the_same_bits() -> None:
-    [run] = restart_soak.soak(kills=3, seed=4, epochs=40)
-    assert run.faults == []
-    assert len(run.struck) == 3
+    runs = restart_soak.soak(kills=3, seed=4, epochs=40)
+    assert [run.faults for run in runs] == [[]] * len(runs)  # more than one where a training was over before its turn
+    assert sum(len(run.struck) for run in runs) == 3
 
 
 def test_other_bits_are_a_fault() -> None:

@@ -45,7 +45,7 @@ def test_pictures_show_the_recordings_and_the_page_shows_the_pictures(scene: sce
 
 
 def test_a_command_is_recorded_on_a_terminal_with_its_times_and_without_paths() -> None:
-    code = "import sys, time; print(sys.stdout.isatty(), flush=True); time.sleep(0.2); print(sys.argv[1], end='')"
+    code = "import sys, time; print(sys.stdout.isatty(), flush=True); time.sleep(2.5); print(sys.argv[1], end='')"
     (first, told), (second, last) = scenes.record(f'python -c "{code}" {ROOT}/src/x.py')
     assert (told, last) == ("True\r\n", "src/x.py")
     assert second > first

@@ -1,8 +1,13 @@
-"""Links of the repository become those of the site; whether they lead anywhere, `make docs` finds out."""
+"""Links of the repository become those of the site, which needs nothing but itself, not even a server."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +42,24 @@ def test_links_lead_to_the_same_file(home: str, folder: str, link: str, turned: 
 def test_code_is_left_alone() -> None:
     page = "```python\na[0](docs/gradients.md)\n```\n"
     assert pages.relink(page, "", "") == page
+
+
+def test_the_site_can_be_searched_when_its_pages_are_opened_as_files(tmp_path: Path) -> None:
+    """A browser refuses these what the search needs: a worker, and to fetch the index. Scripts stand in for both."""
+    for name in ("material", "mkdocstrings"):
+        pytest.importorskip(name, reason="`make docs` brings it")
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    index = json.loads((tmp_path / "search" / "search_index.js").read_text().removeprefix("var __index = "))
+    assert index == json.loads((tmp_path / "search" / "search_index.json").read_text())
+    found = sorted(tmp_path.rglob("*.html"))
+    assert len(found) > 20
+    for page in found:
+        loaded = re.findall(r"<(?:script|link)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", page.read_text())
+        assert any(path.endswith("scripts/iframe-worker.js") for path in loaded), page
+        if page.name != "404.html":  # which is asked for by any path, from a server
+            assert [path for path in loaded if not (page.parent / path).exists()] == [], page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -126,3 +127,19 @@ def test_what_called_the_users_code_is_left_out(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradsync", "run", "-n", "1", str(script)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert told == f"MainThread, innermost call first:\n  {script}:2 in <module>\n    print(stack_report())\n"
+
+
+def test_a_file_system_that_hangs_costs_no_more_than_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SOURCE_SECONDS", 0.05)
+    pipe = tmp_path / "train.py"
+    os.mkfifo(pipe)  # in place of a file on a server that is gone: to open it hangs
+    names = {"stack_report": stack_report}
+    exec(compile("def train():\n    return stack_report()\n", pipe, "exec"), names)
+    for _ in range(2):
+        lines = names["train"]().splitlines()
+        assert lines[1] == f"  {pipe}:2 in train"
+        assert lines[2].startswith(f"  {__file__}:")
+    [hung] = [thread for thread in threading.enumerate() if thread.name == "gradsync-source"]
+    pipe.write_text("lets it go on")
+    hung.join(30)
+    assert not hung.is_alive()

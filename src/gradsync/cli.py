@@ -165,8 +165,8 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
 @click.option(
     "--dump-dir",
     metavar="DIR",
-    help="Where each rank writes its last collectives when one fails or waits too long, or on SIGUSR2; for gradsync "
-    "trace.",
+    help="Where each rank writes its last collectives when one fails or waits too long, at Ctrl-C, or on SIGUSR2; for "
+    "gradsync trace.",
 )
 @click.option(
     "--trace",

@@ -1,7 +1,8 @@
 """What a process writes down for a look at it afterwards: its last collectives of every group, and its stacks.
 
 One JSON file a rank, written at once and whole: when somebody calls `gs.dump_flight_recorder()`, when a collective
-fails, when another rank misses this one, and when SIGUSR2 asks; the last three where GRADSYNC_DUMP_DIR names a folder.
+fails, when another rank misses this one, at Ctrl-C, and when SIGUSR2 asks; all but the first where GRADSYNC_DUMP_DIR
+names a folder.
 With `gs.trace()`, or GRADSYNC_TRACE, the phases of the collectives are in it too. `gradsync trace` reads the files.
 """
 
@@ -24,10 +25,13 @@ from gradsync.flight_recorder import Entry, FlightRecorder, recorders
 from gradsync.machine import machine_identity
 from gradsync.stack_report import stack_report
 from gradsync.variable_values import value_of
+from gradsync.whole_file import write_whole
 
 #: What a dump calls itself, so that nothing else is taken for one.
 FORMAT = "gradsync flight recorder 1"
 _MAX_DESCRIPTION_LINES = 1000
+# How long the file system may take, while a failure waits to be told, and else; the more the larger the dump.
+_URGENT_SECONDS, _PATIENT_SECONDS, _BYTES_PER_SECOND = 2.0, 60.0, 10e6
 _TOLD = (CollectiveTimeout, RankFailed, PlanMismatch)
 
 _log = logging.getLogger("gradsync")
@@ -83,9 +87,9 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def arm() -> None:
-    """Does what the environment asks for: dumps at failures and on SIGUSR2, a trace at the end of the process.
+    """Does what the environment asks for: dumps at failures, Ctrl-C and SIGUSR2, a trace at the end of the process.
 
-    A handler of SIGUSR2 that is there already stays, and one that comes later takes the place of this one.
+    A handler of these signals that the program has already stays, and one that comes later takes the place of this one.
     """
     global _folder, _traced_folder
     folder, traced = value_of(os.environ, DUMP_DIR), value_of(os.environ, TRACE)
@@ -93,9 +97,11 @@ def arm() -> None:
         import signal  # here: most processes never come this far, and start-up counts
 
         _folder = Path(os.path.abspath(folder))
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-            signal.signal(signal.SIGUSR2, _on_signal)
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+                signal.signal(signal.SIGUSR2, _on_request)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, _on_interrupt)
     if traced is not None and _traced_folder is None:
         _traced_folder = Path(os.path.abspath(traced))
         tracing.start()
@@ -104,13 +110,14 @@ def arm() -> None:
         atexit.register(write_trace)
 
 
-def dump_because(reason: str) -> None:
-    """Writes a dump where the environment asks for them; never raises."""
-    if _folder is not None:
-        try:
-            _write(_folder, reason)
-        except Exception as error:
-            _log.warning("no dump of the flight recorder: %s", describe(error))
+def dump_because(failure: str) -> None:
+    """Writes a dump where the environment asks for them; never raises.
+
+    Not where Ctrl-C has made one and nothing has begun since: where the ranks were then is what is to be looked into.
+    """
+    with _in_turn():
+        if _interrupted_at is None or _has_begun_since(_interrupted_at):
+            _dump_now(failure)
 
 
 def dump_at_failure(error: BaseException) -> None:
@@ -198,50 +205,86 @@ def _rank() -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None) -> Path:
+def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None, *, is_urgent: bool = False) -> Path:
     import json
 
     content = snapshot(reason, tracer)
     if path.suffix != ".json":
         rank = "unknown" if content["rank"] is None else content["rank"]
         path = path / f"gradsync-rank{rank}-pid{content['pid']}.json"
-    # Beside it, so that whoever reads meanwhile finds the one before or this one, and never half of it.
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
+    text = json.dumps(content, separators=(",", ":"))
+    seconds = (_URGENT_SECONDS if is_urgent else _PATIENT_SECONDS) + len(text) / _BYTES_PER_SECOND
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_text(json.dumps(content, separators=(",", ":")))
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        write_whole(path, text, seconds)
     except OSError as error:
         raise InvalidArgument(f"the flight recorder cannot be written to {path}: {error.strerror or error}") from error
     return path
 
 
-def _on_signal(_number: int, _frame: FrameType | None) -> None:
-    """Makes a dump; signals that come meanwhile make no other one within it, and so on without end."""
-    global _is_in_handler
-    if _is_in_handler:
-        return
-    _is_in_handler = True
+def _dump_now(reason: str) -> None:
+    if _folder is not None:
+        try:
+            _write(_folder, reason, is_urgent=True)
+        except Exception as error:
+            _log.warning("no dump of the flight recorder: %s", describe(error))
+
+
+@contextlib.contextmanager
+def _in_turn() -> Iterator[None]:
+    """Lets the dumps of several threads be made one after the other: the last to be begun is the one that stays."""
+    is_in_turn = _turn.acquire(timeout=_URGENT_SECONDS)
     try:
-        dump_because("SIGUSR2 came")
+        yield
     finally:
-        _is_in_handler = False
+        if is_in_turn:
+            _turn.release()
 
 
-_is_in_handler = False
+def _has_begun_since(moment: float) -> bool:
+    return any(last.began > moment for recorder in recorders() if (last := recorder.last) is not None)
+
+
+def _on_request(number: int, _frame: FrameType | None) -> None:
+    _dump_in_handler(number, "SIGUSR2 came")
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Makes a dump before anything unwinds, and interrupts as ever; at once when it comes again."""
+    global _interrupted_at
+    try:
+        _interrupted_at = time.monotonic()
+        _dump_in_handler(number, "Ctrl-C came (SIGINT)")
+    finally:  # also where the warning cannot be written, as what it interrupts may be writing to the same stream
+        import signal
+
+        signal.default_int_handler(number, frame)
+
+
+def _dump_in_handler(number: int, reason: str) -> None:
+    """Makes a dump; the same signal, coming again meanwhile, makes no other one within it, and so on without end."""
+    if number in _handled:
+        return
+    _handled.add(number)
+    try:
+        with _in_turn():
+            _dump_now(reason)
+    finally:
+        _handled.discard(number)
+
+
+_turn = threading.RLock()  # a signal's handler may come while its own thread has it
+_handled: set[int] = set()  # the signals in whose handlers the main thread is
+_interrupted_at: float | None = None  # when a dump was made because of Ctrl-C
 _folder: Path | None = None
 _traced_folder: Path | None = None
 
 
 def _forget_after_fork() -> None:
     """The child is no rank; it must not write over what its parent does."""
-    global _folder, _traced_folder, _is_in_handler
-    _folder = _traced_folder = None
-    _is_in_handler = False
+    global _folder, _traced_folder, _interrupted_at, _turn
+    _folder = _traced_folder = _interrupted_at = None
+    _turn = threading.RLock()
+    _handled.clear()
     tracing.stop()
 
 

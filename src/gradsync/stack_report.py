@@ -7,9 +7,11 @@ import linecache
 import os
 import sys
 import threading
+from itertools import starmap
 from operator import itemgetter
-from types import FrameType
+from types import CodeType, FrameType
 
+from gradsync.deadline_call import call_with_deadline
 from gradsync.errors import describe
 
 MAX_BYTES = 8192
@@ -22,6 +24,8 @@ _SERVICE_THREADS = "gradsync-"  # how the names of gradsync's own threads begin
 _FRAMES = (64, 32, 16, 8, 4, 2, 1)
 _NAMES = 3
 _LINE_CHARACTERS = 160
+_SOURCE_SECONDS = 1.0  # to read the lines of the program from its file system
+_hanging: set[str] = set()
 
 
 def stack_report(max_bytes: int = MAX_BYTES) -> str:
@@ -54,15 +58,21 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = [(ident != main, known.get(ident, f"thread {ident}"), f) for ident, f in sys._current_frames().items()]
+    told = [(name, *_shown(frame)) for _, name, frame in sorted(frames, key=itemgetter(0, 1))]
+    told = [one for one in told if not one[0].startswith(_SERVICE_THREADS)]
+    _read_sources({code.co_filename for _, shown, _ in told for code, _ in shown})
     by_stack: dict[tuple[str, ...], list[str]] = {}
-    for _, name, frame in sorted(frames, key=itemgetter(0, 1)):
-        if not name.startswith(_SERVICE_THREADS):
-            by_stack.setdefault(_stack_of(frame), []).append(name)
+    for name, shown, has_more in told:
+        more = [""] if has_more else []  # which is never shown
+        by_stack.setdefault((*starmap(_line_text, shown), *more), []).append(name)
     return by_stack
 
 
-def _stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Returns a text for each frame, the innermost first; of calls within gradsync the one from outside only."""
+def _shown(frame: FrameType | None) -> tuple[list[tuple[CodeType, int]], bool]:
+    """Returns code and line of each frame, the innermost first, and whether more follow than are shown.
+
+    Of calls within gradsync it is the one from outside only.
+    """
     shown: list[FrameType] = []
     while frame is not None and len(shown) < _FRAMES[0]:
         if shown and frame.f_code.co_filename.startswith(_LAUNCHING):
@@ -76,10 +86,20 @@ def _stack_of(frame: FrameType | None) -> tuple[str, ...]:
                 shown.pop()
             shown.append(frame)
         frame = frame.f_back
-    texts = [_frame_text(one) for one in shown]
-    if frame is not None:
-        texts.append("")  # there is more, which is never shown
-    return tuple(texts)
+    return [(one.f_code, one.f_lineno or 0) for one in shown], frame is not None  # some frames have no line
+
+
+def _read_sources(names: set[str]) -> None:
+    """Has the lines of files at hand, but for those whose file system hangs."""
+    unread = {name for name in names if name not in linecache.cache and not name.startswith("<")} - _hanging
+    if not unread:
+        return
+    try:
+        call_with_deadline(lambda: [linecache.getlines(name) for name in unread], "gradsync-source", _SOURCE_SECONDS)
+    except TimeoutError:
+        _hanging.update(unread)
+    except RuntimeError:  # no thread can be started: what is told has no lines
+        pass
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -91,9 +111,8 @@ def _is_of_python(frame: FrameType) -> bool:
     return name.startswith(_STANDARD_LIBRARY) and not name.startswith(_INSTALLED)
 
 
-def _frame_text(frame: FrameType) -> str:
-    code, number = frame.f_code, frame.f_lineno or 0  # some frames have no line
-    source = linecache.getline(code.co_filename, number).strip()
+def _line_text(code: CodeType, number: int) -> str:
+    source = linecache.getline(code.co_filename, number).strip() if code.co_filename in linecache.cache else ""
     place = f"  {code.co_filename}:{number} in {code.co_name}"
     return f"{place}\n    {source[:_LINE_CHARACTERS]}" if source else place
 

@@ -6,8 +6,10 @@ pytest reads nothing but NAMES, in a Python that need not have it.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
+import weakref
 from typing import Any
 
 from reported_checks import expect, names_of, run_all
@@ -261,6 +263,97 @@ def check_a_buffer_that_a_graph_still_needs(comm: Any) -> None:
         second.backward()  # the values are its own
     else:
         expect(RuntimeError, second.backward, "modified by an inplace operation")
+
+
+def check_parameters_that_come_later(comm: Any) -> None:
+    for unused in (False, True):
+        late = Synchronised(two_layers(), group(), find_unused_parameters=unused)
+        loss_of(late, comm).backward()
+        late.module[1] = nn.Linear(4, 2)
+        error = "1.weight, 1.bias came to the module after it was wrapped"
+        expect(gs.InvalidArgument, lambda model=late: loss_of(model, comm), error)
+        with torch.no_grad():
+            loss_of(late, comm)  # an evaluation is nobody else's business
+        expect(gs.InvalidArgument, loss_of(late.module, comm).backward, error)
+        again = Synchronised(late.unwrap(), group(), find_unused_parameters=unused)
+        loss_of(again, comm).backward()
+        assert same_on_all_ranks(comm, again.module[1].weight.grad)
+    whole = Synchronised(nn.Linear(3, 2), group())
+    whole.weight = nn.Parameter(torch.ones(2, 3))
+    expect(gs.InvalidArgument, lambda: loss_of(whole, comm), "weight came to the module")
+    added = Synchronised(two_layers(), group())
+    added.module.add_module("2", nn.Linear(2, 2))
+    expect(gs.InvalidArgument, lambda: loss_of(added, comm), "2.weight, 2.bias came")
+
+
+def check_parts_that_need_no_gradient_may_come_later(comm: Any) -> None:
+    model = Synchronised(two_layers(), find_unused_parameters=True)
+    model.module[1] = nn.Identity()
+    model.module[0].bias.requires_grad_(False)
+    model.module.append(nn.Linear(4, 4).requires_grad_(False))
+    loss_of(model, comm).backward()
+    assert same_on_all_ranks(comm, model.module[0].weight.grad)
+    model.module[2] = nn.Linear(4, 4)
+    expect(gs.InvalidArgument, lambda: loss_of(model, comm), "2.weight, 2.bias came")
+
+
+def check_one_rank_s_late_parameter_is_told_to_the_others(comm: Any) -> None:
+    mine = group()
+    model = Synchronised(two_layers(), mine, find_unused_parameters=True)
+    loss = loss_of(model, comm)
+    if comm.rank == 1:
+        model.module.append(nn.Linear(2, 2))
+        expect(gs.InvalidArgument, loss.backward, "2.weight, 2.bias came")
+    else:
+        assert expect(gs.RankFailed, loss.backward).rank == 1
+    comm.barrier()
+
+
+def check_what_is_dropped_is_collected(comm: Any) -> None:
+    for views in (True, False):
+        model = Synchronised(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), gradient_as_bucket_view=views)
+        loss_of(model, comm).backward()
+        parts = [weakref.ref(each) for each in (model, model.module, model.callback, model.module[0].weight)]
+        weight = model.module[0].weight if views else None
+        plain = model.module
+        del model
+        gc.collect()
+        assert [part() is None for part in parts] == [True, False, False, False]
+        plain.zero_grad()
+        loss_of(plain, comm).backward()  # the module lives, and is synchronised
+        assert same_on_all_ranks(comm, plain[0].weight.grad)
+        if comm.rank == 1:
+            plain[1].running_mean.fill_(7.0)
+        loss_of(plain, comm).backward()
+        assert same_on_all_ranks(comm, plain[1].running_mean)
+        del plain
+        gc.collect()
+        assert [part() is None for part in parts] == [True, True, True, not views]
+        if weight is not None:  # it outlives its module, which leaves nothing at it
+            (weight * (comm.rank + 1)).sum().backward()
+            assert not same_on_all_ranks(comm, weight.grad)
+
+
+def check_what_is_wrapped_again(comm: Any) -> None:
+    """The last one reduces, and once: a sum shows it."""
+    in_place = {"op": "sum", "gradient_as_bucket_view": False}
+    held = Synchronised(two_layers(), **in_place)
+    for module in (held.module, nn.Sequential(held.module)):
+        Synchronised(module, **in_place)
+        module.zero_grad()
+        module(torch.ones(2, 3)).sum().backward()
+        assert (held.module[1].bias.grad == 4.0).all()  # of two rows on two ranks
+    held.unwrap()
+    module.zero_grad()
+    module(torch.ones(2, 3)).sum().backward()
+    assert (held.module[1].bias.grad == 4.0).all()
+
+
+def check_what_is_compiled(comm: Any) -> None:
+    model = Synchronised(two_layers())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    loss_of(compiled, comm).backward()
+    assert same_on_all_ranks(comm, model.module[0].weight.grad)
 
 
 def check_several_backward_passes_through_one_graph(comm: Any) -> None:

@@ -472,7 +472,9 @@ PROGRAM = """
 import sys, time
 import numpy as np
 import gradsync as gs
+from gradsync.communicators import collective_queue
 
+collective_queue._LEAVING_SECONDS = float(sys.argv[1])
 comm = gs.init_process_group("shm")
 group = comm.new_group([0, 1])
 if comm.rank == 0:
@@ -490,11 +492,13 @@ else:
 """
 
 
-def run_program(tmp_path: Path, ending: str, other: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def run_program(
+    tmp_path: Path, ending: str, other: str, leaving_seconds: float = 1.0
+) -> tuple[subprocess.CompletedProcess[str], float]:
     """Runs two ranks, and returns also the seconds from the end of rank 0's program to the end of all."""
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(ending=ending, other=other))
-    command = [sys.executable, "-m", "gradsync", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "gradsync", "run", "-n", "2", str(script), str(leaving_seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done, time.time() - float(done.stdout.partition("ending at ")[2].split()[0])
 
@@ -516,7 +520,7 @@ def test_a_rank_that_ends_with_collectives_under_way(tmp_path: Path, ending: str
 
 def test_a_rank_that_ends_lets_the_others_have_what_comes_in_time(tmp_path: Path) -> None:
     other = "time.sleep(0.3); print([comm.all_reduce(np.ones(10))[0] for _ in range(3)])"
-    done, seconds = run_program(tmp_path, "pass", other)
+    done, seconds = run_program(tmp_path, "pass", other, leaving_seconds=WAIT / 2)
     assert done.returncode == 0, done.stderr
     assert "[2.0, 2.0, 2.0]" in done.stdout.replace("np.float64(", "").replace(")", "")
     assert seconds < WAIT

@@ -507,8 +507,8 @@ def test_ctrl_c_comes_through_while_the_main_thread_waits(wait: str) -> None:
     last = submit(comm, lambda: None)
     waits = {"result": last.result, "barrier": comm.barrier, "close": comm.close}
     timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         waits[wait]()
     timer.join()
     gate.open()
@@ -567,7 +567,9 @@ def test_the_end_of_the_program_waits_a_moment_for_what_is_under_way() -> None:
     done, _ = run_to_the_end(
         IMPORTS
         + """
-    import sys, atexit
+    import sys
+    from gradsync.communicators import collective_queue
+    collective_queue._LEAVING_SECONDS = 20.0
     stop = threading.Event()
     future = submit(comm.lifetime, "a test", "a test", lambda: stop.wait(20))
     threading.Timer(0.2, stop.set).start()

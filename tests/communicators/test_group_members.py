@@ -93,7 +93,7 @@ def name_different_ranks(comm: Any) -> str:
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *on(STAND_IN, 3)])
 def test_members_that_name_different_ranks_are_told_what_to_do(place: Place, world_size: int) -> None:
-    texts = place.run(world_size, name_different_ranks, collective_timeout_seconds=1.0)
+    texts = place.run(world_size, name_different_ranks, collective_timeout_seconds=2.5)
     assert any(text.startswith(f"rank {rank}/3: new_group of the ranks 0,1") for rank, text in enumerate(texts)), texts
     for text in texts:  # the first to give up is told to the others
         assert "every member must call new_group, all with the same ranks" in text

@@ -295,7 +295,7 @@ def miss_the_making(comm: Any) -> str:
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *on(STAND_IN, 3)])
 def test_a_member_that_does_not_come_to_the_making_is_named(place: Place, world_size: int) -> None:
-    texts = place.run(world_size, miss_the_making, collective_timeout_seconds=1.0)
+    texts = place.run(world_size, miss_the_making, collective_timeout_seconds=2.5)
     assert all("missing: rank 2" in text for text in texts), texts
     assert "in new_group: RendezvousTimeout" in texts[2]
 
@@ -384,7 +384,7 @@ def stay_away(comm: Any, warm_up: int, found_seconds: float) -> tuple[tuple[int,
 def test_who_is_absent_has_its_number_in_the_world(
     place: Place, world_size: int, warm_up: int, found_seconds: float
 ) -> None:
-    for missing, text in place.run(world_size, stay_away, warm_up, found_seconds, collective_timeout_seconds=1.0):
+    for missing, text in place.run(world_size, stay_away, warm_up, found_seconds, collective_timeout_seconds=2.5):
         assert missing == (2,)
         assert re.search(r"rank 1 waited \S+ s in all_reduce\(sum\) #\d+ \(.*\) for rank 2", text.partition("\n")[0])
         assert re.search(r"collectives of group .world/1,2#1., newest first:\n    #\d+ all_reduce\(sum\)", text)

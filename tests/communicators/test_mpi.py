@@ -15,6 +15,7 @@ from cross_check_launch import Mpi
 from gradsync.machine import read_stat
 
 SCENES = str(Path(__file__).parent / "mpi_scenes.py")
+SOON_SECONDS = 20.0  # what would end a wait otherwise, comes after twice that
 
 
 def play(mpi: Mpi, tmp_path: Path, scene: str, *options: str, world_size: int = 2, fails: bool = False) -> str:
@@ -61,21 +62,21 @@ def test_a_rank_that_exits_is_named(mpich: Mpi, tmp_path: Path) -> None:
 def test_a_stopped_rank_is_named(mpich: Mpi, tmp_path: Path) -> None:
     told = play(mpich, tmp_path, "is_stopped", fails=True)
     assert re.search(r"RankFailed: rank 0/2: rank 1/2 \(pid \d+\) was stopped \(SIGSTOP\?\)", told)
-    assert seconds_of(0, told) < 9.0
+    assert seconds_of(0, told) < SOON_SECONDS
 
 
 def test_a_rank_that_stays_away_is_named_at_the_deadline(mpich: Mpi, tmp_path: Path) -> None:
     told = play(mpich, tmp_path, "stays_away", "1.5", fails=True)
     assert re.search(r"CollectiveTimeout: rank 0/2: rank 0 waited \S+ s in all_reduce\(sum\) #21 .* for rank 1", told)
-    assert 1.5 <= seconds_waited(told) < 6.0
-    assert "time.sleep(60)" in told  # its stack is told too
-    assert seconds_of(0, told) < 6.0
+    assert 1.5 <= seconds_waited(told) < SOON_SECONDS
+    assert "time.sleep(LONG_SECONDS)" in told  # its stack is told too
+    assert seconds_of(0, told) < SOON_SECONDS
 
 
 def test_a_rank_that_closes_is_named(mpich: Mpi, tmp_path: Path) -> None:
     told = play(mpich, tmp_path, "closes", fails=True)
     assert "RankFailed: rank 0/2: rank 1 closed the communicator" in told
-    assert seconds_of(0, told) < 5.0
+    assert seconds_of(0, told) < SOON_SECONDS
 
 
 def test_what_ctrl_c_cuts_off_beside_a_wait_is_kept(mpich: Mpi, tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_an_abort_reaches_the_others(mpich: Mpi, tmp_path: Path) -> None:
     told = play(mpich, tmp_path, "aborts", fails=True)
     assert re.search(r"RankFailed: rank 0/2: rank 1/2 .*: I have seen enough", told)
     assert "During handling" not in told
-    assert seconds_of(0, told) < 5.0
+    assert seconds_of(0, told) < SOON_SECONDS
 
 
 def test_ranks_that_disagree_are_told_and_go_on(mpich: Mpi, tmp_path: Path) -> None:

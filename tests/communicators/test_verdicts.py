@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -11,6 +12,7 @@ import gradsync as gs
 from contract import expect
 from gradsync.communicators import verdicts
 from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.shared_memory import barrier as shared_barrier
 from gradsync.communicators.shared_memory import waiting as shared_waiting
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.verdicts import Verdicts
@@ -116,6 +118,32 @@ def test_news_may_come_from_elsewhere() -> None:
 # At the barrier.
 
 
+class Clock:
+    """Stands in for `time`: it goes on by a millisecond whenever somebody looks, and things happen by it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.to_come: list[tuple[float, Callable[[], Any]]] = []
+
+    def monotonic(self) -> float:
+        self.now += 1e-3
+        while self.to_come and self.to_come[0][0] <= self.now:
+            self.to_come.pop(0)[1]()
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (shared_barrier, shared_waiting):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.mark.usefixtures("clock")
 def test_the_deadline_asks_for_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "WARN_AFTER_SECONDS", 0.05)
     client = Client()
@@ -126,6 +154,16 @@ def test_the_deadline_asks_for_the_verdict(monkeypatch: pytest.MonkeyPatch) -> N
     assert warned[:3] == given_up[:3] == ("world", 1, "barrier #1")
     assert 0.05 <= warned[3] < given_up[3]
     assert warned[4] == given_up[4] == [1]
+
+
+def test_ranks_that_come_one_after_the_other_have_one_deadline_together(clock: Clock) -> None:
+    clients = [Client() for _ in range(4)]
+    mine, first, second, _ = barriers(*clients, timeout_seconds=0.5)
+    clock.to_come = [(clock.now + 0.3, first.arrive), (clock.now + 0.6, second.arrive)]
+    expect(gs.CollectiveTimeout, lambda: mine.meet(BARRIER))
+    [(*_, waited_seconds, missing)] = clients[0].reports
+    assert 0.5 <= waited_seconds < 0.6
+    assert missing == [2, 3]
 
 
 def test_a_rank_that_comes_too_late_gets_the_verdict_even_before_it_is_there() -> None:

@@ -7,6 +7,7 @@ import json
 import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
+from gradsync.dumps import FORMAT
 from gradsync.launching.nodes.node_report import FirstWord, NodeReport
 from gradsync.rendezvous.handshake import ClientHandshake, ServerHandshake
 from gradsync.rendezvous.messages import FrameType
@@ -42,6 +43,12 @@ def seeds() -> dict[str, list[bytes]]:
         "secret_file": [b"00" * 32, b"zz", b""],
         "meeting_file": [b"00" * 32 + b"\n127.0.0.1:4000\n", b"00"],
         "shapes_file": [b'[["a", [2, 3], "float32"], ["\'b\'", []]]', b"{}", b"[]"],
+        "dump_files": [
+            b"\x1e".join(json.dumps(_dump(rank)).encode() for rank in range(2)),
+            json.dumps(_dump(0)).encode(),
+            json.dumps({**_dump(0), "stacks": 7}).encode(),
+            json.dumps({**_dump(1), "monotonic_seconds": "soon"}).encode(),
+        ],
         "plan_texts": [b"reduce of 2\n  w: float32[3]\x1ereduce of 2\n  w: float32[4]"],
         "addresses": [b"127.0.0.1:4000", b"[::1]:4000", b"a..b:1", b"h:0000800000", b"\xed\xa0\x80:1"],
         "variables": [
@@ -79,6 +86,33 @@ def _samples() -> list[list[object]]:
         [FrameType.REPLY, 2, 5],
         [FrameType.FAILED, 0, 0, 1, "phase", [], "text"],
     ]
+
+
+def _dump(rank: int) -> dict[str, object]:
+    """What a rank writes: a bucket that has ended, and a barrier on rank 0 beside a message on rank 1."""
+    bucket = {"what": "b", "collective": "all_reduce", "detail": "sum", "bucket": 0, "gradients": ["w", "v"]}
+    other = {"what": f"of {rank}", "description": ["barrier"], "shape": [2]}
+    first = {"number": 1, "call": "0" * 16, "state": "ended", "began": 1.0, "ended": 2.0}
+    last = {"number": 2, "call": f"{rank + 1:016x}", "state": "runs", "began": 3.0, "ended": None}
+    if rank:
+        last = {**last, "number": 1, "is_message": True}
+    group = {"group": "world", "rank": rank, "ranks": [0, 1], "backend": "shm", "begun": 2, "entries": [first, last]}
+    trace = {"phases": [["world", 1, "packing", 1.0, 1.5]], "arrivals": [["world", "w", 0.5]]}
+    return {
+        **{
+            "format": FORMAT,
+            "reason": "r",
+            "rank": rank,
+            "pid": 1,
+            "host": "h",
+            "machine": "boot id",
+            "package": "/p/",
+        },
+        **{"monotonic_seconds": 4.0, "wall_seconds": 5.0 + rank, "stacks": "Main:\n  a.py:1 in f\n  /p/b.py:2 in g"},
+        "groups": [group],
+        "calls": {"0" * 16: {**bucket, "description": ["a bucket", "w", "v"]}, f"{rank + 1:016x}": other},
+        "trace": {**trace, "steps": [["world", 2, 0.5, 2.0]], "left_out": rank},
+    }
 
 
 def _whole(data: bytes) -> Frame:

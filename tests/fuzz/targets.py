@@ -8,6 +8,7 @@ drawn from them, so that a mutation leads somewhere else.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from gradsync import environment, settings
 from gradsync.bench.thresholds import parse_megabytes
 from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 from gradsync.communicators.agreement import Description, mismatch
+from gradsync.diagnostics.chrome_trace import chrome_trace
+from gradsync.diagnostics.dump_files import read_dumps
+from gradsync.diagnostics.report import divergences, report
 from gradsync.environment import read_environment
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.gpus import parse_gpus
@@ -205,6 +209,15 @@ def shapes_file(data: bytes) -> None:
         assert [(spec.shape, spec.dtype) for spec in read_shapes(path)] == [(s.shape, s.dtype) for s in specs]
 
 
+def dump_files(data: bytes) -> None:
+    """Files that ranks have written at a failure, for `gradsync trace`: what was read can be told, and drawn."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(InvalidArgument):
+        files = [Path(stack.enter_context(_file_of(part))) for part in data.split(b"\x1e")]
+        found, earlier = read_dumps(files)
+        "\n".join([*report(found, earlier), *map(str, divergences(found))]).encode()
+        json.dumps(chrome_trace(found), allow_nan=False)
+
+
 def plan_texts(data: bytes) -> None:
     """What other ranks say that they were about to do, for the error that names the difference."""
     texts = data.decode("utf-8", "replace").split("\x1e")
@@ -253,7 +266,7 @@ TARGETS: dict[str, Target] = {
     target.__name__: target
     for target in (
         *(frames, sealed_bodies, message_fields, server_handshake, client_handshake, server_core),
-        *(node_words, report_pipe, secret_file, meeting_file, shapes_file, plan_texts),
+        *(node_words, report_pipe, secret_file, meeting_file, shapes_file, dump_files, plan_texts),
         *(addresses, variables, command_line_texts),
     )
 }

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import command
 import pytest
@@ -17,6 +18,7 @@ FLOOD = """
 """
 FINISHED = """
     import os, sys
+    open(sys.argv[2], "w").close()  # waits until somebody opens it to read
     os.write(1, b"x" * 60_000 + b"\\n")
     sys.exit(int(sys.argv[1]))
 """
@@ -74,25 +76,22 @@ def wait_until_full(writer):
 
 
 def test_signal_while_the_last_output_waits_ends_the_job_and_counts(tmp_path):
-    script = command.write_script(tmp_path, FINISHED)
+    script, fifo = command.write_script(tmp_path, FINISHED), tmp_path / "fifo"
+    os.mkfifo(fifo)
     with unread_pipe() as (_, writer):
         fill(writer)
-        with start(writer, "-n", 1, "--max-restarts", 3, script, 3) as process:
-            wait_for_rank_to_end(process.pid)
+        with start(writer, "-n", 1, "--max-restarts", 3, script, 3, fifo) as process:
+            fifo.read_text()  # waits until the rank is there
+            wait_until_childless(process.pid)
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 128 + signal.SIGTERM
 
 
-def wait_for_rank_to_end(launcher):
-    """Waits until the launcher has had children, and has none any more."""
+def wait_until_childless(launcher):
     deadline = time.monotonic() + 30
-    had_children = False
-    while time.monotonic() < deadline:
-        found = subprocess.run(["ps", "--ppid", str(launcher), "-o", "pid="], capture_output=True, text=True).stdout
-        had_children = had_children or bool(found.split())
-        if had_children and not found.split():
-            return
-    raise AssertionError("the rank did not end")
+    while Path(f"/proc/{launcher}/task/{launcher}/children").read_text():
+        assert time.monotonic() < deadline
+        os.sched_yield()
 
 
 def test_restarts_do_not_need_a_reader(tmp_path):

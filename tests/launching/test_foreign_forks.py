@@ -198,6 +198,29 @@ def test_program_that_ignores_or_reaps_its_children_itself(tmp_path, method):
     assert done.stdout == "[0, 1]\n", done.stderr
 
 
+@pytest.mark.parametrize("handler", ["reap", "signal.SIG_IGN"])
+def test_rank_that_ends_before_its_guard_is_ready(tmp_path, handler):
+    source = f"""
+        import os, signal
+        import gradsync as gs
+        def reap(*_):
+            os.waitpid(-1, os.WNOHANG)
+        def wait_for_the_rank_to_end():
+            if os.getpid() != launcher:  # the guard, right after it has forked the rank
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        def rank():
+            return int(os.environ["RANK"])
+        if __name__ == "__main__":
+            launcher = os.getpid()
+            gs.set_start_method("fork")
+            signal.signal(signal.SIGCHLD, {handler})
+            os.register_at_fork(after_in_parent=wait_for_the_rank_to_end)
+            print(gs.launch(rank, (), 2))
+        """
+    done = run_script(tmp_path, source)
+    assert done.stdout == "[0, 1]\n", done.stderr
+
+
 def descriptors_of_a_program():
     """Runs in each rank: what a program that it starts inherits beside the standard streams."""
     listed = subprocess.run(

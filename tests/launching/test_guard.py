@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -206,13 +207,17 @@ def is_stopped(pid):
 )
 def test_rank_stopped_before_it_joins_is_named(tmp_path, seconds_to_meet, told):
     source = f"""
-        import os, signal
+        import os, signal, sys
         import gradsync as gs
         if os.environ["RANK"] == "1":
+            print(os.getpid(), flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
+        sys.stdin.readline()
         gs.init_process_group(timeout_seconds={seconds_to_meet})
         """
-    with start(tmp_path, source) as process:
-        _, err = process.communicate()
+    script = command.write_script(tmp_path, source)
+    with command.start("run", "--no-prefix", "-n", 2, script, stdin=subprocess.PIPE) as process:
+        assert is_stopped(int(process.stdout.readline()))
+        _, err = process.communicate("\n")
     assert process.returncode == 1
     assert re.search(told, err), err

@@ -183,13 +183,13 @@ def test_nothing_is_left_behind():
     gc.collect()  # what other tests have left
     descriptors = os.listdir("/proc/self/fd")
     children = list_children()
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     gs.launch(rank_functions.place, (), 2)
     with pytest.raises(WorkerError):
         gs.launch(rank_functions.exit_with, (1,), 2)
-    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
-    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= len(descriptors)
+    assert set(threading.enumerate()) <= threads  # what an earlier test has left may end meanwhile
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert list_children() == children
 

@@ -249,12 +249,12 @@ def test_a_launcher_that_was_lost_may_come_back(nodes, victim):
 def test_who_does_not_come_is_named(nodes):
     run = nodes(3)
     for node in range(2):
-        run.start(node, "none", options=("--join-timeout", 6))
+        run.start(node, "none", options=("--join-timeout", 9))
     told = [run.end(node) for node in range(2)]
     for node, (code, err) in enumerate(told):
         assert code == 1
         assert re.search(r"missing: node 2 \(not joined\)", err.splitlines()[-1]), err
-        assert f"node {node} of 3: not all nodes met at {run.rendezvous} within 6 s (--join-timeout)" in err
+        assert f"node {node} of 3: not all nodes met at {run.rendezvous} within 9 s (--join-timeout)" in err
     assert "gradsync: 2 of 3 nodes have joined; waiting for node 2 (not joined)" in told[0][1]
     assert re.search(r"gradsync: node 1 of 3 waits for others at \S+: missing: node 2 \(not joined\)", told[1][1])
 
@@ -282,20 +282,20 @@ def test_node_0_that_does_not_come_is_named(nodes):
 
 def test_another_secret_is_refused(nodes, tmp_path):
     run = nodes()
-    run.start(0, "none", options=("--join-timeout", 4))
+    run.start(0, "none")
     other = tmp_path / "other"
     other.mkdir()
     _, secret = write(other)
     code, _, err = command.run(*arguments(1, 2, run.rendezvous, secret), run.script, "none")
     assert code == 1
     assert "--secret-file needs to hold the same on every machine" in err
-    assert run.end(0)[0] == 1
+    assert run.processes[0].poll() is None
 
 
 def test_a_node_that_is_there_already_is_refused(nodes):
     run = nodes(3)
-    run.start(0, "none", options=("--join-timeout", 20))
-    run.start(1, "none", options=("--join-timeout", 20))
+    run.start(0, "none", options=("--join-timeout", 100))
+    run.start(1, "none", options=("--join-timeout", 100))
     assert "waiting for node 2" in run.processes[0].stderr.readline()
     code, _, err = command.run(*arguments(1, 3, run.rendezvous, run.secret), run.script, "none")
     assert code == 1
@@ -331,7 +331,8 @@ def test_an_address_of_another_machine_is_refused(nodes):
     assert (code, "--node-address '192.0.2.77' is no address of this machine" in err) == (2, True)
     for node in (0, 2):  # it did not join: they wait for it as for any other, and it may come yet
         code, err = run.end(node)
-        assert (code, "within 4 s (--join-timeout): missing: node 1 (not joined)" in err) == (1, True), err
+        assert (code, "within 4 s (--join-timeout)" in err) == (1, True), err
+        assert "missing: node 1 (not joined)" in err.splitlines()[-1]
 
 
 def test_different_restarts_are_refused(nodes):

@@ -87,7 +87,7 @@ def test_stale_rank_of_an_earlier_start_is_refused(tmp_path):
             comm.barrier()
             try:
                 RendezvousClient.connect(
-                    os.environ["GRADSYNC_ADDRESS"], secret=file.read_bytes(), rank=0, world_size=2, timeout_seconds=5
+                    os.environ["GRADSYNC_ADDRESS"], secret=file.read_bytes(), rank=0, world_size=2, timeout_seconds=60
                 )
             except gs.AuthenticationError:
                 print("refused", flush=True)

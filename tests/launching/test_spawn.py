@@ -113,7 +113,7 @@ def test_results_that_pickle_are_kept_when_another_does_not():
 def test_nothing_is_left_behind():
     gs.spawn(rank_functions.place, (), 1)  # what stays loaded stays open
     gc.collect()  # what other tests have left
-    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    descriptors, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     context = gs.spawn(rank_functions.place, (), 2, join=False)
     context.join()
     with pytest.raises(gs.RankFailed):
@@ -125,8 +125,8 @@ def test_nothing_is_left_behind():
     for thread in threading.enumerate():
         if thread.name == "gradsync-supervisor":
             thread.join()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert set(threading.enumerate()) <= threads  # what an earlier test has left may end meanwhile
 
 
 def run_python(script, **options):

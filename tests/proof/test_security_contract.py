@@ -164,7 +164,7 @@ def test_strangers_are_bounded_and_cost_no_threads() -> None:
     ranks = 3
     with RendezvousServer(ranks, secret=SECRET) as server, contextlib.ExitStack() as stack:
         host, port = server.address.split(":")
-        threads = threading.active_count()
+        threads = set(threading.enumerate())
         streams = [
             stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             for _ in range(ranks + event_loop.MAX_STRANGERS + 20)
@@ -172,11 +172,11 @@ def test_strangers_are_bounded_and_cost_no_threads() -> None:
         for stream in streams[:20]:  # the oldest go first
             assert stream.recv(1) == b""
         assert 60 < len(server._loop._strangers) <= ranks + event_loop.MAX_STRANGERS
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) <= threads
 
 
 def test_a_deadline_is_absolute_however_often_a_stranger_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 3.0)
     hello = ClientHandshake(SECRET, bytes(NONCE_BYTES)).hello()
     with RendezvousServer(1, secret=SECRET) as server:
         host, port = server.address.split(":")
@@ -188,7 +188,7 @@ def test_a_deadline_is_absolute_however_often_a_stranger_speaks(monkeypatch: pyt
                     said += 1
                     with contextlib.suppress(TimeoutError):
                         next(iter(stream.recv(1)))
-        assert 1 < said < 20
+        assert 1 < said < len(hello)
 
 
 def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> None:

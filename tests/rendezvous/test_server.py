@@ -13,7 +13,7 @@ import threading
 import time
 
 import pytest
-from rendezvous_ranks import SECRET, connect, connect_all, run_ranks, run_threads
+from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ranks, run_threads
 
 from gradsync.errors import InvalidArgument, RankFailed, RendezvousError
 from gradsync.rendezvous import event_loop, server_connection
@@ -74,14 +74,15 @@ def test_listener_of_another_kind_is_refused() -> None:
 
 
 def test_stop_leaves_nothing() -> None:
-    threads, descriptors = threading.active_count(), open_descriptors()
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
     server = RendezvousServer(2, secret=SECRET)
     with server:
         clients = connect_all(server, 2)
         for client in clients:
             client.close()
     server.stop()
-    assert (threading.active_count(), open_descriptors()) == (threads, descriptors)
+    assert set(threading.enumerate()) <= threads  # what an earlier test has left may end meanwhile
+    assert open_descriptors() <= descriptors
     with pytest.raises(RendezvousError, match="started or stopped before"):
         server.start()
 
@@ -281,7 +282,7 @@ def test_killed_process_fails_the_others_at_once() -> None:
             for error, failed_at in (first, second):
                 assert (error.rank, error.phase) == (2, "all_reduce")
                 assert f"rank 2/3 (pid {victim.pid}) died in phase 'all_reduce'" in str(error)
-                assert failed_at - killed_at[0] < 5
+                assert failed_at - killed_at[0] < JOIN_SECONDS / 2
     assert open_descriptors() == descriptors
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from gradsync.adapters import without
 from gradsync.bucketing.callback import AllreduceCallback
@@ -31,8 +32,11 @@ except ModuleNotFoundError as error:
     raise without("PyTorch", "torch") from error
 
 from gradsync.adapters.torch_backward import BackwardPasses
-from gradsync.adapters.torch_tensors import broadcast_tensors, dtype_name_of
+from gradsync.adapters.torch_module import BufferBroadcast, ParameterWatch, broadcast_state
+from gradsync.adapters.torch_tensors import dtype_name_of
 
+# Where the module lives on and its Synchronised does not, it goes on being synchronised.
+_passes_by_module: WeakKeyDictionary[torch.nn.Module, BackwardPasses] = WeakKeyDictionary()
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -95,7 +99,7 @@ class Synchronised(torch.nn.Module):
         self.training = module.training
         self._communicator = communicator
         self._may_miss = find_unused_parameters
-        self._broadcasts_buffers = broadcast_buffers
+        self._broadcast_buffers = BufferBroadcast(module, communicator, is_on=broadcast_buffers)
         self._broadcast_state(0)
         in_buckets = gradient_as_bucket_view and communicator.world_size > 1
         self.callback = AllreduceCallback(
@@ -106,18 +110,27 @@ class Synchronised(torch.nn.Module):
             gradient_as_bucket_view=in_buckets,
             **knobs,
         )
-        self._passes = BackwardPasses(
+        _release(module)
+        self._watch = ParameterWatch(module, module.parameters(), communicator)
+        self._passes = _passes_by_module[module] = BackwardPasses(
             wanted,
             {name: each for name, each in module.named_parameters() if name not in wanted},
             self.callback,
             communicator,
             in_buckets=in_buckets,
             may_miss=find_unused_parameters,
-            at_end=self._end_pass,
+            check=self._watch.check,
+            at_end=self._broadcast_buffers,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
+        """Calls the module.
+
+        Raises:
+            InvalidArgument: it has parameters that came after it was wrapped, and gradients are asked for.
+        """
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler would unroll the check
+            self._watch.check()
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -146,21 +159,22 @@ class Synchronised(torch.nn.Module):
         """
         if self._may_miss:
             raise InvalidArgument(f"{self._communicator.label}: join() does not go with find_unused_parameters=True")
-        before, self._broadcasts_buffers = self._broadcasts_buffers, False
+        before, self._broadcast_buffers.is_on = self._broadcast_buffers.is_on, False
         try:
             with self.callback.join() as joined:
                 yield joined
         finally:
-            self._broadcasts_buffers = before
+            self._broadcast_buffers.is_on = before
         self._broadcast_state(joined.last_rank)
 
     def unwrap(self) -> torch.nn.Module:
         """Takes the hooks away, and returns the module, which synchronises no more.
 
-        Until then the two keep each other alive: Python's garbage collection does not see into PyTorch's hooks. A
-        process that wraps one model after another calls it for each.
+        Until then a module is synchronised for as long as it lives, also where nobody holds its Synchronised.
         """
         self._passes.remove()
+        if _passes_by_module.get(self.module) is self._passes:  # else it was wrapped again
+            del _passes_by_module[self.module]
         return self.module
 
     def train(self, mode: bool = True) -> Synchronised:
@@ -186,18 +200,17 @@ class Synchronised(torch.nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain, (self.module,)
 
-    def _end_pass(self) -> None:
-        if self._broadcasts_buffers:
-            self._broadcast("Synchronised, buffers", self.module.named_buffers(), 0)
-
     def _broadcast_state(self, root: int) -> None:
         state = [*self.module.named_parameters(), *self.module.named_buffers()]
-        self._broadcast("Synchronised, parameters and buffers", state, root)
+        broadcast_state("Synchronised, parameters and buffers", state, root, self._communicator)
 
-    def _broadcast(self, what: str, named: Any, root: int) -> None:
-        tensors = list(named)
-        if tensors and self._communicator.world_size > 1:
-            broadcast_tensors(what, tensors, root, self._communicator)
+
+def _release(module: torch.nn.Module) -> None:
+    """Takes away the hooks of an earlier Synchronised, which nobody may hold any more: they would reduce once more."""
+    for part in module.modules():
+        earlier = _passes_by_module.pop(part, None)
+        if earlier is not None:
+            earlier.remove()
 
 
 def _plain(module: torch.nn.Module) -> torch.nn.Module:

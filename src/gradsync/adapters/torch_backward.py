@@ -24,7 +24,7 @@ from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient
 
 
 class BackwardPasses:
-    """Has autograd hand over the gradients of parameters.
+    """Has autograd hand over the gradients of parameters, until it is collected: the hooks do not keep it alive.
 
     Args:
         parameters: by name, in the order in which their gradients are expected; the callback knows them already.
@@ -33,6 +33,7 @@ class BackwardPasses:
         communicator: the callback's.
         in_buckets: whether gradients live in the buckets.
         may_miss: whether a pass may bring no gradient for some, on all ranks or on some.
+        check: called at the end of each pass that is synchronised; what it raises all ranks hear of.
         at_end: called at the end of each pass that was synchronised.
 
     Attributes:
@@ -48,6 +49,7 @@ class BackwardPasses:
         *,
         in_buckets: bool,
         may_miss: bool,
+        check: Callable[[], None],
         at_end: Callable[[], None],
     ) -> None:
         self.is_synchronising = True
@@ -56,6 +58,7 @@ class BackwardPasses:
         self._callback = callback
         self._communicator = communicator
         self._may_miss = may_miss
+        self._check = check
         self._at_end = at_end
         self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
         self._views = {name: tensor_of(array) for name, array in self._arrays.items()}
@@ -64,17 +67,18 @@ class BackwardPasses:
         self._kept: dict[str, torch.Tensor] = {}  # earlier gradients in the buckets, which this pass may leave alone
         self._failed: BaseException | None = None
         self._pass: weakref.ref[_Pass] | None = None  # autograd holds it
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(_hear, weakref.ref(self), name))
             for name, parameter in parameters.items()
         ]
+        self._remove = weakref.finalize(self, _remove_all, hooks)
+        self._remove.atexit = False
 
     def remove(self) -> None:
         """Takes the hooks away; the gradients stay where they are."""
-        for hook in self._hooks:
-            hook.remove()
+        self._remove()
 
-    def _accumulated(self, name: str, parameter: torch.nn.Parameter) -> None:
+    def accumulated(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Hears from autograd that a parameter's gradient is there."""
         under_way = None if self._pass is None else self._pass()
         if under_way is None or under_way.is_over:
@@ -142,6 +146,7 @@ class BackwardPasses:
         try:
             with self._callback.backward():
                 self._check_frozen()
+                self._check()
                 return self._complete() if self._may_miss else None
         except MissingGradient as error:
             missing = [name for name in self._parameters if name not in self._come]
@@ -195,6 +200,18 @@ class BackwardPasses:
             elif name in self._kept:
                 self._views[name].copy_(self._kept[name])
         self._kept.clear()
+
+
+def _hear(passes: weakref.ref[BackwardPasses], name: str, parameter: torch.nn.Parameter) -> None:
+    """The hook of a parameter."""
+    alive = passes()
+    if alive is not None:
+        alive.accumulated(name, parameter)
+
+
+def _remove_all(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _Pass:

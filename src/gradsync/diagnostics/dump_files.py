@@ -7,11 +7,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradsync.diagnostics.dump_fields import (
+    BUCKET,
+    DIGEST,
+    INTEGER,
+    INTEGER_OR_NONE,
+    INTEGERS,
+    MOMENT,
+    MOMENT_OR_NONE,
+    STATE,
+    TEXT,
+    TEXTS,
+    TRUTH,
+    DamagedError,
+    Fields,
+)
 from gradsync.divergence import Call, History
 from gradsync.dumps import FORMAT
 from gradsync.errors import InvalidArgument
 from gradsync.flight_recorder import names_text
-from gradsync.tracing import Arrival, Phase, Step
+from gradsync.tracing import Arrival, Phase, Step, Tracer
 
 #: What the traces that `gradsync trace --out` writes hold their events by.
 CHROME_TRACE_KEY = "traceEvents"
@@ -154,53 +169,64 @@ def _dump(path: Path, content: Any) -> Dump:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it needs format {FORMAT!r}")
     try:
-        return _parsed(path, content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        return _parsed(path, Fields(content))
+    except DamagedError as error:
+        raise InvalidArgument(f"{path} is damaged: {error}; leave it out") from None
 
 
-def _parsed(path: Path, content: dict[str, Any]) -> Dump:
-    calls = content["calls"]
-    trace = content.get("trace", {})
-    groups = [_group(group, calls) for group in content["groups"]]
+def _parsed(path: Path, content: Fields) -> Dump:
+    calls = {digest: _facts(facts) for digest, facts in content.fields("calls").fields_by_name(DIGEST).items()}
+    trace = content.fields("trace") if "trace" in content else Fields(Tracer().content())
+    groups = [_group(group, calls) for group in content.list_of_fields("groups")]
     return Dump(
         path,
-        content["rank"],
-        content["pid"],
-        content["host"],
-        content["machine"],
-        content["reason"],
-        content["stacks"],
-        content["package"],
-        content["monotonic_seconds"],
-        content["wall_seconds"],
+        content.get("rank", INTEGER_OR_NONE),
+        content.get("pid", INTEGER),
+        content.get("host", TEXT),
+        content.get("machine", TEXT),
+        content.get("reason", TEXT),
+        content.get("stacks", TEXT),
+        content.get("package", TEXT),
+        content.get("monotonic_seconds", MOMENT),
+        content.get("wall_seconds", MOMENT),
         {group.name: group for group in groups},
-        tuple(Phase(*fields) for fields in trace.get("phases", ())),
-        tuple(Arrival(*fields) for fields in trace.get("arrivals", ())),
-        tuple(Step(*fields) for fields in trace.get("steps", ())),
-        trace.get("left_out", 0),
+        trace.rows("phases", Phase, (TEXT, INTEGER, TEXT, MOMENT, MOMENT)),
+        trace.rows("arrivals", Arrival, (TEXT, TEXT, MOMENT)),
+        trace.rows("steps", Step, (TEXT, INTEGER, MOMENT, MOMENT)),
+        trace.get("left_out", INTEGER),
     )
 
 
-def _group(content: dict[str, Any], calls: dict[str, dict[str, Any]]) -> DumpedGroup:
+def _facts(facts: Fields) -> dict[str, Any]:
+    """Returns what a collective is, with what `what_text` and the report look at."""
+    of_bucket = {"bucket": BUCKET, "gradients": TEXTS, "collective": TEXT, "detail": TEXT} if "bucket" in facts else {}
+    for name, rule in {"what": TEXT, "description": TEXTS, **of_bucket}.items():
+        facts.get(name, rule)
+    return facts.plain()
+
+
+def _group(content: Fields, calls: dict[str, dict[str, Any]]) -> DumpedGroup:
     return DumpedGroup(
-        content["group"],
-        tuple(content["ranks"]),
-        content["begun"],
-        tuple(_call(entry, calls[entry["call"]]) for entry in content["entries"]),
+        content.get("group", TEXT),
+        tuple(content.get("ranks", INTEGERS)),
+        content.get("begun", INTEGER),
+        tuple(_call(entry, calls) for entry in content.list_of_fields("entries")),
     )
 
 
-def _call(entry: dict[str, Any], facts: dict[str, Any]) -> DumpedCall:
+def _call(entry: Fields, calls: dict[str, dict[str, Any]]) -> DumpedCall:
+    digest = entry.get("call", TEXT)
+    if digest not in calls:
+        raise entry.refused("call", "one of the calls", digest)
     return DumpedCall(
-        entry["number"],
-        int(entry["call"], 16),
-        what_text(facts),
-        entry["state"],
-        entry["began"],
-        entry["ended"],
-        entry.get("is_message", False),
-        facts,
+        entry.get("number", INTEGER),
+        int(digest, 16),
+        what_text(calls[digest]),
+        entry.get("state", STATE),
+        entry.get("began", MOMENT),
+        entry.get("ended", MOMENT_OR_NONE),
+        entry.get("is_message", TRUTH) if "is_message" in entry else False,
+        calls[digest],
     )
 
 

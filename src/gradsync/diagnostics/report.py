@@ -29,7 +29,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
         lines += _progress(name, of_ranks)
     lines += [line for dump in dumps for line in _whereabouts(dump)]
     lines += _left_out(dumps, earlier)
-    return lines
+    return [_printable(line) for line in lines]
 
 
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
@@ -167,6 +167,11 @@ def _running(group: DumpedGroup, call: DumpedCall, at: float) -> str:
 
 def _end(call: DumpedCall) -> float:
     return call.began if call.ended is None else call.ended
+
+
+def _printable(line: str) -> str:
+    """Returns a line as it can be written: the name of a file may be no UTF-8."""
+    return line.encode(errors="backslashreplace").decode()
 
 
 def _left_out(dumps: Sequence[Dump], earlier: Sequence[Dump]) -> list[str]:

@@ -6,9 +6,9 @@ import time
 import zlib
 from typing import Any
 
-from gradsync.communicators.deadline_call import call_with_deadline
 from gradsync.communicators.mpi.library import to_mpi_error
 from gradsync.communicators.mpi.unfinished import keep_for_ever
+from gradsync.deadline_call import call_with_deadline
 from gradsync.errors import CollectiveTimeout
 from gradsync.rendezvous.group_client import CommunicatorClient
 

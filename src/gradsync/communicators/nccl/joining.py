@@ -10,9 +10,9 @@ from typing import Any
 
 import cupy
 
-from gradsync.communicators.deadline_call import call_with_deadline
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.library import NcclLibrary
+from gradsync.deadline_call import call_with_deadline
 from gradsync.errors import CollectiveTimeout, RendezvousTimeout
 from gradsync.rendezvous.group_client import CommunicatorClient
 

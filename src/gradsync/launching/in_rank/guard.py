@@ -61,8 +61,15 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     status, command, report = descriptors
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
+    # What the program does with signals is for the rank only: a handler that reaps children, or SIGCHLD ignored, would
+    # take the end of a short-lived rank away from the guard before `run` has set handlers of its own.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    of_program = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
+        if of_program is not None:  # it was set from Python
+            signal.signal(signal.SIGCHLD, of_program)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(status)
         os.close(command)
         os.setsid()  # a process group of its own, which is signalled as a whole

@@ -1,4 +1,4 @@
-"""Calling what may hang and cannot be interrupted: libraries that wait for other ranks in C."""
+"""Calling what may hang and cannot be interrupted: a library that waits for other ranks in C, a file system."""
 
 from __future__ import annotations
 

@@ -1,0 +1,42 @@
+"""A file system that hangs, as one does whose server is gone: in place of files, pipes that nobody reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradsync import whole_file
+
+
+@contextlib.contextmanager
+def hanging_files(folder: Path) -> Iterator[None]:
+    """Has what gradsync writes hang within the block, below a folder; goes on with it at the end."""
+    pipes: list[Path] = []
+    beside = whole_file._beside
+
+    def hanging_beside(path: Path) -> Path:
+        pipe = beside(path)
+        if not pipe.is_relative_to(folder):
+            return pipe
+        pipe.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(pipe)
+        pipes.append(pipe)
+        return pipe
+
+    whole_file._beside = hanging_beside
+    try:
+        yield
+    finally:
+        whole_file._beside = beside
+        for pipe in pipes:
+            _read_all(pipe)
+        for returned in whole_file._given_up.values():
+            assert returned.wait(30.0), "it hangs though it could go on"
+
+
+def _read_all(pipe: Path) -> None:
+    """Reads until its writer has written all: opening it lets the writer go on."""
+    with contextlib.suppress(FileNotFoundError), pipe.open("rb") as file:
+        file.read()
