@@ -36,7 +36,7 @@ from process_table import parent_of
 RANKS = 3
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 VICTIMS = ("rank", "launcher", "grandchild")
-MARK = "GRADSYNC_CHAOS_ROUND"
+MARK = "GRADSYNC_TEST_CHAOS_ROUND"
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 GUARD = b"gradsync: guard"  # begins its command line

@@ -36,7 +36,7 @@ from process_table import parent_of
 RANKS = 3
 EPOCHS = 80  # about a second of training: most starts are struck in it
 KILLS_OF_ONE_RUN = 10
-MARK = "GRADSYNC_RESTART_SOAK"
+MARK = "GRADSYNC_TEST_RESTART_SOAK"
 _SCRIPT = Path(__file__).with_name("restart_training.py")
 _LONGEST_MOMENT_SECONDS = 1.2
 _STOPPED_SHARE = 0.2  # each costs seconds, until the heartbeats tell

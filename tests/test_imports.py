@@ -48,7 +48,7 @@ LAYERS = [
         "bucketing.statistics",
         "bucketing.bucket_ends",
     ),
-    ("settings", "whole_file"),
+    ("settings", "unknown_variables", "whole_file"),
     ("visible_devices", "flight_recorder", "stack_report"),
     ("tracing",),
     ("dumps",),

@@ -25,6 +25,7 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.settings import allows_shared_gpu, asks_for_debug_mode
 from gradsync.settings import collective_timeout_seconds as environment_timeout
+from gradsync.unknown_variables import warn_of_unknown_variables
 from gradsync.visible_devices import count_gpus
 
 _log = logging.getLogger("gradsync")
@@ -79,8 +80,11 @@ def read_settings(
     if backend not in BACKENDS:
         raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
+    place = _find_place(backend, rank, world_size)
+    if place.local_rank == 0:  # for all of this machine
+        warn_of_unknown_variables()
     return WorldSettings(
-        _find_place(backend, rank, world_size),
+        place,
         address,
         device,
         timeout_seconds,

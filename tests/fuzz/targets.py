@@ -23,7 +23,6 @@ from gradsync.communicators.agreement import Description, mismatch
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump_files import read_dumps
 from gradsync.diagnostics.report import divergences, report
-from gradsync.doctor.checks.variables import KNOWN
 from gradsync.environment import read_environment
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.gpus import parse_gpus
@@ -41,6 +40,7 @@ from gradsync.rendezvous.sockets import look_up, parse_address
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Session, _decode, pack_frame
 from gradsync.secret_file import read_secret_file
 from gradsync.tls_files import read_tls_files
+from gradsync.unknown_variables import KNOWN_VARIABLES
 
 Target = Callable[[bytes], None]
 
@@ -52,7 +52,7 @@ _PIPE_BYTES = 60_000
 # What the decoder raises at the end of a script, and where that is no msgpack.
 _NO_MSGPACK = (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException)
 VARIABLES = (
-    *sorted(KNOWN),
+    *sorted(KNOWN_VARIABLES),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID"),

@@ -25,6 +25,7 @@ from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.watch import Watch
 from gradsync.rendezvous.sockets import format_address
 from gradsync.tls_files import check_tls_files
+from gradsync.unknown_variables import warn_of_unknown_variables
 
 if TYPE_CHECKING:
     from gradsync.launching.output.pump import OutputPump
@@ -125,6 +126,7 @@ class Supervisor:
             InvalidArgument: a file for TLS does not fit.
             RendezvousError: the job's rendezvous port is taken.
         """
+        warn_of_unknown_variables()
         job = self._job
         if job.n_ranks > _RANKS_BEFORE_SERVER:
             from gradsync.rendezvous.descriptors import raise_limit  # here: few ranks have room, and start-up counts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from gradsync import environment, settings
@@ -10,16 +9,15 @@ from gradsync.doctor.finding import Finding, broken, ok, warning
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.errors import InvalidArgument
 from gradsync.tls_files import check_tls_files
+from gradsync.unknown_variables import PREFIX, describe_unknown, nearest_variable, unknown_variables
 
-_PREFIX = "GRADSYNC_"
 _TLS = f"{environment.TLS_CERTIFICATE} {environment.TLS_KEY} {environment.TLS_CA}"
-KNOWN = {v for k, v in vars(environment).items() if k.isupper() and isinstance(v, str) and v.startswith(_PREFIX)}
 
 
 def check_variables(here: Surroundings) -> list[Finding]:
     """The GRADSYNC_* variables; a line for each that is wrong."""
-    present = sorted(name for name in here.environ if name.startswith(_PREFIX))
-    unknown = [_unknown(name) for name in present if name not in KNOWN and not name.startswith(f"{_PREFIX}STAND_IN")]
+    present = sorted(name for name in here.environ if name.startswith(PREFIX))
+    unknown = [_unknown(name) for name in unknown_variables(here.environ)]
     refused = [broken(name, reason, f"unset {name}") for name, reason in _refusals(here).items()]
     refused += _tls_refusal(here)
     if unknown or refused:
@@ -29,20 +27,9 @@ def check_variables(here: Surroundings) -> list[Finding]:
 
 
 def _unknown(name: str) -> Finding:
-    meant = _nearest(name)
-    if meant is None:
-        return warning(name, "no such variable, so it does nothing: gradsync does not know it", f"unset {name}")
-    text = f"no such variable, so it does nothing: did you mean {meant}?"
-    return warning(name, text, f'export {meant}="${name}"; unset {name}')
-
-
-def _nearest(name: str) -> str | None:
-    """Returns the variable that was probably meant: one that says more or less of the same, else one spelt alike."""
-    own = name.removeprefix(_PREFIX)  # which all of them share, and which would make any two look alike
-    known = sorted(each.removeprefix(_PREFIX) for each in KNOWN)
-    kin = [each for each in known if own and (own in each or each in own)]
-    close = difflib.get_close_matches(own, kin or known, n=1, cutoff=0.0 if kin else 0.6)
-    return _PREFIX + close[0] if close else None
+    meant = nearest_variable(name)
+    advice = f"unset {name}" if meant is None else f'export {meant}="${name}"; unset {name}'
+    return warning(name, describe_unknown(name), advice)
 
 
 def _refusals(here: Surroundings) -> dict[str, str]:
