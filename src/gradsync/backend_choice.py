@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from gradsync.communicators.mpi.library import check_place, load_mpi
 from gradsync.communicators.nccl.connection import choose_device, count_devices, device_identity
 from gradsync.communicators.nccl.library import NcclLibrary
-from gradsync.communicators.shared_memory.communicator import check_platform
+from gradsync.communicators.shared_memory.platform_check import check_platform
 from gradsync.environment import BACKEND, BACKENDS, DEBUG, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.launcher_variables import SOURCES_WITH_MPI

@@ -10,8 +10,8 @@ from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.group_meeting import whom
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.shared_memory.communicator import check_platform
 from gradsync.communicators.shared_memory.layout import check_memory
+from gradsync.communicators.shared_memory.platform_check import check_platform
 from gradsync.environment import RankEnvironment
 from gradsync.errors import BackendUnavailable, CommunicatorClosed, InvalidArgument, RendezvousTimeout, describe
 from gradsync.rendezvous.client import RendezvousClient

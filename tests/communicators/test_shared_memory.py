@@ -16,6 +16,7 @@ import gradsync as gs
 from contract import contribution, expect, seconds_waited
 from gradsync import process_group
 from gradsync.communicators.shared_memory import communicator as shared_memory
+from gradsync.communicators.shared_memory import platform_check
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -161,9 +162,9 @@ def test_nothing_leaks() -> None:
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform_check.platform, "machine", lambda: "aarch64")
     with pytest.raises(gs.BackendUnavailable, match="x86-64 only, this is linux on aarch64"):
-        shared_memory.check_platform()
+        platform_check.check_platform()
 
 
 def soak(comm: Any, steps: int) -> None:

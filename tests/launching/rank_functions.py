@@ -218,3 +218,54 @@ def plain(value):
 
 
 wrapped_elsewhere = gs.launcher(n_gpus=1)(plain)
+
+
+def return_arrays():
+    """Large and small, of every layout, and two that share memory by being one."""
+    import numpy as np
+
+    values = np.arange(200_000.0).reshape(400, 500)
+    fixed = values * 2
+    fixed.flags.writeable = False
+    return {
+        "C": values,
+        "Fortran": np.asfortranarray(values),
+        "small and Fortran": np.asfortranarray(values[:40]),
+        "strided": values[::2, ::3],
+        "read-only": fixed,
+        "small": values[0, :7].copy(),
+        "again": values,
+        "bytes": bytes(range(256)) * 10_000,
+        "nested": [[float(i) for i in range(500)] for _ in range(200)],
+    }
+
+
+def return_array_where_files_must_be_small():
+    import resource
+
+    import numpy as np
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+    return np.arange(500_000.0)
+
+
+class KillsOnPickling:
+    """Ends its process when it is pickled, between the arrays before and behind it."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_while_returning():
+    import numpy as np
+
+    if os.environ["RANK"] == "1":
+        return [np.ones(500_000), KillsOnPickling(), np.ones(500_000)]
+    return np.full(500_000, 3.0)
+
+
+def return_arrays_and_lambda():
+    import numpy as np
+
+    return np.arange(100_000.0), lambda: 5, np.arange(100_000.0) * 2

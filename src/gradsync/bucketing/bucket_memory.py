@@ -86,6 +86,14 @@ class BucketMemory:
         """Returns the buckets of which one was merged; itself, where it was not."""
         return self._parts.get(bucket.number, [bucket])
 
+    def extents(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """Returns which elements of `flat` each gradient of a bucket is."""
+        whole, extents = self.stretch(bucket).begin_bytes, []
+        for part in self.parts(bucket):
+            at = (self.stretch(part).begin_bytes - whole) // bucket.itemsize
+            extents += [(at + slot.begin, at + slot.end) for slot in part.slots]
+        return extents
+
     def flat(self, bucket: Bucket) -> Array:
         """Returns the gradients of a bucket as one 1-D array of its dtype."""
         begin, end = self._stretches[bucket.number]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.finite_check import FiniteCheck
 from gradsync.bucketing.gradient_norm import GradientNorm
 from gradsync.communicators.base import Communicator
+from gradsync.communicators.nonfinite import NonFinite
 from gradsync.reduction import Array
 
 
@@ -19,11 +21,15 @@ class BucketWatch:
         finite: takes note of NaN and infinity.
         norm: takes note of squares; None where nobody asks for the norm.
         communicator: whose ranks reduce it.
+
+    Attributes:
+        looks_for_nonfinite: see Watch of for_bucketing.py.
     """
 
     def __init__(
         self, work: BucketWork, finite: FiniteCheck, norm: GradientNorm | None, communicator: Communicator
     ) -> None:
+        self.looks_for_nonfinite = finite.policy != "off"
         self._work = work
         self._finite = finite
         self._norm = norm
@@ -31,16 +37,30 @@ class BucketWatch:
 
     def before(self, sources: Sequence[Array]) -> None:
         """Looks at this rank's values."""
-        if self._finite.policy == "off":
+        if not self.looks_for_nonfinite:
             return
-        slots = self._work.bucket.slots
         if self._work.memory is not None:  # they live in the bucket, which is one array
-            sources = [sources[0][slot.begin : slot.end] for slot in slots]
-        names = [slot.spec.label for slot in slots]
+            sources = [sources[0][begin:end] for begin, end in self._extents()]
+        names = [slot.spec.label for slot in self._work.bucket.slots]
         self._finite.note(list(zip(names, sources, strict=True)), self._communicator.arrays)
 
-    def after(self, targets: Sequence[Array]) -> None:
-        """Looks at the reduced values."""
-        self._finite.note_results(targets, self._communicator)
+    def after(self, targets: Sequence[Array], found: NonFinite | None = None) -> None:
+        """Looks at the reduced values, unless the communicator has found what there is not finite."""
+        if found is None:
+            self._finite.note_results(targets, self._communicator)
+        else:
+            slots = self._work.bucket.slots
+            self._finite.note_found(found, len(slots), self._slot_of, lambda number: slots[number].spec.label)
         if self._norm is not None:
             self._norm.note_results(targets, self._communicator)
+
+    def _slot_of(self, element: int) -> int:
+        """Returns the number of the gradient to which an element of the flat bucket belongs."""
+        return bisect_right([end for _, end in self._extents()], element)
+
+    def _extents(self) -> list[tuple[int, int]]:
+        """Returns which elements of the flat bucket each gradient is."""
+        bucket, memory = self._work.bucket, self._work.memory
+        if memory is not None:
+            return memory.extents(bucket)
+        return [(slot.begin, slot.end) for slot in bucket.slots]

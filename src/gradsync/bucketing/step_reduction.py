@@ -76,7 +76,7 @@ class StepReduction:
             memory: where gradients live in the buckets; None where they do not.
             communicator: whose ranks reduce them.
         """
-        as_they_are = self._hooked is None and not self.values.is_watching and not self._options.wire.settings()
+        as_they_are = self._hooked is None and not self._options.wire.settings()
         return LaunchGroups(memory if as_they_are and not communicator.runs_beside_host else None)
 
     def can_prepare(self, dtype: np.dtype[Any]) -> bool:

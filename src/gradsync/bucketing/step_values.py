@@ -37,9 +37,14 @@ class StepValues:
         self._buckets = 0
 
     @property
+    def looks_for_nonfinite(self) -> bool:
+        """Whether NaN and infinity are looked for."""
+        return self._finite.policy != "off"
+
+    @property
     def is_watching(self) -> bool:
         """Whether there is anything to look for."""
-        return self._finite.policy != "off" or self._norm is not None
+        return self.looks_for_nonfinite or self._norm is not None
 
     def watch(self, work: BucketWork, communicator: Communicator) -> BucketWatch | None:
         """Returns what looks at a bucket before and after its reduction; None where there is nothing to look for."""

@@ -44,7 +44,8 @@ class StepWorks:
             self._known.pop(number, None)
             return work
         if self._reduction.can_prepare(work.sources[0].dtype):
-            prepared = communicator.prepare_list(work.sources, work.targets, self._reduction.op)
+            looks = self._reduction.values.looks_for_nonfinite
+            prepared = communicator.prepare_list(work.sources, work.targets, self._reduction.op, looks=looks)
             work = work._replace(prepared=prepared)
         self._known[number] = work
         return work

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
+from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory, aligned_zeros
 from gradsync.completion import Completion
 from gradsync.reduction import Array, ReduceOp
@@ -57,10 +58,12 @@ class Backend(ABC):
     Attributes:
         arrays: how it handles arrays.
         runs_beside_host: whether a collective has only been launched when its hook returns.
+        finder: of what is not finite, where lists and resident memory can be looked at while they are reduced.
     """
 
     arrays: ArrayKind = HostArrays()
     runs_beside_host = False
+    finder: NonFiniteFinder | None = None
 
     # -- Reductions --------------------------------------------------------------------------------------------
 
@@ -76,8 +79,12 @@ class Backend(ABC):
         """The same without packing, where the backend has such a way."""
         self._all_reduce_list(sources, targets, op, agreement)
 
-    def _prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
+    def _prepare_list(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
+    ) -> PreparedList | None:
         """Works out what _all_reduce_list would do, for calls to come; None where that gains nothing.
+
+        With `looks`, and where there is a finder, that takes note of what is not finite.
 
         Other ranks may go the unprepared way in the same call. _release lets go of what it holds of the communicator.
         """
@@ -108,8 +115,13 @@ class Backend(ABC):
         op: ReduceOp,
         agreement: Agreement,
         mean_over: int | None,
+        *,
+        looks: bool,
     ) -> None:
-        """Reduces a range in place. Preconditions: see all_reduce_resident."""
+        """Reduces a range in place. Preconditions: see all_reduce_resident.
+
+        With `looks`, and where there is a finder, that takes note of what is not finite.
+        """
         values = memory.view(begin_bytes, end_bytes, dtype)
         self._all_reduce_list([values], [values], op, agreement)
         if mean_over is not None:

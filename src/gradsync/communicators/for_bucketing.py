@@ -14,6 +14,7 @@ from gradsync.communicators.agreement import Agreement, Description, mismatch
 from gradsync.communicators.backend import PreparedList
 from gradsync.communicators.collective_call import BYTE, CollectiveBase, CollectiveCall
 from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.communicators.nonfinite import NonFinite, NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.completion import Completion
 from gradsync.errors import BackendUnavailable
@@ -31,13 +32,24 @@ class Wire(Protocol):
 
 
 class Watch(Protocol):
-    """Looks at values where they are reduced: on the CPU within the call, on a GPU by work on the same stream."""
+    """Looks at values where they are reduced: on the CPU within the call, on a GPU by work on the same stream.
+
+    Attributes:
+        looks_for_nonfinite: whether a communicator that has a finder is to use it, in place of `before`.
+    """
+
+    looks_for_nonfinite: bool
 
     def before(self, sources: Sequence[Array]) -> None:
         """Looks at this rank's values, which the reduction has not touched yet."""
 
-    def after(self, targets: Sequence[Array]) -> None:
-        """Looks at the reduced values."""
+    def after(self, targets: Sequence[Array], found: NonFinite | None) -> None:
+        """Looks at the reduced values.
+
+        Args:
+            targets: where they are.
+            found: what the communicator has found not to be finite; None where it has not looked.
+        """
 
 
 class ForBucketing(CollectiveBase):
@@ -82,9 +94,12 @@ class ForBucketing(CollectiveBase):
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
+        finder = self._finder_for(watch) if wire is None else None
         with self.lifetime.turn("all_reduce", agreement), self._launching(None, producers) as launch:
-            if watch is not None:
+            if watch is not None and finder is None:
                 watch.before(sources)
+            if finder is not None and prepared is None:
+                prepared = self._prepare_list(sources, targets, op, looks=True)
             if wire is not None:
                 flat = wire.encode(sources, self.arrays)
                 self._keep(*sources, *targets, flat)
@@ -100,12 +115,17 @@ class ForBucketing(CollectiveBase):
                 for target in targets:
                     self.arrays.divide(target, mean_over)
             if watch is not None:
-                watch.after(targets)
+                watch.after(targets, None if finder is None else finder.take())
             for target, native in write_backs:
                 self._bring_back(target, native, launch)
         return launch
 
-    def prepare_list(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedList | None:
+    def _finder_for(self, watch: Watch | None) -> NonFiniteFinder | None:
+        return self.finder if watch is not None and watch.looks_for_nonfinite else None
+
+    def prepare_list(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool = False
+    ) -> PreparedList | None:
         """Works out what stays the same where all_reduce_list gets these very arrays again and again.
 
         Not collective: ranks that have prepared theirs meet others that have not. For the thread that runs the
@@ -113,11 +133,14 @@ class ForBucketing(CollectiveBase):
 
         Args:
             sources, targets, op: as for all_reduce_list.
+            looks: whether all_reduce_list will get a watch that looks for what is not finite.
 
         Returns:
             None where the backend gains nothing by it.
         """
-        return None if self.lifetime.ended_because is not None else self._prepare_list(sources, targets, op)
+        if self.lifetime.ended_because is not None:
+            return None
+        return self._prepare_list(sources, targets, op, looks=looks)
 
     def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
         """Copies the root's arrays into the other ranks', in place, as one collective: parameters at start-up.
@@ -260,11 +283,13 @@ class ForBucketing(CollectiveBase):
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
+        finder = self._finder_for(watch)
         with self.lifetime.turn("all_reduce", agreement), self._launching(None, producers) as launch:
             values = [] if watch is None else [memory.view(begin_bytes, end_bytes, dtype)]
-            if watch is not None:
+            if watch is not None and finder is None:
                 watch.before(values)
-            self._all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over)
+            looks = finder is not None
+            self._all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
             if watch is not None:
-                watch.after(values)
+                watch.after(values, None if finder is None else finder.take())
         return launch

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 import warnings
 from typing import Any
 
 from gradsync.errors import InvalidArgument, RankFailed
 from gradsync.launching.outcome import Outcome, RankOutcome
+from gradsync.launching.return_value import ReturnValue
 
 
-def load_result(rank: int, pickled: bytearray) -> Any:
+def load_result(rank: int, value: ReturnValue) -> Any:
     """Gives what the function returned on one rank.
 
     Raises:
         InvalidArgument: it does not unpickle here.
     """
     try:
-        return pickle.loads(pickled)
+        return value.load()
     except Exception as error:
         raise InvalidArgument(
             f"the return value of rank {rank} does not unpickle in the launching process: {error!r}"
@@ -29,7 +29,7 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
     """Gives what the function returned on each rank, by rank, after a run in which none failed; once.
 
     Args:
-        outcome: loses the pickled results one by one, so that large ones are not held twice.
+        outcome: loses the results one by one, so that large ones are not held twice.
         stacklevel: of the warning, as seen from the caller.
 
     Returns:
@@ -45,7 +45,7 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
             results.append(None)
         else:
             results.append(load_result(rank.rank, rank.result))
-            rank.result.clear()
+            rank.result.forget()
     return results
 
 
@@ -58,7 +58,7 @@ def returned_values(outcome: Outcome) -> dict[int, Any]:
     for rank in outcome.ranks:
         if rank.result is not None:
             try:
-                values[rank.rank] = pickle.loads(rank.result)
+                values[rank.rank] = rank.result.load()
             except Exception:
                 continue
     return values

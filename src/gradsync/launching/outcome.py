@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gradsync.launching.out_of_memory import kind_of_memory
 from gradsync.launching.rank_process import ErrorReport
+from gradsync.launching.return_value import ReturnValue
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class RankOutcome:
         rank: the rank.
         pid: its process id.
         exit_code: its exit code; negative: the signal that killed it; None: it could not be killed.
-        result: the pickled return value, for functions.
+        result: the return value, for functions.
         error: the exception that ended it, where it told one.
         order: position among the failures, in the order of their detection; None when it did not fail.
         was_stopped: whether it failed only after the supervisor had told it to stop.
@@ -31,7 +32,7 @@ class RankOutcome:
     rank: int
     pid: int
     exit_code: int | None
-    result: bytearray | None = None
+    result: ReturnValue | None = None
     error: ErrorReport | None = None
     order: int | None = None
     was_stopped: bool = False

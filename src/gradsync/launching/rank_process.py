@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gradsync.launching.in_rank import report_pipe
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
+from gradsync.launching.return_value import FiledReturnValue, ReturnValue
 from gradsync.launching.signal_inbox import no_other_fork, own_descriptors
 from gradsync.launching.start_methods import RankStart, StartedProcess, start_process
 from gradsync.launching.targets import Target
@@ -88,7 +89,7 @@ class RankProcess:
         sentinel: descriptor that is readable when the guard has ended, whoever else holds its pipe; -1 where the kernel
             has none.
         report: descriptor of the report pipe.
-        result: the pickled return value, once it came.
+        result: the return value, once it came.
         error: the exception that ended the rank, once it came.
         exit_code: once it has ended; negative: the signal that killed it; None: it could not be killed.
         peak_bytes: the most memory that it, or a program that it waited for, had in use; 0 until it has ended.
@@ -100,13 +101,13 @@ class RankProcess:
         self.rank = rank
         self.local_rank = local_rank
         self.pid = 0
-        self.result: bytearray | None = None
+        self.result: ReturnValue | None = None
         self.error: ErrorReport | None = None
         self.exit_code: int | None = None
         self.peak_bytes = 0
         self.sent_kill = False
         self.memory_kill: str | None = None
-        self.status = self.report = self.sentinel = self._command = -1
+        self.status = self.report = self.sentinel = self._command = self._file = -1
         self._guard: StartedProcess | None = None
         self._command_lock = threading.Lock()  # another thread may signal a rank while this one closes its pipes
 
@@ -126,8 +127,9 @@ class RankProcess:
         self.status, status_writer = os.pipe()
         self.report, report_writer = os.pipe()
         command_reader, self._command = os.pipe()
-        theirs = GuardDescriptors(status_writer, command_reader, report_writer)
-        own_descriptors.update((self.status, self.report, self._command, *theirs))
+        self._file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        theirs = GuardDescriptors(status_writer, command_reader, report_writer, os.dup(self._file))
+        own_descriptors.update((self.status, self.report, self._command, self._file, *theirs))
         os.set_blocking(self.status, False)
         os.set_blocking(self.report, False)
         os.set_blocking(self._command, False)
@@ -149,12 +151,23 @@ class RankProcess:
         """Takes what the report pipe holds now; returns whether more can come."""
         for kind, body in self._reader.read(limit_reads):
             if kind == report_pipe.RESULT:
-                self.result = body
+                self.result = ReturnValue(body)
+            elif kind == report_pipe.FILED_RESULT:
+                self._take_filed_result(body)
             elif self.error is None:
                 self.error = _error_told(kind, body)
         if self._reader.refused_bytes and self.error is None:
             self.error = _unreadable(f"it announces {self._reader.refused_bytes} bytes, for which there is no memory")
         return not self._reader.ended
+
+    def _take_filed_result(self, told: bytearray) -> None:
+        try:
+            self.result = FiledReturnValue(self._file, told)
+        except (ValueError, OSError) as error:
+            self.error = self.error or _unreadable(str(error))
+        else:
+            own_descriptors.discard(self._file)
+            self._file = -1
 
     def read_status(self) -> bool:
         """Takes what the guard has told; returns whether it is still there."""
@@ -209,8 +222,8 @@ class RankProcess:
 
     def _close(self) -> None:
         with self._command_lock:
-            for descriptor in (self.report, self.status, self.sentinel, self._command):
+            for descriptor in (self.report, self.status, self.sentinel, self._command, self._file):
                 if descriptor >= 0:
                     own_descriptors.discard(descriptor)
                     os.close(descriptor)
-            self.report = self.status = self.sentinel = self._command = -1
+            self.report = self.status = self.sentinel = self._command = self._file = -1

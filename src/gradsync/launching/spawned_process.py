@@ -99,7 +99,7 @@ class SpawnedProcess:
         # It stays readable, however many look, and copies of it in forked processes do no harm.
         self.sentinel = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.sentinel).atexit = False
-        self.return_queue = RankQueue(lambda pickled: load_result(rank.rank, pickled))
+        self.return_queue = RankQueue(lambda value: load_result(rank.rank, value))
         self.error_queue = RankQueue(str)
         self._told_result = self._told_error = False
         self._begun = threading.Event()

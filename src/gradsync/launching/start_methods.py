@@ -203,9 +203,10 @@ def _enter_from_server(
     for number, descriptor in zip(numbers, moved, strict=False):
         os.dup2(descriptor, number, inheritable=False)
         os.close(descriptor)
-    record, *pipes = moved[len(numbers) : len(numbers) + 4]
-    streams = tuple(moved[len(numbers) + 4 :])
-    _enter(RankStart(rank, Target({}, ()), record, environ, GuardDescriptors(*pipes), streams), launcher_pid)
+    record, *rest = moved[len(numbers) :]
+    own = len(GuardDescriptors._fields)
+    descriptors, streams = GuardDescriptors(*rest[:own]), tuple(rest[own:])
+    _enter(RankStart(rank, Target({}, ()), record, environ, descriptors, streams), launcher_pid)
 
 
 def _enter(start: RankStart, launcher_pid: int) -> NoReturn:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
 _LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, once somebody wants to go
 _LOOK_FOR_SIGNALS_SECONDS = 0.2
-_FILES_OF_A_RANK = 8  # pipes for status, report, commands and output, and what the server has of it
+_FILES_OF_A_RANK = 9  # pipes for status, report, commands and output, its result, and what the server has of it
 _RANKS_BEFORE_SERVER = 8  # whose start hides that of the server
 
 #: Makes what shows the output of one start of the ranks; given the job, and how often they have been started again.

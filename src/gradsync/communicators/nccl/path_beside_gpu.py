@@ -20,9 +20,9 @@ from gradsync.communicators.host_path import HostPath, OwnPath
 from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.shared_memory.communicator import (
     SharedMemoryCommunicator,
-    check_platform,
     connect_shared_memory,
 )
+from gradsync.communicators.shared_memory.platform_check import check_platform
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import BackendUnavailable, GradsyncError
 from gradsync.machine import machine_identity

@@ -10,6 +10,7 @@ import numpy as np
 from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, word_dtype
+from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import Piece
 from gradsync.communicators.shared_memory import calls
 from gradsync.communicators.shared_memory.calls import Call, Delivery
@@ -27,10 +28,18 @@ class AllAtOnce:
         op: an operator that the dtype table allows.
         workplace: this rank's.
         scratch: private memory.
+        looks: whether to look for what is not finite.
     """
 
     def __init__(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, workplace: Workplace, scratch: Scratch
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        workplace: Workplace,
+        scratch: Scratch,
+        *,
+        looks: bool,
     ) -> None:
         self._rings = workplace.rings
         self._barrier = workplace.barrier
@@ -38,6 +47,8 @@ class AllAtOnce:
         self._recorder = workplace.recorder
         self._op = op
         self._dtype = dtype = sources[0].dtype
+        self._finder = workplace.finder
+        self._is_finite = finite_test(dtype) if looks else None
         self._word = word = word_dtype(dtype)
         pieces = tuple([Piece(number, 0, source.size) for number, source in enumerate(sources) if source.size])
         self._size = size = sum([source.size for source in sources])
@@ -76,6 +87,8 @@ class AllAtOnce:
             for ring, place in zip(self._rings.of(self._dtype), self._rings.places(size_bytes), strict=True)
         ]
         reduce_into(self._op, contributions, self._result, self._accumulator)
+        if self._is_finite is not None:
+            self._finder.look(self._is_finite, self._result, contributions, 0)
         if laps is not None:
             laps.end("reducing")
         calls.run(self._delivered)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import platform
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +19,7 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.host_path import OwnPath
+from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.channels import SharedChannels
@@ -34,6 +33,7 @@ from gradsync.communicators.shared_memory.layout import (
 )
 from gradsync.communicators.shared_memory.movement import SharedMovement
 from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
+from gradsync.communicators.shared_memory.platform_check import check_platform
 from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
 from gradsync.communicators.shared_memory.reduction import ListReduction, PreparedListReduction
 from gradsync.communicators.shared_memory.resident import Range, ResidentReduction, SharedResidentMemory
@@ -106,13 +106,17 @@ class SharedMemoryCommunicator(Communicator):
         scratch = Scratch(CHUNK_BYTES)
         share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
         sizes = SMALL_BYTES, CHUNK_BYTES, ROUND_BYTES, share_bytes
-        self._workplace = workplace = Workplace(rank, world_size, self._barrier, self._rings, *sizes, self.recorder)
+        finder = NonFiniteFinder(world_size)
+        self._workplace = workplace = Workplace(
+            rank, world_size, self._barrier, self._rings, *sizes, self.recorder, finder
+        )
         self._list_reduction = ListReduction(workplace, scratch, self._slots)
         self._partial_reduction = PartialReduction(workplace, scratch)
         self._resident_reduction = ResidentReduction(workplace)
         self._movement = SharedMovement(workplace)
         # Of one rank, there is nothing to prepare.
         self._prepared = PreparedCalls(workplace, self.lifetime) if world_size > 1 else None
+        self.finder = finder if world_size > 1 else None
 
     def _all_reduce_list(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
@@ -126,9 +130,9 @@ class SharedMemoryCommunicator(Communicator):
         self._list_reduction.all_reduce(sources, targets, op, agreement)
 
     def _prepare_list(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
     ) -> PreparedListReduction | None:
-        return self._list_reduction.prepare(sources, targets, op) if self.world_size > 1 else None
+        return self._list_reduction.prepare(sources, targets, op, looks=looks) if self.world_size > 1 else None
 
     def _make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         if self.world_size == 1:
@@ -146,12 +150,14 @@ class SharedMemoryCommunicator(Communicator):
         op: ReduceOp,
         agreement: Agreement,
         mean_over: int | None,
+        *,
+        looks: bool,
     ) -> None:
         if not isinstance(memory, SharedResidentMemory):  # of one rank
-            super()._all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over)
+            super()._all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
             return
         with np.errstate(all="ignore"):  # see _all_reduce_list
-            key = Range(begin_bytes, end_bytes, dtype, op, mean_over)
+            key = Range(begin_bytes, end_bytes, dtype, op, mean_over, looks)
             self._resident_reduction.all_reduce(memory, key, agreement)
 
     def _shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
@@ -287,14 +293,3 @@ def _offer(client: CommunicatorClient, key: str, descriptor: int, deadline: floa
         offer.serve(descriptor, client.world_size - 1, deadline, client.check)
     finally:
         offer.close()
-
-
-def check_platform() -> None:
-    """Refuses where the barrier's memory ordering does not hold.
-
-    Raises:
-        BackendUnavailable: not Linux on x86-64.
-    """
-    machine = platform.machine()
-    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
-        raise BackendUnavailable(f"shared memory runs on Linux x86-64 only, this is {sys.platform} on {machine}")

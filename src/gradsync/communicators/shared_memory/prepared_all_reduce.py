@@ -14,6 +14,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, word_dtype
+from gradsync.communicators.shared_memory.prepared_arrays import ArraysOfOneKind
 from gradsync.communicators.shared_memory.rings import HOT_BYTES
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.errors import UnsupportedDtype
@@ -23,8 +24,8 @@ from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, chec
 _ASSIGN_UP_TO_BYTES = 4096
 
 
-class PreparedAllReduce:
-    """Reduces arrays of one shape and dtype in place, by one operator.
+class PreparedAllReduce(ArraysOfOneKind):
+    """Reduces arrays of one shape and dtype by one operator, in place or into others.
 
     Args:
         agreement: on this all-reduce.
@@ -47,6 +48,7 @@ class PreparedAllReduce:
         workplace: Workplace,
         quietly: Callable[..., Any],
     ) -> None:
+        super().__init__(shape, dtype, in_place=True)
         self.agreement = agreement
         self._rings = rings = workplace.rings
         self._barrier = workplace.barrier
@@ -74,14 +76,8 @@ class PreparedAllReduce:
             return False  # whose turn it is to tell, tells
         return array.nbytes > 0 and accumulation_dtype(array.dtype) == array.dtype
 
-    @staticmethod
-    def target(array: Array, out: Any) -> Array | None:
-        """Returns the array, which receives the result, where it can be read and written as it lies; else None."""
-        flags = array.flags
-        return array if out is None and flags.c_contiguous and flags.writeable else None
-
-    def run(self, array: Array, _target: Array) -> None:
-        """Reduces the array in place; see Communicator.all_reduce."""
+    def run(self, array: Array, target: Array) -> None:
+        """Reduces; the arrays are what `target` has accepted and returned."""
         if self._hot is None:
             contributions = self._contributions(array)
         else:
@@ -93,11 +89,11 @@ class PreparedAllReduce:
                 contributions[self._rank][...] = array
             self._barrier.meet(self.agreement)
         quietly = self._quietly
-        quietly(self._ufunc, contributions[0], contributions[1], out=array)
+        quietly(self._ufunc, contributions[0], contributions[1], out=target)
         for contribution in contributions[2:]:
-            quietly(self._ufunc, array, contribution, out=array)
+            quietly(self._ufunc, target, contribution, out=target)
         if self._divisor > 1:
-            quietly(divide_into, array, self._divisor, array)
+            quietly(divide_into, target, self._divisor, target)
 
     def _contributions(self, array: Array) -> list[Array]:
         """Meets the others; returns what all have contributed, from regions at places not known beforehand."""

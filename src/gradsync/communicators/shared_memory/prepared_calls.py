@@ -99,7 +99,7 @@ class PreparedCalls:
         if array.nbytes > self._workplace.round_bytes or type(root) is not int or not 0 <= root < self._world_size:
             return None
         agreement = broadcast_agreement(array.shape, array.dtype, root)
-        movement = PreparedMovement(agreement, array.dtype, None, self._workplace, array.nbytes)
+        movement = PreparedMovement(agreement, array.shape, array.dtype, self._workplace, array.nbytes, in_place=True)
         everything = slice(0, array.size)
         if root == self._rank:
             movement.publish(everything)
@@ -113,7 +113,7 @@ class PreparedCalls:
         rows, *rest = row_shape(array.shape)
         agreement = gather_agreement("all_gather", array.shape, array.dtype)
         out_shape = (rows * self._world_size, *rest)
-        movement = PreparedMovement(agreement, array.dtype, out_shape, self._workplace, array.nbytes)
+        movement = PreparedMovement(agreement, out_shape, array.dtype, self._workplace, array.nbytes)
         everything, bounds = slice(0, array.size), bounds_of([array.size] * self._world_size, 1)
         movement.publish(everything)
         movement.keep(everything, part_of(bounds, self._rank))
@@ -128,7 +128,7 @@ class PreparedCalls:
         part_bytes = parts[0].stop * array.itemsize
         region_bytes = shares_bytes(self._world_size, part_bytes)
         agreement = all_to_all_agreement(array.shape, array.dtype)
-        movement = PreparedMovement(agreement, array.dtype, row_shape(array.shape), self._workplace, region_bytes)
+        movement = PreparedMovement(agreement, row_shape(array.shape), array.dtype, self._workplace, region_bytes)
         for peer in self._peers:
             movement.publish(parts[peer], share_begin(self._rank, peer, part_bytes))
         movement.keep(parts[self._rank], parts[self._rank])

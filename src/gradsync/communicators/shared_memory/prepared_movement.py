@@ -11,63 +11,38 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.collective_call import Shape, row_shape
 from gradsync.communicators.host_copy import copy_words, word_dtype
+from gradsync.communicators.shared_memory.prepared_arrays import ArraysOfOneKind
 from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import UFUNCS, Array, ReduceOp, divide_into
 
 
-class _ArraysOfOneKind:
-    """What a movement and a reduce_scatter have in common: which arrays they can take.
+class PreparedMovement(ArraysOfOneKind):
+    """A collective that moves parts of arrays.
 
     Args:
         agreement: on the collective.
-        out_shape: of the result; None where the array receives it.
-        dtype: of the arrays.
+        result_shape, dtype, in_place: see ArraysOfOneKind.
+        workplace: this rank's.
+        region_bytes: what a call takes of the rings.
 
     Attributes:
         agreement: see above.
     """
 
-    def __init__(self, agreement: Agreement, out_shape: Shape | None, dtype: np.dtype[Any]) -> None:
-        self.agreement = agreement
-        self._out_shape = out_shape
-        self._dtype = dtype
-        self._word = word_dtype(dtype)
-
-    def target(self, array: Array, out: Any) -> Array | None:
-        """Returns where the result goes; None where these arrays are for the long way."""
-        flags = array.flags
-        if not flags.c_contiguous:
-            return None
-        if self._out_shape is None:
-            return array if flags.writeable else None
-        if out is None:
-            return np.empty(self._out_shape, array.dtype)  # one equal to ours may still be another, as numpy.record is
-        if type(out) is not np.ndarray or out.shape != self._out_shape or out.dtype != self._dtype:
-            return None
-        flags = out.flags
-        fits = flags.c_contiguous and flags.writeable and not np.may_share_memory(array, out)
-        return out if fits else None
-
-
-class PreparedMovement(_ArraysOfOneKind):
-    """A collective that moves parts of arrays.
-
-    Args:
-        agreement, dtype, out_shape: see _ArraysOfOneKind.
-        workplace: this rank's.
-        region_bytes: what a call takes of the rings.
-    """
-
     def __init__(
         self,
         agreement: Agreement,
+        result_shape: Shape,
         dtype: np.dtype[Any],
-        out_shape: Shape | None,
         workplace: Workplace,
         region_bytes: int,
+        *,
+        in_place: bool = False,
     ) -> None:
-        super().__init__(agreement, out_shape, dtype)
+        super().__init__(result_shape, dtype, in_place=in_place)
+        self.agreement = agreement
+        self._word = word_dtype(dtype)
         self._rings = workplace.rings
         self._words = workplace.rings.of(self._word)
         self._own_words = self._words[workplace.rank]
@@ -104,7 +79,8 @@ class PreparedMovement(_ArraysOfOneKind):
         if self._published:
             self._rings.wrote(region_bytes, began)
         self._barrier.meet(self.agreement)
-        for part, own in self._kept:  # not before all agree: then nothing is written
+        # Not before all agree: else nothing is written. Before anything is fetched, which may go where it comes from.
+        for part, own in self._kept:
             copy_words(source[part], result[own])
         places = self._rings.places(region_bytes)
         for part, owner, begin, end in self._fetched:
@@ -112,7 +88,7 @@ class PreparedMovement(_ArraysOfOneKind):
             copy_words(words[owner][at + begin : at + end], result[part])
 
 
-class PreparedReduceScatter(_ArraysOfOneKind):
+class PreparedReduceScatter(ArraysOfOneKind):
     """A reduce_scatter of equal parts.
 
     Args:
@@ -122,6 +98,9 @@ class PreparedReduceScatter(_ArraysOfOneKind):
         parts: elements of each rank's part.
         workplace: this rank's.
         quietly: calls a function so that overflow and NaN raise nothing.
+
+    Attributes:
+        agreement: see above.
     """
 
     def __init__(
@@ -134,7 +113,9 @@ class PreparedReduceScatter(_ArraysOfOneKind):
         quietly: Callable[..., Any],
     ) -> None:
         rows, *rest = row_shape(array.shape)
-        super().__init__(agreement, (rows // len(parts), *rest), array.dtype)
+        super().__init__((rows // len(parts), *rest), array.dtype, in_place=False)
+        self.agreement = agreement
+        self._word = word_dtype(array.dtype)
         rank = workplace.rank
         self._rings = workplace.rings
         self._values = workplace.rings.of(array.dtype)
@@ -172,8 +153,10 @@ class PreparedReduceScatter(_ArraysOfOneKind):
         for ring, place, begin in zip(self._values, self._rings.places(region_bytes), self._begins, strict=True):
             begin += place // itemsize
             contributions.append(ring[begin : begin + size])
-        contributions[self._rank] = source[self._own]
-        result = target.reshape(-1)
+        own, result = source[self._own], target.reshape(-1)
+        # In place: its turn comes after the first result is written.
+        overwritten = self._rank > 1 and np.may_share_memory(own, result)
+        contributions[self._rank] = own.copy() if overwritten else own
         quietly(self._ufunc, contributions[0], contributions[1], out=result)
         for contribution in contributions[2:]:
             quietly(self._ufunc, result, contribution, out=result)

@@ -50,22 +50,26 @@ class ListReduction:
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         """Reduces each source into its target; see Communicator.all_reduce_list."""
-        _run_quietly(self._way(sources, targets, op), agreement)
+        _run_quietly(self._way(sources, targets, op, looks=False), agreement)
 
-    def prepare(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> PreparedListReduction:
+    def prepare(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
+    ) -> PreparedListReduction:
         """Works out what all_reduce would do with the arrays; see Communicator.prepare_list."""
-        way = self._way(sources, targets, op)
+        way = self._way(sources, targets, op, looks=looks)
         if isinstance(way, WriteBack):
             way.keep()
         prepared = PreparedListReduction(way)
         self._prepared.add(prepared)
         return prepared
 
-    def _way(self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp) -> AllAtOnce | WriteBack:
+    def _way(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
+    ) -> AllAtOnce | WriteBack:
         if sum([source.nbytes for source in sources]) <= self._workplace.small_bytes:
-            return AllAtOnce(sources, targets, op, self._workplace, self._scratch)
-        slots = self._slots.of(sources[0].dtype)
-        return WriteBack(sources, targets, op, self._workplace, self._scratch, slots)
+            return AllAtOnce(sources, targets, op, self._workplace, self._scratch, looks=looks)
+        slots, flags = self._slots.of(sources[0].dtype), self._slots.flags if looks else None
+        return WriteBack(sources, targets, op, self._workplace, self._scratch, slots, flags)
 
     def release(self) -> None:
         """Lets go of the shared memory, also where a caller still holds what was prepared."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import cuts, line_bounds
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.calls import Call, run
@@ -34,6 +35,7 @@ class Range(NamedTuple):
     dtype: np.dtype[Any]
     op: ReduceOp
     mean_over: int | None
+    looks: bool
 
 
 class SharedResidentMemory(ResidentMemory):
@@ -76,6 +78,8 @@ class ResidentReduction:
         self._world_size = workplace.world_size
         self._barrier = workplace.barrier
         self._recorder = workplace.recorder
+        self._finder = workplace.finder
+        self._sums = np.empty(_CHUNK_BYTES, np.uint8)  # room for what is looked at before any rank gets it
         self._widened: list[Array] = []  # room for half precision: a sum, and what is added to it
 
     def all_reduce(self, memory: SharedResidentMemory, key: Range, agreement: Agreement) -> None:
@@ -100,15 +104,21 @@ class ResidentReduction:
         first, step = key.begin_bytes + low, _chunk_elements(key.dtype) * itemsize
         for begin, end in cuts(high - low, step):
             parts = [part[first + begin : first + end].view(key.dtype) for part in memory.parts]
-            steps += self._chunk(parts, key)
+            steps += self._chunk(parts, key, (low + begin) // itemsize)
         return steps
 
-    def _chunk(self, parts: Sequence[Array], key: Range) -> list[Call]:
-        """Returns the calls for one chunk, given its elements in the parts of all ranks."""
-        # Rank 0's or rank 1's: in rank order, it has been read when the first sum is written. The own one where that
-        # can be.
-        result = parts[min(self._rank, 1)]
+    def _chunk(self, parts: Sequence[Array], key: Range, at: int) -> list[Call]:
+        """Returns the calls for one chunk, given its elements in the parts of all ranks, and its place in the range."""
+        is_finite = finite_test(key.dtype) if key.looks else None
+        if is_finite is None:
+            # Rank 0's or rank 1's: in rank order, it has been read when the first sum is written. The own one where
+            # that can be.
+            result = parts[min(self._rank, 1)]
+        else:
+            result = self._sums.view(key.dtype)[: parts[0].size]  # what it came from must stay as it is
         steps = self._sum(parts, result, key.op)
+        if is_finite is not None:
+            steps.append((self._finder.look, (is_finite, result, parts, at)))
         if key.mean_over is not None:
             steps.append((divide_into, (result, key.mean_over, result)))
         # Between places that lie alike within their pages, NumPy's own way of copying is the fastest (host_copy.py).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.rings import SharedRings
 from gradsync.flight_recorder import FlightRecorder
@@ -22,6 +23,7 @@ class Workplace(NamedTuple):
         round_bytes: how much of an array that is moved, or reduced on one rank, goes through a ring at a time.
         share_bytes: likewise, of each of the parts of an array that are for different ranks.
         recorder: the communicator's.
+        finder: takes note of what is not finite, where that is looked for.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Workplace(NamedTuple):
     round_bytes: int
     share_bytes: int
     recorder: FlightRecorder
+    finder: NonFiniteFinder
 
     def peers(self) -> list[int]:
         """Returns the other ranks, the next one first: not all of them read the same ring at once."""

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import Piece
 from gradsync.communicators.shared_memory import calls
 from gradsync.communicators.shared_memory.calls import Call, Delivery, part_of
+from gradsync.communicators.shared_memory.chunk_look import ChunkLook, Flags
 from gradsync.communicators.shared_memory.scratch import Scratch
 from gradsync.communicators.shared_memory.slots import SlotArrays
 from gradsync.communicators.shared_memory.stream_plan import (
@@ -52,6 +54,7 @@ class WriteBack:
         workplace: this rank's.
         scratch: private memory.
         slots: of the sources' dtype; a chunk fits into a slot.
+        flags: where ranks tell of results that are not finite; None where nobody looks for such.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class WriteBack:
         workplace: Workplace,
         scratch: Scratch,
         slots: SlotArrays,
+        flags: Flags | None,
     ) -> None:
         self._sources = sources
         self._barrier = workplace.barrier
@@ -83,6 +87,10 @@ class WriteBack:
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
         self._op = ReduceOp.SUM if divides_late else op
         self._delivery = Delivery(targets, world_size if divides_late else 1, scratch)
+        is_finite = None if flags is None else finite_test(dtype)
+        self._look: ChunkLook | None = None
+        if flags is not None and is_finite is not None:
+            self._look = ChunkLook(sources, lengths.chunk, rank, is_finite, flags, workplace.finder)
         self._kept: list[_StepCalls] | None = None
 
     def keep(self) -> None:
@@ -127,6 +135,8 @@ class WriteBack:
         made: list[Call] = []
         for number in step.delivered:
             slot = self._slots[number % CHUNKS_IN_FLIGHT][self._rank]
+            if self._look is not None:
+                made.append((self._look.look_before_delivery, (number, self._chunks[number].delivered)))
             for begin, end, pieces in self._chunks[number].delivered:
                 made += self._delivery.calls(slot[begin:end], pieces)
         delivered = len(made)
@@ -137,8 +147,10 @@ class WriteBack:
         published = len(made)
         for number in step.reduced:
             slots = self._slots[number % CHUNKS_IN_FLIGHT]
+            if self._look is not None:
+                made.append((self._look.begin, (number,)))
             for stretch in self._chunks[number].own:
-                made += self._reducing(stretch, slots)
+                made += self._reducing(number, stretch, slots)
         return made, (delivered, published)
 
     def _collecting(self, pieces: Sequence[Piece], place: Array) -> Call:
@@ -146,7 +158,7 @@ class WriteBack:
             return calls.copying(part_of(self._sources, pieces[0]), place)
         return calls.gathering([part_of(self._sources, piece) for piece in pieces], place)
 
-    def _reducing(self, stretch: Stretch, slots: Sequence[Array]) -> list[Call]:
+    def _reducing(self, number: int, stretch: Stretch, slots: Sequence[Array]) -> list[Call]:
         """Reduces what this rank owns into the slot of every peer, and delivers it here."""
         begin, end, pieces = stretch
         made: list[Call] = []
@@ -161,6 +173,8 @@ class WriteBack:
         contributions[self._rank] = own
         accumulator = None if self._accumulator is None else self._accumulator[: end - begin]
         made += calls.reducing(self._op, contributions, result, accumulator)
+        if self._look is not None:
+            made.append((self._look.look, (number, stretch, result)))
         made += [calls.copying(result, place) for place in others]
         made += self._delivery.calls(result, pieces)
         return made

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from gradsync.launching.in_rank import report_pipe
 from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED, HOW_TO_DEFINE, Call
 from gradsync.launching.in_rank.guard import GuardDescriptors, stand_guard
 from gradsync.launching.in_rank.rank_error import report_error
-from gradsync.launching.in_rank.rank_result import UnsendableResult, pickle_result
+from gradsync.launching.in_rank.rank_result import Returned, UnsendableResult
 
 _importing_main = False
 _keep: list[Any] = []
@@ -27,7 +26,7 @@ def main() -> NoReturn:
     rank, launcher_pid, record, *pipes = (int(text) for text in sys.argv[1].split(","))
     descriptors = GuardDescriptors(*pipes)
     stand_guard(rank, launcher_pid, descriptors, record)
-    _run(record, descriptors.report, None)
+    _run(record, descriptors, None)
 
 
 def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: int, call: Call | None) -> NoReturn:
@@ -41,7 +40,7 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
     stand_guard(rank, launcher_pid, descriptors, record)
     code = 1
     try:
-        _run(record, descriptors.report, call)
+        _run(record, descriptors, call)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         if error.code is not None and not isinstance(error.code, int):
@@ -64,9 +63,11 @@ def _finish_forked(code: int) -> NoReturn:
         os._exit(code & 0xFF)
 
 
-def _run(record: int, report: int, call: Call | None) -> NoReturn:
+def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoReturn:
+    report = descriptors.report
     # Programs that the user's code starts must not hold the launcher's pipe.
     os.set_inheritable(report, False)
+    os.set_inheritable(descriptors.file, False)
     start = _read_start(record)
     process_id = os.getpid()
     try:
@@ -78,7 +79,7 @@ def _run(record: int, report: int, call: Call | None) -> NoReturn:
         hold_secret(start["secret"])
         result = _RUNNERS[start["kind"]](start) if call is None else _run_forked(call)
         if result is not None and os.getpid() == process_id:
-            report_pipe.write_frame(report, report_pipe.RESULT, result)
+            result.send(report, descriptors.file)
     except SystemExit as error:
         if error.code not in (None, 0):
             _remember(error)
@@ -167,13 +168,13 @@ def _prepend_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _run_function(start: dict[str, Any]) -> bytes:
-    """Calls the pickled function and pickles what it returns."""
+def _run_function(start: dict[str, Any]) -> Returned:
+    """Calls the pickled function."""
     function, arguments, keywords = _load_call(start)
-    return pickle_result(function(*arguments, **keywords))
+    return Returned(function(*arguments, **keywords))
 
 
-def _run_forked(call: Call) -> bytes:
+def _run_forked(call: Call) -> Returned:
     """Calls a function that came along with the fork."""
     import atexit
 
@@ -183,7 +184,7 @@ def _run_forked(call: Call) -> bytes:
         atexit.register(group._leave_at_exit)
     _begin_as_multiprocessing_does()
     function, arguments, keywords = call
-    return pickle_result(function(*arguments, **keywords))
+    return Returned(function(*arguments, **keywords))
 
 
 def _begin_as_multiprocessing_does() -> None:
@@ -227,7 +228,7 @@ def _load_call(start: dict[str, Any]) -> Any:
         _importing_main = False
 
 
-_RUNNERS: dict[str, Callable[[dict[str, Any]], bytes | None]] = {
+_RUNNERS: dict[str, Callable[[dict[str, Any]], Returned | None]] = {
     "script": _run_script,
     "module": _run_module,
     "function": _run_function,

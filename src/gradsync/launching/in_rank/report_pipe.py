@@ -8,9 +8,12 @@ nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 #: The body is the pickled return value.
 RESULT = b"R"
+#: The body says where in the rank's result file the return value lies: see `rank_result`.
+FILED_RESULT = b"F"
 #: The body is a JSON object with the attributes of `rank_process.ErrorReport`.
 ERROR = b"E"
 
@@ -20,7 +23,7 @@ _GROWTH_BYTES = 16 << 20
 _LARGE_PIPE_BYTES = 1 << 20  # the most that the kernel gives a user, unless it is set up otherwise
 
 
-def write_frame(descriptor: int, kind: bytes, body: bytes) -> None:
+def write_frame(descriptor: int, kind: bytes, body: bytes | bytearray) -> None:
     """Writes one frame, waiting while the pipe is full.
 
     Args:
@@ -33,7 +36,12 @@ def write_frame(descriptor: int, kind: bytes, body: bytes) -> None:
     """
     if len(body) > _DEFAULT_PIPE_BYTES:
         _widen(descriptor)
-    for part in (kind + len(body).to_bytes(8, "little"), body):
+    write_all(descriptor, (kind + len(body).to_bytes(8, "little"), body))
+
+
+def write_all(descriptor: int, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Writes bytes, one part after the other, however often that takes."""
+    for part in parts:
         rest = memoryview(part)
         while rest:
             rest = rest[os.write(descriptor, rest) :]

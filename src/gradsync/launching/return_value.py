@@ -1,0 +1,65 @@
+"""What a function returned on a rank, on its way to the caller: pickled, in one piece or in the rank's result file."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import pickle
+import weakref
+from typing import Any
+
+from gradsync.launching.in_rank.rank_result import BOUNDS
+
+
+class ReturnValue:
+    """A return value that came down the report pipe.
+
+    Args:
+        pickled: the value.
+    """
+
+    def __init__(self, pickled: bytearray) -> None:
+        self._pickled = pickled
+
+    def load(self) -> Any:
+        """Gives the value: each call another copy. Raises what its unpickling does."""
+        return pickle.loads(self._pickled)
+
+    def forget(self) -> None:
+        """Lets go of the memory: the value cannot be loaded any more."""
+        self._pickled = bytearray()
+
+
+class FiledReturnValue(ReturnValue):
+    """A return value in a rank's result file. Its large arrays stay there: they are mapped, and a write copies a page.
+
+    Args:
+        file: descriptor of the file; taken over.
+        told: where in it the pickled value lies, and then each of its buffers: pairs of BOUNDS.
+
+    Raises:
+        ValueError, OSError: the file does not hold what was told; the descriptor stays the caller's.
+    """
+
+    def __init__(self, file: int, told: bytearray) -> None:
+        super().__init__(bytearray())
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else reading what is gone would kill this process
+        size = os.fstat(file).st_size
+        if not told or len(told) % BOUNDS.size:
+            raise ValueError(f"{len(told)} bytes are no bounds of a result")
+        self._bounds = list(BOUNDS.iter_unpack(told))
+        for begin, end in self._bounds:
+            if not begin <= end <= size:
+                raise ValueError(f"a result file of {size} bytes does not hold bytes {begin} to {end}")
+        self._file = file
+        self._close = weakref.finalize(self, os.close, file)
+
+    def load(self) -> Any:
+        # Private: a value that is loaded twice is two, and a process that is forked later shares none of it.
+        content = memoryview(mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY))
+        pickled, *buffers = [content[begin:end] for begin, end in self._bounds]
+        return pickle.loads(pickled, buffers=buffers)
+
+    def forget(self) -> None:
+        self._close()
