@@ -187,7 +187,10 @@ def test_a_process_ends_and_the_other_rank_is_told(how: str, leaver: int) -> Non
     assert heard - leaving < ENDS_WITHIN_SECONDS, told
     assert told.at - heard < ENDS_WITHIN_SECONDS, told
     if code in (0, 3, 4, 5, 6):
-        assert (left.errors, told.errors) == ("", "")
+        errors = left.errors.splitlines()
+        if how == "pending, abort":  # the other rank may have gone, and what pends have failed, before this one ends
+            errors = [line for line in errors if "has failed, and nobody has asked its future: RankFailed" not in line]
+        assert (errors, told.errors) == ([], "")
 
 
 ALONE = """
