@@ -40,7 +40,7 @@ def run(*arguments, **options):
 
 
 def opened_since(descriptors):
-    """Gives the descriptors of this process that are not among these; what a thread opens for a moment is waited for."""
+    """Gives the descriptors of this process beside these; what a thread has open for a moment is waited for."""
     deadline = time.monotonic() + 20
     while (opened := set(os.listdir("/proc/self/fd")).difference(descriptors)) and time.monotonic() < deadline:
         os.sched_yield()
