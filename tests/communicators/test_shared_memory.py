@@ -73,19 +73,19 @@ def test_close_after_the_last_collective_hurts_nobody_but_later_ones() -> None:
 def abort_while_waiting(comm: Any) -> str:
     client: Any = process_group._client
     if comm.rank == 1:
-        client.get("it is aborted", timeout_seconds=30.0)
+        client.get("its wait has ended", timeout_seconds=30.0)
         return str(expect(gs.RankFailed, comm.barrier))
     begun = comm.recorder.begun
 
     def abort() -> None:
         wait_until(lambda: comm.recorder.begun > begun)
         comm.abort("asked to")
-        client.set("it is aborted", b"")
 
     thread = threading.Thread(target=abort)
     thread.start()
     error = expect(gs.RankFailed, comm.barrier)
     thread.join()
+    client.set("its wait has ended", b"")
     return str(error)
 
 
