@@ -9,6 +9,7 @@ with it. A kit makes the arrays: NumPy's, or CuPy's.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -221,6 +222,14 @@ def expect(kind: type[Any], action: Callable[[], Any], text: str = "") -> Any:
         assert text in str(error), f"{text!r} is not in {str(error)!r}"
         return error
     raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Looks until it is so, for longer than any stall."""
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def seconds_waited(text: str) -> float:

@@ -41,7 +41,7 @@ _GRACE_SECONDS = 2.0  # for which a rank listens beyond its limit: the server's 
 _FEW_STEPS = 4
 _STOPPED_SECONDS = 3.0
 _STANDS_STILL = r"^gradsync: rank {}/3 \(pid \d+\) was stopped"
-_HALF_OPEN_SECONDS = 3.5  # a heartbeat more: only between two hosts, for which there are two, is one half-open
+_HALF_OPEN_SECONDS = 3.5  # a heartbeat more than on one host, where no connection is half-open; the contract gives two
 
 
 @dataclass(frozen=True)

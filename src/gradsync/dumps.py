@@ -2,8 +2,8 @@
 
 One JSON file a rank, written at once and whole: when somebody calls `gs.dump_flight_recorder()`, when a collective
 fails, when another rank misses this one, at Ctrl-C, and when SIGUSR2 asks; all but the first where GRADSYNC_DUMP_DIR
-names a folder.
-With `gs.trace()`, or GRADSYNC_TRACE, the phases of the collectives are in it too. `gradsync trace` reads the files.
+names a folder. With `gs.trace()`, or GRADSYNC_TRACE, the phases of the collectives are in it too. `gradsync trace`
+reads the files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradsync.whole_file import write_whole
 #: What a dump calls itself, so that nothing else is taken for one.
 FORMAT = "gradsync flight recorder 1"
 _MAX_DESCRIPTION_LINES = 1000
-# How long the file system may take, while a failure waits to be told, and else; the more the larger the dump.
+# How long the file system may take: while a failure waits to be told, and else; a larger dump has more.
 _URGENT_SECONDS, _PATIENT_SECONDS, _BYTES_PER_SECOND = 2.0, 60.0, 10e6
 _TOLD = (CollectiveTimeout, RankFailed, PlanMismatch)
 
@@ -50,7 +50,7 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
         The file.
 
     Raises:
-        InvalidArgument: it cannot be written.
+        InvalidArgument: it cannot be written, or its file system hangs: that takes a minute.
     """
     folder = Path(value_of(os.environ, DUMP_DIR) or ".") if path is None else Path(path)
     return _write(folder, "dump_flight_recorder() was called")
@@ -67,7 +67,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         path: as for dump_flight_recorder.
 
     Raises:
-        InvalidArgument: somebody traces already, or the file cannot be written; where the block raises, what it raises.
+        InvalidArgument: somebody traces already, or the file cannot be written, as for dump_flight_recorder; where the
+            block raises, what it raises.
     """
     if tracing.active is not None:
         raise InvalidArgument(f"gs.trace({os.fspath(path)!r}): this process is traced already")

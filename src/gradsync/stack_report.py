@@ -25,7 +25,7 @@ _FRAMES = (64, 32, 16, 8, 4, 2, 1)
 _NAMES = 3
 _LINE_CHARACTERS = 160
 _SOURCE_SECONDS = 1.0  # to read the lines of the program from its file system
-_hanging: set[str] = set()
+_hanging: set[str] = set()  # files that were not read in that time, and are not asked for again
 
 
 def stack_report(max_bytes: int = MAX_BYTES) -> str:

@@ -1,7 +1,7 @@
 """GRADSYNC_* variables that gradsync does not know: most are misspelt, and what they were to do is not done.
 
-Said once, by whoever reads the variables first: the launcher for all its ranks, or a rank that no launcher of ours has
-started.
+Said once on each machine, by whoever reads the variables first: our launcher for all its ranks, or the first of the
+ranks that another one has started there.
 """
 
 from __future__ import annotations

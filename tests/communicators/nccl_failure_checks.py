@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 import gradsync as gs
-from contract import expect
+from contract import expect, wait_until
 from gradsync import process_group
 from gradsync.communicators.nccl import connection as nccl_connection
 from gradsync.communicators.nccl import joining as nccl_joining
@@ -326,13 +326,6 @@ def begin_again(comm: Any) -> None:
 
 
 # -- Endings ----------------------------------------------------------------------------------------------------------
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def watchers() -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import expect
+from contract import expect, wait_until
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.asynchronous import Asynchronous
 from gradsync.communicators.local import LocalCommunicator
@@ -391,14 +391,6 @@ def die(comm: Any) -> list[str]:
 def test_a_rank_that_dies_fails_all_futures() -> None:
     survivor, _ = run_ranks_for_outcomes(2, die)
     assert survivor.returned() == ["RankFailed", "CommunicatorClosed", "CommunicatorClosed"]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Looks until it is so."""
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def miss_the_deadline(comm: Any, path: str) -> None:

@@ -6,25 +6,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import contribution, expect, seconds_waited
+from contract import contribution, expect, seconds_waited, wait_until
 from gradsync import process_group
 from gradsync.communicators.shared_memory import communicator as shared_memory
 from gradsync.communicators.shared_memory import platform_check
 from rank_processes import run_ranks, run_ranks_for_outcomes
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def time_out(comm: Any) -> Any:

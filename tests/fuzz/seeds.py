@@ -98,17 +98,13 @@ def _dump(rank: int) -> dict[str, object]:
         last = {**last, "number": 1, "is_message": True}
     group = {"group": "world", "rank": rank, "ranks": [0, 1], "backend": "shm", "begun": 2, "entries": [first, last]}
     trace = {"phases": [["world", 1, "packing", 1.0, 1.5]], "arrivals": [["world", "w", 0.5]]}
+    process = {"reason": "r", "rank": rank, "pid": 1, "host": "h", "machine": "boot id", "package": "/p/"}
     return {
-        **{
-            "format": FORMAT,
-            "reason": "r",
-            "rank": rank,
-            "pid": 1,
-            "host": "h",
-            "machine": "boot id",
-            "package": "/p/",
-        },
-        **{"monotonic_seconds": 4.0, "wall_seconds": 5.0 + rank, "stacks": "Main:\n  a.py:1 in f\n  /p/b.py:2 in g"},
+        "format": FORMAT,
+        **process,
+        "monotonic_seconds": 4.0,
+        "wall_seconds": 5.0 + rank,
+        "stacks": "Main:\n  a.py:1 in f\n  /p/b.py:2 in g",
         "groups": [group],
         "calls": {"0" * 16: {**bucket, "description": ["a bucket", "w", "v"]}, f"{rank + 1:016x}": other},
         "trace": {**trace, "steps": [["world", 2, 0.5, 2.0]], "left_out": rank},

@@ -177,7 +177,7 @@ def test_run_ends_although_children_forked_meanwhile_live_on(tmp_path, program):
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_program_that_ignores_or_reaps_its_children_itself(tmp_path, method):
+def test_program_that_reaps_its_children_itself(tmp_path, method):
     source = f"""
         import os, signal
         import gradsync as gs

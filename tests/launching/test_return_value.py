@@ -4,6 +4,7 @@ import os
 import pickle
 import weakref
 
+import command
 import numpy as np
 import pytest
 import rank_functions
@@ -57,14 +58,14 @@ def test_what_pickles_by_value_only_comes_with_its_arrays():
 
 def test_a_rank_that_dies_while_it_returns_leaves_nothing_and_takes_no_other_result():
     gs.launch(rank_functions.place, (), 1)  # what stays loaded stays open
-    before = os.listdir("/proc/self/fd")
+    descriptors = os.listdir("/proc/self/fd")
     with pytest.raises(WorkerError) as caught:
         gs.launch(rank_functions.die_while_returning, (), 2)
     assert caught.value.exitcode == -9
     assert all((value == 3.0).all() for value in caught.value.results.values())
     assert 1 not in caught.value.results
     del caught
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert not command.opened_since(descriptors)
 
 
 def filed(result):
@@ -89,7 +90,7 @@ def test_a_value_that_is_loaded_twice_is_two():
 
 def test_memory_and_descriptors_go_with_the_last_array():
     value, file = filed(np.zeros(300_000))
-    before = len(os.listdir("/proc/self/fd"))
+    descriptors = os.listdir("/proc/self/fd")
     array = value.load()
     value.forget()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -98,7 +99,7 @@ def test_memory_and_descriptors_go_with_the_last_array():
     mapping = weakref.ref(array.base.obj if isinstance(array.base, memoryview) else array)
     del array
     assert mapping() is None
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert not command.opened_since(descriptors)
 
 
 def test_the_file_cannot_shrink_under_a_reader():

@@ -29,7 +29,7 @@ class BucketWatch:
     def __init__(
         self, work: BucketWork, finite: FiniteCheck, norm: GradientNorm | None, communicator: Communicator
     ) -> None:
-        self.looks_for_nonfinite = finite.policy != "off"
+        self.looks_for_nonfinite = finite.is_on
         self._work = work
         self._finite = finite
         self._norm = norm

@@ -74,6 +74,11 @@ class FiniteCheck:
         self._results: list[Any] = []
         self._knows_bad = False  # known on the host only
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it looks at all."""
+        return self.policy != "off"
+
     def reset(self) -> None:
         """Forgets what was noted: for a step that has failed."""
         self._gradients, self._names = 0, []
@@ -86,7 +91,7 @@ class FiniteCheck:
             named: names of parameters, with 1-D contiguous arrays on the communicator's device.
             arrays: how the communicator handles arrays.
         """
-        if self.policy == "off":
+        if not self.is_on:
             return
         first = self._add_names(len(named), lambda number: named[number][0])
         for number, (_, source) in enumerate(named):
@@ -102,7 +107,7 @@ class FiniteCheck:
             flats: 1-D contiguous arrays, equal on all ranks.
             communicator: whose ranks have them.
         """
-        if self.policy != "off":
+        if self.is_on:
             self._results += [communicator.arrays.all_finite(part) for part in own_share(flats, communicator)]
 
     def note_found(
@@ -145,7 +150,7 @@ class FiniteCheck:
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        if self.policy == "off":
+        if not self.is_on:
             return Verdict(True, None)
         own, first_bad = self._own, self._found
         finite = on_host([*own.values(), *self._results])

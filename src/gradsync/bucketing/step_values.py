@@ -39,7 +39,7 @@ class StepValues:
     @property
     def looks_for_nonfinite(self) -> bool:
         """Whether NaN and infinity are looked for."""
-        return self._finite.policy != "off"
+        return self._finite.is_on
 
     @property
     def is_watching(self) -> bool:

@@ -107,7 +107,7 @@ class RankProcess:
         self.peak_bytes = 0
         self.sent_kill = False
         self.memory_kill: str | None = None
-        self.status = self.report = self.sentinel = self._command = self._file = -1
+        self.status = self.report = self.sentinel = self._command = self._result_file = -1
         self._guard: StartedProcess | None = None
         self._command_lock = threading.Lock()  # another thread may signal a rank while this one closes its pipes
 
@@ -127,9 +127,9 @@ class RankProcess:
         self.status, status_writer = os.pipe()
         self.report, report_writer = os.pipe()
         command_reader, self._command = os.pipe()
-        self._file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        theirs = GuardDescriptors(status_writer, command_reader, report_writer, os.dup(self._file))
-        own_descriptors.update((self.status, self.report, self._command, self._file, *theirs))
+        self._result_file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        theirs = GuardDescriptors(status_writer, command_reader, report_writer, os.dup(self._result_file))
+        own_descriptors.update((self.status, self.report, self._command, self._result_file, *theirs))
         os.set_blocking(self.status, False)
         os.set_blocking(self.report, False)
         os.set_blocking(self._command, False)
@@ -162,12 +162,12 @@ class RankProcess:
 
     def _take_filed_result(self, told: bytearray) -> None:
         try:
-            self.result = FiledReturnValue(self._file, told)
+            self.result = FiledReturnValue(self._result_file, told)
         except (ValueError, OSError) as error:
             self.error = self.error or _unreadable(str(error))
         else:
-            own_descriptors.discard(self._file)
-            self._file = -1
+            own_descriptors.discard(self._result_file)
+            self._result_file = -1
 
     def read_status(self) -> bool:
         """Takes what the guard has told; returns whether it is still there."""
@@ -222,8 +222,8 @@ class RankProcess:
 
     def _close(self) -> None:
         with self._command_lock:
-            for descriptor in (self.report, self.status, self.sentinel, self._command, self._file):
+            for descriptor in (self.report, self.status, self.sentinel, self._command, self._result_file):
                 if descriptor >= 0:
                     own_descriptors.discard(descriptor)
                     os.close(descriptor)
-            self.report = self.status = self.sentinel = self._command = self._file = -1
+            self.report = self.status = self.sentinel = self._command = self._result_file = -1

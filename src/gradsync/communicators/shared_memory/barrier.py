@@ -12,6 +12,7 @@ from typing import NoReturn
 from zlib import crc32
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.communicators.shared_memory.pages import whole_pages
 from gradsync.communicators.shared_memory.waiting import (
     SPINS,
     WORDS_PER_RANK,
@@ -34,7 +35,7 @@ _NO_DIGEST = 0
 def header_bytes(world_size: int) -> int:
     """Returns how much shared memory the barrier of that many ranks needs, in whole pages."""
     size = waiting_bytes(world_size) + world_size * _TEXT_BYTES
-    return -(-size // 4096) * 4096
+    return whole_pages(size)
 
 
 class SharedBarrier:

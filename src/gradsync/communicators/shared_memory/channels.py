@@ -18,6 +18,7 @@ import numpy as np
 from gradsync.communicators.backend import Message
 from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.pages import whole_pages
 from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS, Incoming, Outgoing, Side, Transfer
 from gradsync.communicators.shared_memory.waiting import ANY_ROUND, SPINS, Rests, TextBoard
 from gradsync.errors import PlanMismatch
@@ -54,7 +55,7 @@ class SharedChannels:
     @staticmethod
     def bytes_for(world_size: int) -> int:
         """Returns how much memory the channels of that many ranks share, in whole pages."""
-        return -(-sum(_areas(world_size)) // 4096) * 4096
+        return whole_pages(sum(_areas(world_size)))
 
     def move(self, send: Message | None, receive: Message | None) -> None:
         """Sends a message, receives one, or both at once; returns when the receivers have all.

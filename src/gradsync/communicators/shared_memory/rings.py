@@ -22,6 +22,7 @@ import numpy as np
 
 from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.communicators.shared_memory.pages import whole_pages
 from gradsync.reduction import Array
 
 #: Regions up to here lie at one of two places, in turn.
@@ -82,7 +83,7 @@ class SharedRings:
         """Returns how much memory the rings of that many ranks take, in whole pages."""
         others_read_bytes = _LONG_BYTES // (world_size - 1) if world_size > 1 else 0
         rotating_bytes = max(others_read_bytes, _REGIONS_OF_A_SHORT_RING * round_bytes)
-        return world_size * (-(-(2 * HOT_BYTES + rotating_bytes) // 4096) * 4096)
+        return world_size * whole_pages(2 * HOT_BYTES + rotating_bytes)
 
     @classmethod
     def parts_in_use(cls, world_size: int, round_bytes: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.communicators.shared_memory.pages import whole_pages
 from gradsync.communicators.shared_memory.stream_plan import CHUNKS_IN_FLIGHT
 from gradsync.reduction import Array
 
@@ -38,7 +39,7 @@ class Slots:
     @staticmethod
     def bytes_for(world_size: int, slot_bytes: int) -> int:
         """Returns how much memory the slots take, with the flags behind them in whole pages."""
-        flags_bytes = -(-CHUNKS_IN_FLIGHT * world_size // 4096) * 4096
+        flags_bytes = whole_pages(CHUNKS_IN_FLIGHT * world_size)
         return CHUNKS_IN_FLIGHT * world_size * slot_bytes + flags_bytes
 
     def of(self, dtype: np.dtype[Any]) -> SlotArrays:

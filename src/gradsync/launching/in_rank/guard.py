@@ -42,13 +42,13 @@ class GuardDescriptors(NamedTuple):
         command: read end of the pipe on which the launcher writes signals, one byte each; its end, too, is the
             launcher's death.
         report: write end of the pipe on which the rank reports its result or its error.
-        file: of the rank: an empty file in memory for a result that is large.
+        result_file: an empty file in memory, for what the rank returns where that is large.
     """
 
     status: int
     command: int
     report: int
-    file: int
+    result_file: int
 
 
 def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *others: int) -> None:
@@ -57,10 +57,10 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     Args:
         rank: for the guard's name in `ps`.
         launcher_pid: whose death ends the rank.
-        descriptors: the guard keeps `status` and `command`, the rank `report` and `file`.
+        descriptors: the guard keeps `status` and `command`, the rank `report` and `result_file`.
         others: descriptors that only the rank needs.
     """
-    status, command, report, file = descriptors
+    status, command, report, result_file = descriptors
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
     # What the program does with signals is for the rank only: a handler that reaps children, or SIGCHLD ignored, would
@@ -80,7 +80,7 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
             os.kill(os.getpid(), signal.SIGKILL)
         return
     try:
-        for descriptor in (report, file, *others):
+        for descriptor in (report, result_file, *others):
             os.close(descriptor)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         _Guard(pid, launcher_pid, status, command).run(f"gradsync: guard of rank {rank} (pid {pid})")

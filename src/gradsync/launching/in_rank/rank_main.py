@@ -67,7 +67,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
     report = descriptors.report
     # Programs that the user's code starts must not hold the launcher's pipe.
     os.set_inheritable(report, False)
-    os.set_inheritable(descriptors.file, False)
+    os.set_inheritable(descriptors.result_file, False)
     start = _read_start(record)
     process_id = os.getpid()
     try:
@@ -79,7 +79,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         hold_secret(start["secret"])
         result = _RUNNERS[start["kind"]](start) if call is None else _run_forked(call)
         if result is not None and os.getpid() == process_id:
-            result.send(report, descriptors.file)
+            result.send(report, descriptors.result_file)
     except SystemExit as error:
         if error.code not in (None, 0):
             _remember(error)

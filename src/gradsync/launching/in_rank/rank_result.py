@@ -57,7 +57,7 @@ class Returned:
             OSError: the launcher is gone.
         """
         try:
-            stream, bounds = _file(self._value, file)
+            stream, bounds = _pickle_to_file(self._value, file)
         except _FileRefused:
             os.ftruncate(file, 0)
             stream, bounds = _Stream(None), b""
@@ -109,9 +109,9 @@ class _Stream:
             os.lseek(self._file, 0, os.SEEK_SET)
 
 
-def _file(value: Any, file: int) -> tuple[_Stream, bytes]:
+def _pickle_to_file(value: Any, file: int) -> tuple[_Stream, bytes]:
     """Pickles a value, into the result file where it is large; returns the bounds of what is there, if anything is."""
-    stream: _Stream = _Stream(file)
+    stream = _Stream(file)
     large: list[memoryview] = []
     _pickle(value, stream, large)
     if large:
