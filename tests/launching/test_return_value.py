@@ -95,6 +95,7 @@ def test_memory_and_descriptors_go_with_the_last_array():
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
     assert (array == 0.0).all()
+    assert len(os.listdir("/proc/self/fd")) == before - 1  # however many results a program keeps
     mapping = weakref.ref(array.base.obj if isinstance(array.base, memoryview) else array)
     del array
     assert mapping() is None
