@@ -102,6 +102,13 @@ def test_memory_and_descriptors_go_with_the_last_array():
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
+def test_what_cannot_be_mapped_is_no_value():
+    value, _ = filed(np.zeros(300_000))
+    value.forget()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        value.load()
+
+
 def test_the_file_cannot_shrink_under_a_reader():
     _, file = filed(np.zeros(300_000))
     with pytest.raises(PermissionError):
