@@ -131,3 +131,14 @@ def spoil_every_chunk(comm: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_chunk_is_looked_at(world_size: int) -> None:
     run_ranks(world_size, spoil_every_chunk, timeout=200)
+
+
+def reduce_nothing(comm: Any) -> None:
+    for dtype in _DTYPES:
+        callback = gs.AllreduceCallback("mean", comm, nonfinite="raise")
+        for _ in range(3):  # prepared, too
+            reduce_all(callback, [np.empty((0, 3), dtype_of(dtype)), np.empty(0, dtype_of(dtype))])
+
+
+def test_a_bucket_of_empty_gradients_is_finite() -> None:
+    run_ranks(2, reduce_nothing)

@@ -96,10 +96,17 @@ def test_memory_and_descriptors_go_with_the_last_array():
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
     assert (array == 0.0).all()
+    assert not command.opened_since(descriptors)  # however many results a program keeps
     mapping = weakref.ref(array.base.obj if isinstance(array.base, memoryview) else array)
     del array
     assert mapping() is None
-    assert not command.opened_since(descriptors)
+
+
+def test_what_cannot_be_mapped_is_no_value():
+    value, _ = filed(np.zeros(300_000))
+    value.forget()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        value.load()
 
 
 def test_the_file_cannot_shrink_under_a_reader():

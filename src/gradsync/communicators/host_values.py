@@ -106,9 +106,9 @@ def _finite(piece: Array) -> bool:
 
 
 def _halves_finite(piece: Array, infinity: int) -> bool:
-    if np.maximum.reduce(piece.view(np.int16)) >= infinity:
+    if np.maximum.reduce(piece.view(np.int16), initial=0) >= infinity:  # initial: there may be no values
         return False
-    return bool(np.maximum.reduce(piece.view(np.uint16)) < _SIGN_BIT | infinity)
+    return bool(np.maximum.reduce(piece.view(np.uint16), initial=0) < _SIGN_BIT | infinity)
 
 
 def _sum_of_squares(piece: Array) -> float:

@@ -124,28 +124,38 @@ class RankProcess:
             environ: its environment.
             streams: descriptors that become its standard input, output and error.
         """
-        self.status, status_writer = os.pipe()
-        self.report, report_writer = os.pipe()
-        command_reader, self._command = os.pipe()
-        self._result_file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        theirs = GuardDescriptors(status_writer, command_reader, report_writer, os.dup(self._result_file))
-        own_descriptors.update((self.status, self.report, self._command, self._result_file, *theirs))
-        os.set_blocking(self.status, False)
-        os.set_blocking(self.report, False)
-        os.set_blocking(self._command, False)
-        try:
-            self._guard = start_process(method, RankStart(self.rank, target, record, environ, theirs, streams))
-        except BaseException:
-            self._close()
-            raise
-        finally:
-            for descriptor in theirs:
-                own_descriptors.discard(descriptor)
-                os.close(descriptor)
+        with contextlib.ExitStack() as theirs:
+            try:
+                descriptors = self._open(theirs)
+                self._guard = start_process(method, RankStart(self.rank, target, record, environ, descriptors, streams))
+            except BaseException:
+                self._close()
+                raise
         self._reader = report_pipe.FrameReader(self.report)
         self.sentinel = self._guard.sentinel
         if self.sentinel >= 0:
             own_descriptors.add(self.sentinel)
+
+    def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
+        """Opens the pipes and the result file; the rank's ends are closed here when the stack is left."""
+
+        def give(descriptor: int) -> int:
+            own_descriptors.add(descriptor)
+            theirs.callback(_close_own, descriptor)
+            return descriptor
+
+        self.status, status_writer = os.pipe()
+        given = [give(status_writer)]
+        command_reader, self._command = os.pipe()
+        given.append(give(command_reader))
+        self.report, report_writer = os.pipe()
+        given.append(give(report_writer))
+        self._result_file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        given.append(give(os.dup(self._result_file)))
+        own_descriptors.update((self.status, self.report, self._command, self._result_file))
+        for descriptor in (self.status, self.report, self._command):
+            os.set_blocking(descriptor, False)
+        return GuardDescriptors(*given)
 
     def read_report(self, limit_reads: int | None = _READS_PER_TURN) -> bool:
         """Takes what the report pipe holds now; returns whether more can come."""
@@ -224,6 +234,10 @@ class RankProcess:
         with self._command_lock:
             for descriptor in (self.report, self.status, self.sentinel, self._command, self._result_file):
                 if descriptor >= 0:
-                    own_descriptors.discard(descriptor)
-                    os.close(descriptor)
+                    _close_own(descriptor)
             self.report = self.status = self.sentinel = self._command = self._result_file = -1
+
+
+def _close_own(descriptor: int) -> None:
+    own_descriptors.discard(descriptor)
+    os.close(descriptor)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import pickle
 import weakref
 from typing import Any
 
 from gradsync.launching.in_rank.rank_result import BOUNDS
+from gradsync.launching.private_map import map_privately
 
 
 class ReturnValue:
@@ -52,12 +52,12 @@ class FiledReturnValue(ReturnValue):
         for begin, end in self._bounds:
             if not begin <= end <= size:
                 raise ValueError(f"a result file of {size} bytes does not hold bytes {begin} to {end}")
-        self._file = file
+        self._file, self._size_bytes = file, size
         self._close = weakref.finalize(self, os.close, file)
 
     def load(self) -> Any:
         # Private: a value that is loaded twice is two, and a process that is forked later shares none of it.
-        content = memoryview(mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY))
+        content = memoryview(map_privately(self._file, self._size_bytes))
         pickled, *buffers = [content[begin:end] for begin, end in self._bounds]
         return pickle.loads(pickled, buffers=buffers)
 
