@@ -127,7 +127,7 @@ def dump_at_failure(error: BaseException) -> None:
 
 
 def dump_at_exception(error: BaseException) -> None:
-    """Does so for what ends this rank's part in the run, and is no such failure: of that one there is a dump already."""
+    """Does so for what ends this rank's part in the run; of such a failure there is a dump already."""
     if not isinstance(error, _TOLD):
         dump_because(describe(error).partition("\n")[0].rstrip(":"))
 
