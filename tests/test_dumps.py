@@ -331,6 +331,17 @@ def test_a_rank_that_does_not_come_is_told_from_the_dumps(tmp_path: Path) -> Non
     assert "script.py:9" in json.dumps([json.loads(file.read_text())["stacks"] for file in folder.iterdir()])
 
 
+def test_a_rank_that_raises_leaves_a_dump_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("time.sleep(60)", 'raise KeyError("train-0003")'))
+    folder = tmp_path / "dumps"
+    assert gradsync("run", "-n", "2", "--dump-dir", str(folder), str(script)).returncode == 1
+    found, _ = read_dumps([folder])
+    assert [dump.rank for dump in found] == [0, 1]
+    assert "rank 1/2" in found[0].reason
+    assert found[1].reason == "KeyError: 'train-0003'"
+
+
 def test_the_trace_of_a_run_has_each_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("time.sleep(60)", "pass"))

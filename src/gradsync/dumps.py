@@ -1,9 +1,9 @@
 """What a process writes down for a look at it afterwards: its last collectives of every group, and its stacks.
 
 One JSON file a rank, written at once and whole: when somebody calls `gs.dump_flight_recorder()`, when a collective
-fails, when another rank misses this one, at Ctrl-C, and when SIGUSR2 asks; all but the first where GRADSYNC_DUMP_DIR
-names a folder. With `gs.trace()`, or GRADSYNC_TRACE, the phases of the collectives are in it too. `gradsync trace`
-reads the files.
+fails, when an exception ends this rank's part, when another rank misses this one, at Ctrl-C, and when SIGUSR2 asks; all
+but the first where GRADSYNC_DUMP_DIR names a folder. With `gs.trace()`, or GRADSYNC_TRACE, the phases of the collectives
+are in it too. `gradsync trace` reads the files.
 """
 
 from __future__ import annotations
@@ -124,6 +124,12 @@ def dump_because(failure: str) -> None:
 def dump_at_failure(error: BaseException) -> None:
     """Does so for a failure of a collective that other ranks have a part in."""
     if _folder is not None and isinstance(error, _TOLD):
+        dump_because(describe(error).partition("\n")[0].rstrip(":"))
+
+
+def dump_at_exception(error: BaseException) -> None:
+    """Does so for what ends this rank's part in the run; of such a failure there is a dump already."""
+    if not isinstance(error, _TOLD):
         dump_because(describe(error).partition("\n")[0].rstrip(":"))
 
 

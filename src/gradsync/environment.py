@@ -56,8 +56,8 @@ COLLECTIVE_TIMEOUT_SECONDS = "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS"
 LOG = "GRADSYNC_LOG"
 #: How many collectives the flight recorder of each communicator remembers.
 FLIGHT_RECORDER_ENTRIES = "GRADSYNC_FLIGHT_RECORDER_ENTRIES"
-#: Folder for dumps of the flight recorder: when a collective fails, when another rank misses this one, at Ctrl-C, and
-#: on SIGUSR2.
+#: Folder for dumps of the flight recorder: when a collective fails, when a rank raises, when another rank misses this
+#: one, at Ctrl-C, and on SIGUSR2.
 DUMP_DIR = "GRADSYNC_DUMP_DIR"
 #: Folder into which each rank writes, at its end, when its collectives packed, waited, reduced and split.
 TRACE = "GRADSYNC_TRACE"

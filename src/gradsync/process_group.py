@@ -28,7 +28,7 @@ from gradsync.communicators.world import (
     overriding_backend,
     set_world,
 )
-from gradsync.dumps import arm, dump_because, write_trace
+from gradsync.dumps import arm, dump_at_exception, dump_because, write_trace
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.settings import configure_logging
@@ -254,6 +254,7 @@ def _destroy_because_of(error: BaseException | None) -> None:
             if communicator is not None:
                 communicator.abort(reason, culprit=culprit)
             _client.report_failure(reason, culprit=culprit)
+            dump_at_exception(error)
     finally:
         with contextlib.suppress(*([] if error is None else [GradsyncError])):  # the first error is the news
             destroy_process_group()

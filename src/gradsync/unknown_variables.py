@@ -43,7 +43,7 @@ def describe_unknown(name: str) -> str:
     """Says that there is no such variable, and which was probably meant."""
     meant = nearest_variable(name)
     if meant is None:
-        return "no such variable, so it does nothing: gradsync does not know it"
+        return "no such variable, so it does nothing; docs/environment.md lists all that there are"
     return f"no such variable, so it does nothing: did you mean {meant}?"
 
 

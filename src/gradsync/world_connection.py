@@ -158,7 +158,8 @@ def _place_without_launcher(backend: str) -> RankEnvironment:
         )
     raise InvalidArgument(
         "no rank is known: RANK and WORLD_SIZE are not set. Start the script with `gradsync run -n 2 script.py` or "
-        '`mpiexec -n 2 python script.py`, pass rank= and world_size=, or use backend="local" for one process'
+        "`mpiexec -n 2 python script.py`, pass rank= and world_size=, or, for one process, use "
+        'GRADSYNC_BACKEND=local or backend="local"'
     )
 
 
