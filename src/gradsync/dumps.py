@@ -2,8 +2,8 @@
 
 One JSON file a rank, written at once and whole: when somebody calls `gs.dump_flight_recorder()`, when a collective
 fails, when an exception ends this rank's part, when another rank misses this one, at Ctrl-C, and when SIGUSR2 asks; all
-but the first where GRADSYNC_DUMP_DIR names a folder. With `gs.trace()`, or GRADSYNC_TRACE, the phases of the collectives
-are in it too. `gradsync trace` reads the files.
+but the first where GRADSYNC_DUMP_DIR names a folder. With `gs.trace()`, or GRADSYNC_TRACE, the phases of the
+collectives are in it too. `gradsync trace` reads the files.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ def test_a_signal_while_the_others_are_awaited_leaves_nothing(nodes, tmp_path, m
         time.sleep(0.01)
     assert list(folder.iterdir())
     run.processes[0].send_signal(number)
-    assert run.end(0)[0] == 128 + number
+    code, err = run.end(0)
+    assert code == 128 + number, err
     assert list(folder.iterdir()) == []
 
 

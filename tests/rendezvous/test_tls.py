@@ -296,9 +296,11 @@ def test_handshake_that_does_not_fit_the_socket_goes_on(authority: Authority, mo
     monkeypatch.setattr(event_loop, "tune_stream", small_buffers(event_loop.tune_stream))
     monkeypatch.setattr(dialling, "_connect", lambda *args, whole=dialling._connect: narrow(whole(*args)))
     variables = authority.certificate(chain=120)
-    with serve(variables) as server, join(server, variables) as client:
-        assert client.barrier() == 1
-    assert waited
+    deadline = time.monotonic() + 60
+    while not waited:  # a client that reads as fast as the server writes leaves it room
+        assert time.monotonic() < deadline
+        with serve(variables) as server, join(server, variables) as client:
+            assert client.barrier() == 1
 
 
 def test_lost_rank_is_told(authority: Authority) -> None:
