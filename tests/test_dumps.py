@@ -337,7 +337,10 @@ def test_a_rank_that_raises_leaves_a_dump_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("time.sleep(60)", 'raise KeyError("train-0003")'))
     folder = tmp_path / "dumps"
-    assert gradsync("run", "-n", "2", "--dump-dir", str(folder), str(script)).returncode == 1
+    done = gradsync("run", "-n", "2", "--dump-dir", str(folder), str(script))
+    assert done.returncode == 1
+    assert f"gradsync: `gradsync trace {folder}` shows what the ranks were doing\n" in done.stderr
+    assert done.stderr.endswith("KeyError: 'train-0003'\n")  # the cause is told last
     found, _ = read_dumps([folder])
     assert [dump.rank for dump in found] == [0, 1]
     assert "rank 1/2" in found[0].reason

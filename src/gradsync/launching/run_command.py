@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -123,6 +124,8 @@ def run_command(options: RunOptions) -> int:
 
             return run_on_nodes(nodes, job, make_output, notices)
         outcome = supervise(job, make_output=make_output, notices=notices, on_restart=tell_restart)
+    if outcome.exit_code and options.dump_dir is not None:
+        notices.tell(f"gradsync: `gradsync trace {shlex.quote(options.dump_dir)}` shows what the ranks were doing")
     _tell_failure(outcome, notices)
     return outcome.exit_code
 
