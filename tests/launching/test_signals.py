@@ -105,10 +105,11 @@ def test_ctrl_c_while_the_ranks_boot_is_quiet(tmp_path):
     command.write_script(
         tmp_path,
         """
-        import os, sys
+        import os, select, sys
         if "GRADSYNC_RANK" in os.environ:
             os.kill(os.getppid(), 2) if os.environ["GRADSYNC_RANK"] == "0" else None
-            import time; time.sleep(0.2)  # the forwarded signal comes meanwhile
+            rank, pid, record, status, command, *_ = sys.orig_argv[sys.orig_argv.index("-c") + 2].split(",")
+            select.select([int(command)], [], [], 30)  # until the launcher has forwarded the signal
         """,
         "sitecustomize.py",
     )
