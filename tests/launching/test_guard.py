@@ -221,3 +221,20 @@ def test_rank_stopped_before_it_joins_is_named(tmp_path, seconds_to_meet, told):
         _, err = process.communicate("\n")
     assert process.returncode == 1
     assert re.search(told, err), err
+
+
+def test_a_guard_that_was_stopped_ends_what_its_rank_has_started(tmp_path):
+    source = """
+        import os, subprocess
+        program = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        print(os.getppid(), program.pid, flush=True)
+        program.wait()
+        """
+    script = command.write_script(tmp_path, source)
+    with command.start("run", "--no-prefix", "-n", 1, script) as process:
+        guard, program = map(int, process.stdout.readline().split())
+        os.kill(guard, signal.SIGSTOP)
+        process.terminate()
+        _, err = process.communicate()
+    assert (process.returncode, err) == (143, "")
+    assert command.has_ended(program, 10)

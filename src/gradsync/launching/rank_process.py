@@ -205,6 +205,9 @@ class RankProcess:
             if self._command >= 0:
                 with contextlib.suppress(BrokenPipeError, BlockingIOError):
                     os.write(self._command, bytes([number]))
+            if self.sentinel >= 0 and number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    signal.pidfd_send_signal(self.sentinel, signal.SIGCONT)  # a guard that was stopped ends nothing
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the rank, so that it says nothing until it is continued."""
