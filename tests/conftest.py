@@ -52,6 +52,11 @@ def _mpi_or_skip(found: Any, tmp_path_factory: pytest.TempPathFactory) -> Mpi:
     return found
 
 
+def pytest_sessionfinish() -> None:
+    """Removes what was still too new when the last test over MPICH looked."""
+    cross_check_launch.remove_abandoned_segments()
+
+
 @pytest.fixture(scope="session")
 def mpich(tmp_path_factory: pytest.TempPathFactory) -> Mpi:
     """MPICH, which comes with the test tools."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from gradsync import tracing
 from gradsync.environment import DUMP_DIR, RANK, TRACE
-from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe
+from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline
 from gradsync.flight_recorder import Entry, FlightRecorder, recorders
 from gradsync.machine import machine_identity
 from gradsync.stack_report import stack_report
@@ -123,14 +123,14 @@ def dump_because(failure: str) -> None:
 
 def dump_at_failure(error: BaseException) -> None:
     """Does so for a failure of a collective that other ranks have a part in."""
-    if _folder is not None and isinstance(error, _TOLD):
-        dump_because(describe(error).partition("\n")[0].rstrip(":"))
+    if isinstance(error, _TOLD):
+        _dump_because_of(error)
 
 
 def dump_at_exception(error: BaseException) -> None:
     """Does so for what ends this rank's part in the run; of such a failure there is a dump already."""
     if not isinstance(error, _TOLD):
-        dump_because(describe(error).partition("\n")[0].rstrip(":"))
+        _dump_because_of(error)
 
 
 def write_trace() -> None:
@@ -226,6 +226,11 @@ def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None, *, is_
     except OSError as error:
         raise InvalidArgument(f"the flight recorder cannot be written to {path}: {error.strerror or error}") from error
     return path
+
+
+def _dump_because_of(error: BaseException) -> None:
+    if _folder is not None:  # else nothing needs to be put into words
+        dump_because(headline(error).rstrip(":"))
 
 
 def _dump_now(reason: str) -> None:

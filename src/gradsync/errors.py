@@ -217,3 +217,8 @@ def describe(error: BaseException) -> str:
     except Exception as broken:
         text = f"(its text cannot be made: {type(broken).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def headline(error: BaseException) -> str:
+    """Returns the first line of that: without the reports of all ranks that a verdict brings."""
+    return describe(error).partition("\n")[0]

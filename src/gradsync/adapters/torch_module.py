@@ -1,7 +1,8 @@
 """A PyTorch module that is synchronised: what may change about it, looked at without keeping it alive.
 
 PyTorch holds the hooks of parameters where Python's garbage collection does not look: what a hook leads to by strong
-references is never collected. So nothing here refers to the module but weakly.
+references is never collected. So nothing here refers to the module itself but weakly. Its parts are held: one that
+refers back to it keeps it, until Synchronised.unwrap().
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from gradsync.errors import (
     InvalidArgument,
     PlanMismatch,
     RankFailed,
-    describe,
+    headline,
 )
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Lifetime:
             if self.ended_because is None:
                 # First: whoever finds the reason has been told the error.
                 self._untold = None if told or self.was_told else error
-                self.ended_because = f"it failed: {_headline(error)}"
+                self.ended_because = f"it failed: {headline(error)}"
         dump_at_failure(error)
         self._end_use()
 
@@ -224,7 +224,7 @@ class Lifetime:
                 self._untold = None  # this call has raised it
             if not isinstance(error, PlanMismatch) or error.broken:
                 self._communicator.family.note_told(error)
-                self._abort_inside(_headline(error), culprit_of(error))
+                self._abort_inside(headline(error), culprit_of(error))
         self._what = ""
         self._recorder.end(error is not None)
         self._occupancy.clear()
@@ -262,11 +262,6 @@ class Lifetime:
                     self._communicator._leave_group()
             finally:
                 self._occupancy.clear()
-
-
-def _headline(error: BaseException) -> str:
-    """Returns an error without the reports of all ranks that a verdict brings; it has been raised in full."""
-    return describe(error).partition("\n")[0]
 
 
 def culprit_of(error: BaseException) -> int | None:
