@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
+import sysconfig
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,6 +131,35 @@ def decide_for_auto(comm: Any, name: str) -> str:
 @pytest.mark.parametrize("name", ["nccl", "shm"])
 def test_it_decides_what_auto_takes(name: str) -> None:
     assert STAND_IN.run(2, decide_for_auto, name) == [name] * 2
+
+
+def test_a_plain_script_overrides_the_backend() -> None:
+    with gs.override_backend("local"), gs.init_process_group() as comm:
+        assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "local")
+        assert total(3) == 3
+    with gs.override_backend("mpi"):
+        error = expect(gs.GradsyncError, gs.init_process_group)
+    assert "this process is alone" in str(error) or "pip install mpi4py" in str(error)
+
+
+def test_mpi_says_the_rank_where_no_variable_does(tmp_path: Path) -> None:
+    mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip("there is no mpiexec beside this Python")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from mpi4py import MPI\n"
+        "[os.environ.pop(name) for name in list(os.environ) if name.startswith(('PMI', 'MPI', 'OMPI'))]\n"
+        "import gradsync as gs\n"
+        "with gs.override_backend('mpi'), gs.init_process_group() as comm:\n"
+        "    assert comm.rank == MPI.COMM_WORLD.Get_rank()\n"
+        "    if comm.rank == 0:\n"
+        "        print(comm.backend, comm.world_size)\n"
+    )
+    command = [str(mpiexec), "-n", "2", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "mpi 2\n"), done.stderr
 
 
 def override_alone(comm: Any) -> None:

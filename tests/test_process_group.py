@@ -56,9 +56,16 @@ def test_auto_takes_local_for_a_world_of_one(caplog: pytest.LogCaptureFixture) -
 
 
 def test_the_variable_names_the_backend_of_a_process_that_nobody_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(environment.BACKEND, "local")
-    with gs.init_process_group() as comm:
-        assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "local")
+    for text in ("local", " local "):
+        monkeypatch.setenv(environment.BACKEND, text)
+        with gs.init_process_group() as comm:
+            assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "local")
+    monkeypatch.setenv(environment.BACKEND, "shm")
+    with gs.init_process_group(rank=0, world_size=1) as comm:
+        assert comm.backend == "shm"
+    monkeypatch.setenv(environment.BACKEND, "loco")
+    with pytest.raises(gs.InvalidArgument, match="unknown backend 'loco' in GRADSYNC_BACKEND: use one of auto, nccl"):
+        gs.init_process_group()
     monkeypatch.setenv(environment.BACKEND, "mpi")
     with pytest.raises(gs.GradsyncError, match=r"`mpiexec -n 2 python script.py`|pip install mpi4py"):
         gs.init_process_group()

@@ -35,6 +35,20 @@ def test_unknown_log_level(logger):
         settings.configure_logging({"GRADSYNC_LOG": "loud"})
 
 
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        (environment.ALLOW_SHARED_GPU, settings.allows_shared_gpu),
+        (environment.DEBUG, settings.asks_for_debug_mode),
+    ],
+)
+def test_a_switch_is_0_or_1(name, read):
+    assert [read({name: text}) for text in ("1", " 1 ", "0", "")] == [True, True, False, False]
+    assert not read({})
+    with pytest.raises(InvalidArgument, match=f"{name} needs to be 0 or 1, got 'true'"):
+        read({name: "true"})
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
 def test_collective_timeout_of_the_environment_is_checked(text):
     environ = {environment.COLLECTIVE_TIMEOUT_SECONDS: text}

@@ -13,7 +13,7 @@ from gradsync.communicators.mpi.library import check_place, load_mpi
 from gradsync.communicators.nccl.connection import choose_device, count_devices, device_identity
 from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.communicators.shared_memory.platform_check import check_platform
-from gradsync.environment import BACKEND, BACKENDS, DEBUG, RankEnvironment
+from gradsync.environment import BACKEND, DEBUG, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.launcher_variables import SOURCES_WITH_MPI
 from gradsync.rendezvous.client import RendezvousClient
@@ -37,11 +37,9 @@ def check_backend(wanted: str, place: RankEnvironment, device: str | None) -> st
         device: what init_process_group was given; a CUDA device asks for "nccl".
 
     Raises:
-        InvalidArgument: no backend has that name, it does not run on the device, or "local" for several ranks.
+        InvalidArgument: it does not run on the device, or "local" for several ranks.
         BackendUnavailable: it cannot run here; the text says why.
     """
-    if wanted not in BACKENDS:
-        raise InvalidArgument(f"unknown backend {wanted!r} in {BACKEND}: use one of {', '.join(BACKENDS)}")
     if device is not None and not (isinstance(device, str) and _DEVICE.fullmatch(device)):
         raise InvalidArgument(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if wanted == "auto" and device is not None and device != "cpu":

@@ -25,14 +25,20 @@ from gradsync.communicators.world import (
     get_initial_world,
     get_world,
     group_or_world,
-    overriding_backend,
     set_world,
 )
 from gradsync.dumps import arm, dump_at_exception, dump_because, write_trace
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.settings import configure_logging
-from gradsync.world_connection import WorldSettings, choose_backend, connect_world, meets_over_mpi, read_settings
+from gradsync.world_connection import (
+    WorldSettings,
+    choose_backend,
+    connect_world,
+    meets_over_mpi,
+    read_settings,
+    requested_backend,
+)
 from gradsync.world_siblings import Siblings
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
@@ -91,6 +97,7 @@ def init_process_group(
     arm()
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
+    backend = requested_backend(backend)
     settings = read_settings(
         backend,
         rank,
@@ -102,8 +109,6 @@ def init_process_group(
         allow_shared_gpu=allow_shared_gpu,
         debug=debug,
     )
-    if backend == "auto":
-        backend = overriding_backend() or settings.place.backend
     wanted = choose_backend(backend, settings)
     communicator: Communicator
     if wanted == "local":

@@ -20,8 +20,12 @@ _FLIGHT_RECORDER_ENTRIES, _MAX_FLIGHT_RECORDER_ENTRIES = 64, 1_000_000
 
 
 def allows_shared_gpu(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether GRADSYNC_ALLOW_SHARED_GPU lets several ranks share a GPU."""
-    return environ.get(ALLOW_SHARED_GPU) == "1"
+    """Whether GRADSYNC_ALLOW_SHARED_GPU lets several ranks share a GPU.
+
+    Raises:
+        InvalidArgument: it is neither "0" nor "1".
+    """
+    return _is_set(ALLOW_SHARED_GPU, environ)
 
 
 def asks_for_debug_mode(environ: Mapping[str, str] = os.environ) -> bool:
@@ -30,9 +34,13 @@ def asks_for_debug_mode(environ: Mapping[str, str] = os.environ) -> bool:
     Raises:
         InvalidArgument: it is neither "0" nor "1".
     """
-    text = value_of(environ, DEBUG) or "0"
+    return _is_set(DEBUG, environ)
+
+
+def _is_set(name: str, environ: Mapping[str, str]) -> bool:
+    text = value_of(environ, name) or "0"
     if text not in ("0", "1"):
-        raise InvalidArgument(f"{DEBUG} needs to be 0 or 1, got {text!r}")
+        raise InvalidArgument(f"{name} needs to be 0 or 1, got {text!r}")
     return text == "1"
 
 

@@ -13,6 +13,7 @@ from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, s
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.nccl.connection import connect_nccl
 from gradsync.communicators.shared_memory.communicator import connect_shared_memory
+from gradsync.communicators.world import overriding_backend
 from gradsync.environment import (
     BACKEND,
     BACKENDS,
@@ -26,6 +27,7 @@ from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.settings import allows_shared_gpu, asks_for_debug_mode
 from gradsync.settings import collective_timeout_seconds as environment_timeout
 from gradsync.unknown_variables import warn_of_unknown_variables
+from gradsync.variable_values import value_of
 from gradsync.visible_devices import count_gpus
 
 _log = logging.getLogger("gradsync")
@@ -60,6 +62,20 @@ def is_launched() -> bool:
     return read_environment() is not None
 
 
+def requested_backend(backend: str) -> str:
+    """Returns the backend that was asked for: by the caller, else by override_backend(), else by GRADSYNC_BACKEND.
+
+    Raises:
+        InvalidArgument: no backend has that name.
+    """
+    source = ""
+    if backend == "auto":
+        backend, source = overriding_backend() or value_of(os.environ, BACKEND) or "auto", f" in {BACKEND}"
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"unknown backend {backend!r}{source}: use one of {', '.join(BACKENDS)}")
+    return backend
+
+
 def read_settings(
     backend: str,
     rank: int | None,
@@ -75,10 +91,8 @@ def read_settings(
     """Returns the arguments of init_process_group(), checked, with what the environment says.
 
     Raises:
-        InvalidArgument: an unknown backend, a rank outside the world, no number of seconds, or nobody tells the rank.
+        InvalidArgument: a rank outside the world, no number of seconds, or nobody tells the rank.
     """
-    if backend not in BACKENDS:
-        raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
     place = _find_place(backend, rank, world_size)
     if place.local_rank == 0:  # for all of this machine
@@ -141,8 +155,6 @@ def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankE
 
 def _place_without_launcher(backend: str) -> RankEnvironment:
     """Returns who this process is where no launcher has left its variables."""
-    if backend == "auto":
-        backend = os.environ.get(BACKEND, backend)
     if backend == "local":
         return RankEnvironment(0, 1, 0, 1, backend=backend, source="arguments")
     if backend == "mpi":

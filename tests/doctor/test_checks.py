@@ -148,6 +148,13 @@ BROKEN = [
     ),
     ({"environ": {"GRADSYNC_HEARTBEAT": "1"}}, "GRADSYNC_HEARTBEAT", "warning", "lists all", "unset"),
     ({"environ": {"GRADSYNC_DEBUG": "maybe"}}, "GRADSYNC_DEBUG", "broken", "0 or 1", "unset GRADSYNC_DEBUG"),
+    (
+        {"environ": {"GRADSYNC_ALLOW_SHARED_GPU": "true"}},
+        "GRADSYNC_ALLOW_SHARED_GPU",
+        "broken",
+        "0 or 1, got 'true'",
+        "unset GRADSYNC_ALLOW_SHARED_GPU",
+    ),
     ({"environ": {"GRADSYNC_XYZZY": "1"}}, "GRADSYNC_XYZZY", "warning", "lists all", "unset GRADSYNC_XYZZY"),
     ({"environ": {"GRADSYNC_BACKEND": "gloo"}}, "GRADSYNC_BACKEND", "broken", BACKENDS[-1], "unset GRADSYNC_BACKEND"),
     ({"environ": {"GRADSYNC_LOG": "loud"}}, "GRADSYNC_LOG", "broken", "'loud'", "unset GRADSYNC_LOG"),

@@ -38,6 +38,7 @@ def _refusals(here: Surroundings) -> dict[str, str]:
     questions: dict[str, Callable[[], object]] = {
         environment.FLIGHT_RECORDER_ENTRIES: lambda: settings.flight_recorder_entries(environ),
         environment.COLLECTIVE_TIMEOUT_SECONDS: lambda: settings.collective_timeout_seconds(1.0, environ),
+        environment.ALLOW_SHARED_GPU: lambda: settings.allows_shared_gpu(environ),
         environment.DEBUG: lambda: settings.asks_for_debug_mode(environ),
         environment.LOG: lambda: settings.log_level(environ),
         environment.BACKEND: lambda: _check_backend(environ[environment.BACKEND]),
