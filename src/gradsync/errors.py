@@ -60,6 +60,8 @@ class PlanMismatch(GradsyncError, RuntimeError):
     Attributes:
         index: position of the first diverging collective (in the step, for gradients), or None.
         descriptions: what each rank was about to do, by rank.
+        places: the line of each rank's program that called it, by rank: "train.py:41 in step". Where another thread ran
+            it, the line that submitted it; of a rank that had gone on already, the line it had come to.
         broken: whether the communicator is broken, and the gradients of this step are undefined.
     """
 
@@ -69,11 +71,13 @@ class PlanMismatch(GradsyncError, RuntimeError):
         *,
         index: int | None = None,
         descriptions: dict[int, str] | None = None,
+        places: dict[int, str] | None = None,
         broken: bool = False,
     ) -> None:
         super().__init__(message)
         self.index = index
         self.descriptions = descriptions or {}
+        self.places = places or {}
         self.broken = broken
 
 

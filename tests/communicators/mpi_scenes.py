@@ -83,6 +83,8 @@ def answers_other_ranks_differently(comm: Any) -> None:
             (mine if comm.rank == LAST else theirs)()
         except gs.PlanMismatch as error:
             tell(f"{comm.rank}: {error.descriptions}")
+            assert error.places.keys() == error.descriptions.keys(), error
+            assert all(__file__ in line for line in error.places.values()), error
         assert comm.all_reduce(np.ones(3))[0] == comm.world_size
     tell("went on")
 

@@ -74,7 +74,8 @@ def leave_the_plan_alone(comm: Any, collective: str) -> str:
 
     error = expect(gs.PlanMismatch, go_on)
     assert error.broken
-    assert set(error.descriptions) == set(range(comm.world_size))
+    assert set(error.descriptions) == set(error.places) == set(range(comm.world_size))
+    assert all(line.startswith(f"{__file__}:") for line in error.places.values())
     expect((gs.PlanMismatch, gs.CommunicatorClosed), comm.barrier)
     expect(gs.CommunicatorClosed, comm.barrier)
     return str(error).partition(":")[2]

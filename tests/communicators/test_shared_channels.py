@@ -250,7 +250,9 @@ def test_long_descriptions_are_cut_alike() -> None:
         lambda rank: rank.send(np.zeros(2, fields), 1),
         lambda rank: rank.receive(np.zeros(3, fields), 0),
     )
-    assert 4000 < len(told(errors, 0, 1)[0].descriptions[0]) < 4096
+    error = told(errors, 0, 1)[0]
+    assert 3900 < len(error.descriptions[0]) < 4096
+    assert [line.startswith(f"{__file__}:") for line in error.places.values()] == [True, True]  # they come first
     is_usable(ranks)
 
 

@@ -7,10 +7,7 @@ step ends: that finds who goes on adding to a gradient that has been reduced alr
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -22,8 +19,8 @@ from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
 from gradsync.errors import GradientChanged
+from gradsync.stack_report import caller
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _HAND_OVER = "its hand-over and the reduction of its bucket: hand it over once it is complete"
 _REDUCTION = "the reduction of its bucket and the end of the step, and nobody had asked its future: ask that first"
 
@@ -162,8 +159,6 @@ def _watched_array(entry: PendingGradient) -> Any:
 
 
 def _place_of_caller() -> str:
-    """Returns "file:line" of the innermost call from outside gradsync."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    """Returns "file:line" of the user's program."""
+    found = caller()
+    return "an unknown place" if found is None else f"{found.code.co_filename}:{found.line}"

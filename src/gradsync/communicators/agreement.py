@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -13,6 +14,7 @@ import numpy as np
 
 from gradsync.errors import PlanMismatch
 from gradsync.flight_recorder import size_text
+from gradsync.stack_report import Caller, caller
 
 # What a backward pass agrees on, by the headlines of bucketing.step_agreements.
 _OF_A_STEP = re.compile(r"all_reduce .*of a bucket|flush \(")
@@ -27,6 +29,32 @@ _BROKEN = (
 ROWS = "rows"
 
 Shape = tuple[int | str, ...]
+
+
+class _OnBehalf(threading.local):
+    """For whom a thread of gradsync's own runs a collective, or asks about one.
+
+    Attributes:
+        submitted_at: the line that has submitted it.
+        thread: which waits meanwhile.
+    """
+
+    submitted_at: Caller | None = None
+    thread: int | None = None
+
+
+on_behalf = _OnBehalf()
+
+
+def place_of_caller() -> str:
+    """Returns where this rank's program calls the collective, e.g. "at train.py:41 in step"; "" where nobody knows.
+
+    Looked up only after a mismatch: the call has not returned then, and the stack has the line.
+    """
+    if on_behalf.submitted_at is not None:
+        return f"submitted at {on_behalf.submitted_at}"
+    found = caller(on_behalf.thread)
+    return "" if found is None else f"at {found}"
 
 
 class Agreement(NamedTuple):
@@ -54,6 +82,10 @@ class Agreement(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """Returns what the ranks are about to do in parts, for the flight recorder's dumps."""
         return {} if self.tell is None else self.tell()
+
+    def text_for_others(self) -> str:
+        """Returns what `Description.parse` reads, after a mismatch: first the place, which nothing cuts off."""
+        return f"{place_of_caller()}\n{self.describe()}"
 
     def headline(self) -> str:
         """Returns what the ranks are about to do in one line, for the flight recorder."""
@@ -145,17 +177,31 @@ class Description(NamedTuple):
         headline: in one line.
         first: number of the first gradient in `lines`.
         lines: one for each gradient from there on, as many as there was room for.
+        place: where in its program, as place_of_caller has it.
     """
 
     headline: str
-    first: int
-    lines: tuple[str, ...]
+    first: int = 0
+    lines: tuple[str, ...] = ()
+    place: str = ""
 
     @classmethod
-    def parse(cls, text: str, first: int) -> Description:
-        """Returns the description whose lines stand in the text, headline first."""
-        headline, *lines = text.splitlines() or [""]
-        return cls(headline, first, tuple(lines))
+    def parse(cls, text: str, first: int = 0) -> Description:
+        """Returns the description whose lines stand in the text: the place, the headline, and those from `first` on."""
+        place, _, described = text.partition("\n")
+        headline, *lines = described.splitlines() or [""]
+        return cls(headline, first, tuple(lines), place)
+
+    @classmethod
+    def parse_whole(cls, texts: Mapping[int, str]) -> dict[int, Description]:
+        """Returns the descriptions of all ranks, each from the first line on that is not the same for all."""
+        whole = {rank: cls.parse(text) for rank, text in texts.items()}
+        first = first_difference([description.lines for description in whole.values()])
+        return {rank: d._replace(first=first, lines=d.lines[first:]) for rank, d in whole.items()}
+
+    def __str__(self) -> str:
+        """Returns e.g. "all_reduce of float64[3] (sum), at train.py:41 in step"."""
+        return f"{self.headline}, {self.place}" if self.place else self.headline
 
 
 def first_difference(parts: Sequence[Sequence[object]]) -> int:
@@ -179,7 +225,7 @@ def mismatch(
     """
     index = None if agreement is None else agreement.event
     where = "" if index is None else f", number {index + 1} of this step"
-    shown = "".join(f"\n  rank {rank}: {d.headline}" for rank, d in sorted(descriptions.items()))
+    shown = _each(descriptions)
     if any(d.lines for d in descriptions.values()):
         first = min(d.first for d in descriptions.values())
         item = "line {}" if agreement is None else agreement.item
@@ -191,8 +237,37 @@ def mismatch(
         f"{label}: the ranks disagree on the next collective{where}; {_BROKEN if broken else _UNHARMED}:{shown}",
         index=index,
         descriptions={rank: "\n".join([d.headline, *d.lines]) for rank, d in descriptions.items()},
+        places=places_of(descriptions),
         broken=broken,
     )
+
+
+def message_mismatch(label: str, descriptions: Mapping[int, Description], *, is_circle: bool) -> PlanMismatch:
+    """Makes the error that both ranks of a message raise.
+
+    Args:
+        label: this rank.
+        descriptions: of the two.
+        is_circle: each of them waits for the other; else they disagree on the message.
+    """
+    first, second = sorted(descriptions)
+    what = f"ranks {first} and {second} disagree on the message between them"
+    if is_circle:
+        what = f"ranks {first} and {second} wait for each other: swap what one of them does, or use exchange"
+    return PlanMismatch(
+        f"{label}: {what}; nothing was moved:{_each(descriptions)}",
+        descriptions={rank: d.headline for rank, d in descriptions.items()},
+        places=places_of(descriptions),
+    )
+
+
+def places_of(descriptions: Mapping[int, Description]) -> dict[int, str]:
+    """Returns PlanMismatch.places."""
+    return {rank: d.place.partition("at ")[2] for rank, d in descriptions.items() if d.place}
+
+
+def _each(descriptions: Mapping[int, Description]) -> str:
+    return "".join(f"\n  rank {rank}: {description}" for rank, description in sorted(descriptions.items()))
 
 
 def _advice(descriptions: Sequence[Description]) -> str:

@@ -21,6 +21,7 @@ from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.lost_failures import tell_lost_at_exit
 from gradsync.communicators.queued_jobs import Job, QueuedFuture, check_may_call, here, jobs_not_over, pending
 from gradsync.errors import CommunicatorClosed, describe
+from gradsync.stack_report import caller
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime
@@ -53,7 +54,7 @@ class CollectiveQueue:
             self._begin_serving()
             self.submitted += 1
             future = QueuedFuture(name, self, self.submitted)
-            job = Job(future, lifetime, what, run, lifetime.last_job)
+            job = Job(future, lifetime, what, run, caller(), lifetime.last_job)
             self._jobs.append(job)  # first: what Ctrl-C leaves behind is run, and nobody waits for what is not
             pending[job] = job
             self.last = lifetime.last_job = job
@@ -119,7 +120,7 @@ def submit(lifetime: Lifetime, what: str, name: str, run: Callable[[], Any]) -> 
     if here.queue is None:
         here.queue = CollectiveQueue()
     if here.is_serving:
-        job = Job(QueuedFuture(name, here.queue, 0), lifetime, what, run)
+        job = Job(QueuedFuture(name, here.queue, 0), lifetime, what, run, caller())
         job.run()
         return job.future
     return here.queue.submit(lifetime, what, name, run)

@@ -233,7 +233,7 @@ class ForBucketing(CollectiveBase):
             sizes = self._share_numbers([size_bytes], agreement)
             if sizes.count([size_bytes]) < self.world_size:
                 headlines = [f"resident memory of {size} bytes" for [size] in sizes]
-                texts = dict(zip(self.ranks, [Description(line, 0, ()) for line in headlines], strict=True))
+                texts = dict(zip(self.ranks, map(Description, headlines), strict=True))
                 raise mismatch(self.label, agreement, texts)
             try:
                 memory = self._make_resident(size_bytes, agreement)

@@ -14,8 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradsync.collective_future import CollectiveFuture
+from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.lost_failures import LostFailure
 from gradsync.errors import CommunicatorClosed, InvalidArgument, describe
+from gradsync.stack_report import Caller
 
 if TYPE_CHECKING:
     from gradsync.communicators.collective_queue import CollectiveQueue
@@ -96,6 +98,7 @@ class Job:
         lifetime: of its communicator.
         what: names the collective in errors.
         run: runs it.
+        submitted_at: the line of the program that has.
         previous: the last one of the same communicator before it, which another queue may hold.
 
     Attributes:
@@ -103,7 +106,7 @@ class Job:
         has_begun: whether it runs, or has run.
     """
 
-    __slots__ = ("_not_over", "_previous", "_run", "future", "has_begun", "lifetime", "what")
+    __slots__ = ("_not_over", "_previous", "_run", "_submitted_at", "future", "has_begun", "lifetime", "what")
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Job:
         lifetime: Lifetime,
         what: str,
         run: Callable[[], Any],
+        submitted_at: Caller | None,
         previous: Job | None = None,
     ) -> None:
         self.future = future
@@ -118,6 +122,7 @@ class Job:
         self.what = what
         self.has_begun = False
         self._run = run
+        self._submitted_at = submitted_at
         self._previous = previous
         # Not an Event: that one's own lock stays behind where Ctrl-C meets a wait at the wrong moment.
         self._not_over = threading.Lock()
@@ -153,6 +158,7 @@ class Job:
             self._not_over.release()
 
     def _complete(self) -> None:
+        on_behalf.submitted_at = self._submitted_at
         try:
             result = self._run()
         except BaseException as error:

@@ -140,7 +140,7 @@ class AllToAll(CollectiveBase):
     def _descriptions(self, shared: Sequence[Sequence[int]]) -> dict[int, Description]:
         n = self.world_size
         return {
-            rank: Description(f"all_to_all (sends rows {list(numbers[:n])}, expects {_expected(numbers[n:])})", 0, ())
+            rank: Description(f"all_to_all (sends rows {list(numbers[:n])}, expects {_expected(numbers[n:])})")
             for rank, numbers in zip(self.ranks, shared, strict=True)
         }
 

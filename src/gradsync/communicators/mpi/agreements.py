@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.communicators.agreement import Agreement, Description, mismatch
 from gradsync.communicators.mpi.transport import MpiTransport
 
 _ALL_BITS = 2**64 - 1
@@ -56,17 +56,12 @@ class MpiAgreements:
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges descriptions; every rank makes the same error of them."""
-        text = np.frombuffer(agreement.describe().encode(errors="replace")[:_MAX_TEXT_BYTES], np.uint8)
+        text = np.frombuffer(agreement.text_for_others().encode(errors="replace")[:_MAX_TEXT_BYTES], np.uint8)
         sizes = self._transport.all_gather_numbers(np.array([text.size], np.int64)).reshape(-1).tolist()
         bounds = [0, *accumulate(sizes)]
         texts = np.empty(bounds[-1], np.uint8)
         self._transport.all_gather(text, texts, bounds)
-        told = [
-            texts[begin:end].tobytes().decode(errors="replace").splitlines() or [""] for begin, end in pairwise(bounds)
-        ]
-        first = first_difference([lines[1:] for lines in told])
-        descriptions = {
-            rank: Description(lines[0], first, tuple(lines[1 + first : 1 + first + _SHOWN_LINES]))
-            for rank, lines in zip(self._ranks, told, strict=True)
-        }
-        raise mismatch(self._label, agreement, descriptions)
+        told = [texts[begin:end].tobytes().decode(errors="replace") for begin, end in pairwise(bounds)]
+        descriptions = Description.parse_whole(dict(zip(self._ranks, told, strict=True)))
+        shown = {rank: d._replace(lines=d.lines[:_SHOWN_LINES]) for rank, d in descriptions.items()}
+        raise mismatch(self._label, agreement, shown)

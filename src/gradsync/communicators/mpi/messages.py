@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.agreement import Agreement, Description, message_mismatch
 from gradsync.communicators.backend import Message
 from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.mpi.transport import (
@@ -26,7 +26,6 @@ from gradsync.communicators.mpi.transport import (
     MpiTransport,
 )
 from gradsync.communicators.mpi.waiting import Wait
-from gradsync.errors import PlanMismatch
 from gradsync.reduction import Array
 
 _TEXT_BYTES = 4096  # description of a message, for PlanMismatch
@@ -115,13 +114,8 @@ class MpiMessages:
 
     def _raise_mismatch(self, half: _Half, theirs: str) -> NoReturn:
         own, other = self._ranks[self._transport.rank], self._ranks[half.peer]
-        first, second = sorted((own, other))
-        what = f"ranks {first} and {second} disagree on the message between them"
-        if half.is_circle:
-            what = f"ranks {first} and {second} wait for each other: swap what one of them does, or use exchange"
-        texts = {own: half.text, other: theirs}
-        shown = "".join(f"\n  rank {number}: {texts[number]}" for number in (first, second))
-        raise PlanMismatch(f"{self._label}: {what}; nothing was moved:{shown}", descriptions=texts)
+        descriptions = {own: Description.parse(half.text), other: Description.parse(theirs)}
+        raise message_mismatch(self._label, descriptions, is_circle=half.is_circle)
 
 
 class _Half:
@@ -137,7 +131,8 @@ class _Half:
 
     Attributes:
         peer: the other rank.
-        agreement, text: what this rank believes the message to be.
+        agreement: what this rank believes the message to be.
+        text: the same for the peer, where the two differ.
         theirs: what the peer was about to do, where that differs.
         is_circle: whether the peer waits for this rank in the same direction.
         is_barred: whether the peer waits for this rank in a collective.
@@ -161,7 +156,7 @@ class _Half:
         self._is_answering = is_answering
         self.peer = message.peer
         self.agreement = message.agreement
-        self.text = message.agreement.describe()
+        self.text = ""
         self.theirs: str | None = None
         self.is_circle = False
         self.is_barred = False
@@ -217,7 +212,8 @@ class _Half:
         self._begin(*((part, []) if self._is_sending else ([], part)), TAG_DATA)
 
     def _exchange_texts(self) -> None:
-        text = self.text.encode(errors="replace")[:_TEXT_BYTES]
+        text = self.agreement.text_for_others().encode(errors="replace")[:_TEXT_BYTES]
+        self.text = text.decode(errors="replace")  # as short as the peer reads it
         mine, theirs = np.zeros(_TEXT_BYTES, np.uint8), np.zeros(_TEXT_BYTES, np.uint8)
         mine[: len(text)] = np.frombuffer(text, np.uint8)
         self._texts = mine, theirs

@@ -13,7 +13,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.agreement import Agreement, on_behalf
 from gradsync.communicators.nccl.crossed_messages import CrossedMessages
 from gradsync.communicators.nccl.predicted_agreement import PredictedAgreement
 from gradsync.communicators.verdicts import Verdicts
@@ -202,8 +202,10 @@ class NcclAgreements:
     def _ask_at_once(self, questions: Sequence[Question]) -> _Coming:
         """Asks on threads, because the other ranks may come to the questions in any order; see _next_of."""
         coming: _Coming = SimpleQueue()
+        asking = threading.get_ident()
 
         def ask(question: Question) -> None:
+            on_behalf.thread = asking
             try:
                 coming.put((question, self._ask(question)))
             except BaseException as error:  # raised where the answer is taken; another question ends by it too

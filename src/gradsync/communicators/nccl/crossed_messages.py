@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 
-from gradsync.communicators.agreement import Agreement
-from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout
+from gradsync.communicators.agreement import Agreement, Description, message_mismatch
+from gradsync.errors import GradsyncError, RendezvousTimeout
 from gradsync.rendezvous.group_client import GroupClient
 
 _TEXT_BYTES = 4096
@@ -39,6 +39,7 @@ class CrossedMessages:
         self._place = f"crossed/{positions[0]}-{positions[1]}/{kind}"
         self._agreement = agreement
         self._is_told = False
+        self._mine = ""  # what it has told
         self.were_found = False
 
     def look(self) -> None:
@@ -47,9 +48,9 @@ class CrossedMessages:
         Raises:
             PlanMismatch: so does the peer, which is going to find the same.
         """
-        mine = self._agreement.describe()
         if not self._is_told:
-            self._pair.set(self._key(self._pair.rank), mine.encode(errors="replace")[:_TEXT_BYTES])
+            self._mine = self._agreement.text_for_others()
+            self._pair.set(self._key(self._pair.rank), self._mine.encode(errors="replace")[:_TEXT_BYTES])
             self._is_told = True
         try:
             text = self._pair.get(self._key(1 - self._pair.rank), timeout_seconds=0.0).decode(errors="replace")
@@ -57,13 +58,9 @@ class CrossedMessages:
             return
         self.were_found = True
         ranks = self._pair.world_ranks
-        texts = {ranks[self._pair.rank]: mine, ranks[1 - self._pair.rank]: text}
-        first, second = sorted(texts)
-        raise PlanMismatch(
-            f"{self._label}: ranks {first} and {second} wait for each other: swap what one of them does, or use "
-            f"exchange; no data was moved:\n  rank {first}: {texts[first]}\n  rank {second}: {texts[second]}",
-            descriptions=texts,
-        )
+        texts = {ranks[self._pair.rank]: self._mine, ranks[1 - self._pair.rank]: text}
+        descriptions = {rank: Description.parse(text) for rank, text in texts.items()}
+        raise message_mismatch(self._label, descriptions, is_circle=True)
 
     def withdraw(self) -> None:
         """Takes back what was said, because the message was met after all."""

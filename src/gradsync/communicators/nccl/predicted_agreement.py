@@ -18,13 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.communicators.agreement import Agreement, Description, mismatch, place_of_caller
 from gradsync.communicators.closing_notices import ClosingNotices
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout
 from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.rendezvous.messages import MAX_EVENT_BYTES
+from gradsync.stack_report import caller
 
 _CONTEXT_EVENTS = 4  # how many events predict the next one
 _MAX_CONTEXTS = 65_536
@@ -95,6 +96,8 @@ class PredictedAgreement:
         self.was_overtaken = False
         self.asks_always = False
         self._overtaken_at: int | None = None  # an event that this rank launched and another one asked about
+        self._told = -1, ""  # that event, or an earlier one, and what this rank has told of it
+        self._launching_thread = threading.get_ident()
         client.follow(group, self._on_asked)
 
     @property
@@ -135,6 +138,7 @@ class PredictedAgreement:
             if self.asks_always or self._asked_at == self._position or not self._history.predicts(agreement.digest):
                 return False
             self._advance(agreement.digest, agreement)
+            self._launching_thread = threading.get_ident()
             return True
 
     def pass_over(self) -> None:
@@ -195,7 +199,10 @@ class PredictedAgreement:
                 return None  # its question crossed this rank's own
             self._overtaken_at = position
             self.was_overtaken = True
-        return PassedEvent(launched.digest, launched.describe())
+            found = caller(self._launching_thread)  # not the line of the call, which has returned, but one near it
+            place = "" if found is None else f"launched; by now at {found}"
+            self._told = position, f"{place}\n{launched.describe()}"
+            return PassedEvent(launched.digest, self._told[1])
 
     def _ask(self, position: int, digest: int, look_around: Callable[[], None] | None) -> Verdict:
         began = time.monotonic()
@@ -223,9 +230,14 @@ class PredictedAgreement:
                 self._overtaken_at = None
         return self._mismatch(position, agreement, broken=broken)
 
+    def _own_text(self, position: int, agreement: Agreement | None) -> str:
+        if self._told[0] == position:
+            return self._told[1]
+        return f"{place_of_caller()}\n(unknown)" if agreement is None else agreement.text_for_others()
+
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Exchanges descriptions through the server and makes the error."""
-        mine = agreement.describe() if agreement is not None else "(unknown)"
+        mine = self._own_text(position, agreement)
         texts = {self._own_rank: mine}
         try:
             self._publish(position, mine)
@@ -233,14 +245,8 @@ class PredictedAgreement:
                 texts[rank] = self._read(position, rank)
         except GradsyncError as error:  # the mismatch is the news; whose text is missing is told beside it
             for rank in self._other_ranks():
-                texts.setdefault(rank, f"(not told: {error})")
-        lines = [text.splitlines()[1:] for text in texts.values()]
-        first = first_difference(lines)
-        described = {
-            rank: Description(text.splitlines()[0] if text else "", first, tuple(text.splitlines()[1 + first :]))
-            for rank, text in texts.items()
-        }
-        return mismatch(self._label, agreement, described, broken=broken)
+                texts.setdefault(rank, f"\n(not told: {error})")
+        return mismatch(self._label, agreement, Description.parse_whole(texts), broken=broken)
 
     def _publish(self, position: int, text: str) -> None:
         """Sets this rank's text, in pieces; the last one is shorter than the others."""

@@ -183,13 +183,14 @@ class SharedBarrier:
         First a checksum of each line, from which all ranks find the first that differs; then the text from there on,
         because the whole may be too long.
         """
-        headline, *lines = agreement.describe().splitlines() or [""]
+        place, _, described = agreement.text_for_others().partition("\n")
+        headline, *lines = described.splitlines() or [""]
         self._texts.write(self._rank, b"".join(crc32(line.encode()).to_bytes(4, "little") for line in lines))
         self._arrive(_NO_DIGEST)
         sums = [self._texts.read(rank) for rank in range(len(self._ranks))]
         first = first_difference([[part[i : i + 4] for i in range(0, len(part), 4)] for part in sums])
         self._arrive(_NO_DIGEST)  # until here the others read this rank's checksums
-        self._texts.write(self._rank, "\n".join([headline, *lines[first:]]).encode(errors="backslashreplace"))
+        self._texts.write(self._rank, "\n".join([place, headline, *lines[first:]]).encode(errors="backslashreplace"))
         self._arrive(_NO_DIGEST)
         texts = {number: self._texts.read(rank).decode(errors="replace") for rank, number in enumerate(self._ranks)}
         descriptions = {number: Description.parse(text, first) for number, text in texts.items()}

@@ -15,13 +15,13 @@ from typing import NoReturn
 
 import numpy as np
 
+from gradsync.communicators.agreement import Description, message_mismatch
 from gradsync.communicators.backend import Message
 from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.pages import whole_pages
 from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS, Incoming, Outgoing, Side, Transfer
 from gradsync.communicators.shared_memory.waiting import ANY_ROUND, SPINS, Rests, TextBoard
-from gradsync.errors import PlanMismatch
 
 _LINE_WORDS = 8
 _TEXT_BYTES = 4096  # description of a message, for PlanMismatch
@@ -146,13 +146,8 @@ class SharedChannels:
 
     def _raise_mismatch(self, transfer: Transfer, descriptions: tuple[str, str]) -> NoReturn:
         ranks = self._waiting.ranks
-        texts = dict(zip((ranks[self._rank], ranks[transfer.peer]), descriptions, strict=True))
-        first, second = sorted(texts)
-        what = f"ranks {first} and {second} disagree on the message between them"
-        if transfer.is_circle:
-            what = f"ranks {first} and {second} wait for each other: swap what one of them does, or use exchange"
-        shown = "".join(f"\n  rank {number}: {texts[number]}" for number in (first, second))
-        raise PlanMismatch(f"{self._waiting.label}: {what}; nothing was moved:{shown}", descriptions=texts)
+        both = zip((ranks[self._rank], ranks[transfer.peer]), map(Description.parse, descriptions), strict=True)
+        raise message_mismatch(self._waiting.label, dict(both), is_circle=transfer.is_circle)
 
     # -- Memory ------------------------------------------------------------------------------------------------
 

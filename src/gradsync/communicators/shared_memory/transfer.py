@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradsync.communicators.agreement import place_of_caller
 from gradsync.communicators.backend import Message
 from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.shared_memory.waiting import TextBoard
@@ -186,7 +187,7 @@ class Transfer:
         self._end()
 
     def _disagree(self, other: Side, number: int) -> None:
-        text = f"{self.verb} {self.agreement.describe()}"
+        text = f"{place_of_caller()}\n{self.verb} {self.agreement.describe()}"
         self._board.write(self._own.place, text.encode(errors="backslashreplace"))
         self._words[self._line + _TOLD] = self._number
         self._dispute = _Dispute(self._text_of(self._own), other, number)  # read back: as short as the peer reads it
