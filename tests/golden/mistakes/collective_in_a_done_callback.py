@@ -1,0 +1,11 @@
+# gradsync run -n 2 --backend shm {}
+import numpy as np
+
+import gradsync as gs
+
+with gs.init_process_group() as comm:
+    sync = gs.AllreduceCallback()
+    with sync.backward():
+        sync("weights", np.ones(2)).add_done_callback(lambda future: comm.barrier())
+    comm.barrier()
+    print("done")

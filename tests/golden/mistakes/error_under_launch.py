@@ -1,0 +1,13 @@
+# python {}
+import gradsync as gs
+
+
+def train():
+    with gs.init_process_group("shm") as comm:
+        if comm.rank == 1:
+            raise ValueError("a bad batch")
+        comm.barrier()
+
+
+if __name__ == "__main__":
+    gs.launch(train, nprocs=2)

@@ -1,0 +1,9 @@
+# python {}
+import gradsync as gs
+
+
+def train():
+    pass
+
+
+gs.launch(train, nprocs=1)
