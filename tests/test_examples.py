@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cross_check_launch import run_on_gradsync
+from places import SHM, Place, on
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -97,7 +100,36 @@ def losses_in(shown: str) -> list[float]:
 def test_gradient_accumulation_reduces_once_a_step() -> None:
     code, shown, told = run(EXAMPLES / "gradient_accumulation.py")
     assert (code, told) == (0, "")
-    assert shown == "[rank 0] weights [1. 2. 3.], 100 all-reduces in 100 steps\n"
+    steps = {step: steps_of_one_process(2, step, *ACCUMULATED)[-1].round(3) for step in (1, 10, 100)}
+    wanted = [f"step {step}: weights {model[:3]}, bias {model[3:]}" for step, model in steps.items()]
+    assert shown.replace("[rank 0] ", "").splitlines() == ["100 all-reduces for 400 small batches", *wanted]
+
+
+ACCUMULATED = (4, 64)  # small batches in a step of the example, and samples in one
+
+
+def steps_of_one_process(ranks: int, steps: int, batches: int, samples: int) -> list[np.ndarray]:
+    """Plain gradient descent: each step takes the mean over all samples of all ranks at once."""
+    sources = [np.random.default_rng(rank) for rank in range(ranks)]
+    model, history = np.zeros(4), []
+    for _ in range(steps):
+        drawn = [source.normal(size=(samples, 3)) for source in sources for _ in range(batches)]
+        x = np.hstack([np.concatenate(drawn), np.ones((ranks * batches * samples, 1))])
+        model = model - 0.1 * 2 * (x @ model - x @ [1.0, 2.0, 3.0, 4.0]) @ x / len(x)
+        history.append(model)
+    return history
+
+
+def accumulate_as_the_example_does(comm: Any, steps: int) -> list[np.ndarray]:
+    return runpy.run_path(str(EXAMPLES / "gradient_accumulation.py"))["train"](comm, steps)
+
+
+@pytest.mark.parametrize(("place", "ranks"), [*on(SHM, 1, 2, 3)])
+def test_gradient_accumulation_makes_the_steps_of_one_process(place: Place, ranks: int) -> None:
+    """Each step alike: that all ends well would also be so where most of the batches are lost."""
+    by_rank = place.run(ranks, accumulate_as_the_example_does, 30)
+    for history in by_rank:
+        np.testing.assert_allclose(history, steps_of_one_process(ranks, 30, *ACCUMULATED), rtol=1e-12)
 
 
 def test_mixed_precision_skips_the_same_steps_on_all_ranks() -> None:

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 SCENES = ("every parameter", "unused parameters")
+ACCUMULATION = "accumulation"
 STEPS = 12
+ACCUMULATING_STEPS = 20
 BATCH = 6
 
 
@@ -86,6 +88,27 @@ def train(model: nn.Module, rank: int, scene: str) -> list[float]:
     return losses
 
 
+def accumulate(wrapper: Any, rank: int) -> torch.Tensor:
+    """Trains with steps of two and of three small batches; returns the parameters after each step, as rows."""
+    torch.manual_seed(rank)
+    layers = [nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 5)]
+    model = wrapper(nn.Sequential(*layers))
+    rng = np.random.default_rng([2, rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    rows = []
+    for step in range(ACCUMULATING_STEPS):
+        optimizer.zero_grad(set_to_none=step % 3 == 0)
+        batches = 2 + step % 2
+        for number in range(batches):
+            inputs = torch.from_numpy(rng.normal(size=(BATCH, 7)).astype(np.float32))
+            labels = torch.from_numpy(rng.integers(0, 5, BATCH))
+            with nullcontext() if number == batches - 1 else model.no_sync():
+                (nn.functional.cross_entropy(model(inputs), labels) / batches).backward()
+        optimizer.step()
+        rows.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    return torch.stack(rows)
+
+
 def main(system: str, folder: str) -> None:
     torch.set_num_threads(1)
     rank, wrappers = with_ddp() if system == "ddp" else with_gradsync()
@@ -98,6 +121,7 @@ def main(system: str, folder: str) -> None:
             gradients = {f"{name} (gradient)": p.grad for name, p in model.named_parameters() if p.grad is not None}
             state = {"losses": torch.tensor(losses), **model.state_dict(), **gradients}
             learnt |= {f"{scene}{name}: {key}": value.numpy().copy() for key, value in state.items()}
+        learnt[f"{ACCUMULATION}{name}"] = accumulate(wrapper, rank).numpy()
     np.savez(Path(folder, f"{rank}.npz"), **learnt)
 
 

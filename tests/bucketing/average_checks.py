@@ -167,10 +167,14 @@ def go_through_a_callback(comm: Any, kit_name: str) -> None:
         assert abs(sync.norm - 5.0 * comm.world_size) < 1e-12
         np.testing.assert_allclose(kit.get(got["b"][0]), 1.0, rtol=1e-6)
         assert got["b"][1] is None
-    with sync.no_sync():
-        local = gs.average_gradients({"a": kit.put(np.full(9, float(comm.rank)))}, sync)
-    assert (kit.get(local["a"]) == comm.rank).all()
     assert sync.statistics.steps == 3
+    mine = kit.put(np.full(9, float(comm.rank)))
+    group = comm.split(0)  # which the error ends, as any does in a backward pass
+    of_group = gs.AllreduceCallback("sum", group)
+    with of_group.no_sync():
+        expect(gs.InvalidArgument, lambda: gs.average_gradients({"a": mine}, of_group), "within no_sync()")
+    assert (kit.get(mine) == comm.rank).all()
+    group.close()
 
 
 def keep_out_of_it(comm: Any) -> None:

@@ -115,7 +115,7 @@ def refuse_what_hooks_do_wrong(comm: Any, kit_name: str) -> None:
         expect(gs.InvalidArgument, lambda c=callback: c.register_hook(3), "needs a function")
         callback.register_hook(hook)
         with callback.no_sync():
-            callback("w", kit.put(np.ones(3, np.float32)))
+            callback.flush()
         gradients = put_all(kit, {"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)})
         futures = []
         try:

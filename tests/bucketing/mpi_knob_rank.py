@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import average_checks
+import callback_checks
 import callback_hook_checks
 import fixed_checks
 import knob_checks
@@ -36,6 +37,8 @@ CHECKS = (
     lambda comm: average_checks.average_everything(comm, "numpy"),
     lambda comm: average_checks.average_what_is_no_array(comm),
     lambda comm: average_checks.differ(comm, "numpy"),
+    lambda comm: callback_checks.accumulate(comm, "numpy"),
+    lambda comm: callback_checks.refuse_in_no_sync(comm, "numpy"),
 )
 
 if __name__ == "__main__":

@@ -157,7 +157,9 @@ class BackwardPasses:
             ) from error
 
     def abandon(self) -> None:
-        """Ends a pass that was left by an exception: the others are told, unless all of them have it."""
+        """Ends a pass that was left by an exception: the others are told, unless all have it or the pass was local."""
+        if not self.is_synchronising:
+            return
         failed = self._failed or GradientCancelled("autograd did not come to the end of the backward pass")
         self._failed = None
         try:

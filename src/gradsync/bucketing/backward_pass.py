@@ -154,10 +154,6 @@ class BackwardPass:
                     self._flushed_itself = True  # whatever came of it: the caller's flush is not for another step
         return future
 
-    def check(self, param: Any, grad: Any, communicator: Communicator) -> None:
-        """Refuses what hand_over would refuse as such; takes nothing."""
-        self.plan.check(param, grad, self.plan.arrivals.count, communicator)
-
     def is_flushed_since(self, ended: int) -> bool:
         """Whether a step has ended since `ended` was read, and no other has begun: then there is nothing to flush."""
         is_flushed = self.ended > ended and not self.is_under_way

@@ -22,15 +22,11 @@ from gradsync.bucketing.pending import display_name
 from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 from gradsync.bucketing.shapes_file import write_shapes
 from gradsync.bucketing.with_blocks import WithBlocks
-from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import parse_reduce_method
-
-_REDUCED = CollectiveEnd()  # of what needs no reduction
-_REDUCED.finish(None, None)
 
 
 class AllreduceCallback(WithBlocks):
@@ -143,14 +139,14 @@ class AllreduceCallback(WithBlocks):
 
         Raises:
             InvalidArgument: the parameter was handed over before in this step, is not hashable, no array came, or
-                one that shares memory with an earlier gradient of the step.
+                one that shares memory with an earlier gradient of the step; or within no_sync().
             UnsupportedDtype: e.g. the mean of integers.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
         communicator = self._communicator()
         if self._synchronising:
             return self._backward.hand_over(param, grad, communicator)
-        return self._keep_local(param, grad, communicator)
+        raise _refusal_in_no_sync(param, communicator)
 
     def gradient_buffers(self, parameters: Any = None) -> Any:
         """Makes arrays for gradients that live inside the buckets, so that synchronising them copies nothing.
@@ -216,7 +212,7 @@ class AllreduceCallback(WithBlocks):
     def flush(self) -> None:
         """Ends the backward pass: reduces what is left, and resolves every future of the step.
 
-        Every rank must call it. Inside no_sync() it only counts a local pass. On a GPU the current stream waits for
+        Every rank must call it. Within no_sync() it only counts a local pass. On a GPU the current stream waits for
         the reductions; the host does so only where gradients came from host memory.
 
         Raises:
@@ -254,11 +250,22 @@ class AllreduceCallback(WithBlocks):
             )
         return communicator
 
-    def _keep_local(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Checks a gradient of a local pass, and gives it back."""
-        self._backward.check(param, grad, communicator)
-        self._step.agreements.local_gradients += 1
-        return GradientFuture(display_name(param, 0), _REDUCED, grad)
-
 
 make_allreduce_cb = AllreduceCallback
+
+
+def _refusal_in_no_sync(param: Any, communicator: Communicator) -> InvalidArgument:
+    """Makes the error of a gradient that is handed over within no_sync(): nothing there would keep it."""
+    name = display_name(param, 0)
+    if name.startswith("#"):
+        name = "parameter"
+    return InvalidArgument(
+        f"{communicator.label}: the gradient of {name} was handed over within no_sync(), where it would be lost: unlike "
+        "DistributedDataParallel, which adds up in .grad, an AllreduceCallback keeps nothing. Add the gradients up in "
+        "an array of your own, and hand over the sum once:\n\n"
+        "    total = 0\n"
+        "    for batch in batches:\n"
+        "        total = total + gradient_of(batch)  # hand over nothing here\n"
+        "    with sync.backward():  # outside no_sync()\n"
+        f"        future = sync({name}, total)"
+    )

@@ -48,11 +48,11 @@ class Join:
         self._told = [known.spec for known in known_parameters(parameters, "join", step.op, communicator)]
         self._zeros: dict[str, Array] = {}
 
-    def count(self, passes: int, gradients: int) -> int:
+    def count(self, passes: int) -> int:
         """Tells the others that this rank has gradients for the step that begins; returns how many ranks have."""
         if self._communicator.world_size == 1:
             return 1
-        present, _, _ = self._call_roll(_PRESENT, passes, gradients)
+        present, _ = self._call_roll(_PRESENT, passes)
         return present
 
     def stand_in(self) -> None:
@@ -65,7 +65,7 @@ class Join:
         plan = self._backward.plan
         specs = plan.specs_to_repeat() or self._told
         while self._communicator.world_size > 1:
-            present, passes, gradients = self._call_roll(_ENDED if specs else _UNABLE)
+            present, passes = self._call_roll(_ENDED if specs else _UNABLE)
             if not present:
                 return
             with suppress(NonFiniteGradient):  # told to the ranks that have gradients, which may go on
@@ -77,21 +77,19 @@ class Join:
                     self._zeros_for,
                     present=present,
                     passes=passes,
-                    gradients=gradients,
                 )
 
-    def _call_roll(self, answer: int, passes: int = 0, gradients: int = 0) -> tuple[int, int, int]:
-        """Returns how many ranks have gradients, and the local passes and gradients before these, of the first one."""
-        answers = self._communicator.share_numbers("join", [answer, passes, gradients], _AGREEMENT)
-        present = [rank for rank, (answer, _, _) in enumerate(answers) if answer == _PRESENT]
-        unable = [rank for rank, (answer, _, _) in enumerate(answers) if answer == _UNABLE]
+    def _call_roll(self, answer: int, passes: int = 0) -> tuple[int, int]:
+        """Returns how many ranks have gradients, and how many local passes the first of these has made before."""
+        answers = self._communicator.share_numbers("join", [answer, passes], _AGREEMENT)
+        present = [rank for rank, (answer, _) in enumerate(answers) if answer == _PRESENT]
+        unable = [rank for rank, (answer, _) in enumerate(answers) if answer == _UNABLE]
         if not present:
-            return 0, 0, 0
+            return 0, 0
         if unable:
             raise self._unable(unable[0])
         self.last_rank = present[0]
-        _, passes, gradients = answers[present[0]]
-        return len(present), passes, gradients
+        return len(present), answers[present[0]][1]
 
     def _unable(self, rank: int) -> PlanMismatch:
         """Makes the error that every rank raises when one has no step that it could repeat."""

@@ -24,7 +24,6 @@ class StepAgreements:
         self.change_settings(settings)
         self._index = 0
         self.local_passes = 0
-        self.local_gradients = 0
 
     def change_settings(self, settings: str) -> None:
         """Has the events to come include other settings; between steps."""
@@ -34,21 +33,21 @@ class StepAgreements:
 
     def begin_step(self) -> None:
         self._index = 0
-        self.local_passes = self.local_gradients = 0
+        self.local_passes = 0
 
     def bucket(self, bucket: Bucket) -> Agreement:
         """Returns the agreement to reduce this bucket next."""
-        event = (bucket, self.local_passes, self.local_gradients)  # of a repeated step it is the very same bucket
+        event = (bucket, self.local_passes)  # of a repeated step it is the very same bucket
         return self._next(event, self._describe_bucket, self._summarise_bucket, _facts_of_bucket)
 
     def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
         """Returns the agreement that the step ends here, after so many gradients; `missing` names those that are."""
-        event = ((gradients, missing), self.local_passes, self.local_gradients)
+        event = ((gradients, missing), self.local_passes)
         if self._index == 0:  # an empty step says nothing about the next: what is known stays
             return self._make(event, 0, self._describe_flush, self._summarise_flush, _facts_of_flush)
         return self._next(event, self._describe_flush, self._summarise_flush, _facts_of_flush)
 
-    def _next(self, event: tuple[Any, int, int], describe: Any, summarise: Any, facts: Any) -> Agreement:
+    def _next(self, event: tuple[Any, int], describe: Any, summarise: Any, facts: Any) -> Agreement:
         index, self._index = self._index, self._index + 1
         if index < len(self._known):
             known, agreement = self._known[index]
@@ -59,15 +58,15 @@ class StepAgreements:
         self._known.append((event, agreement))
         return agreement
 
-    def _make(self, event: tuple[Any, int, int], index: int, describe: Any, summarise: Any, facts: Any) -> Agreement:
-        of_what, *passes = event
+    def _make(self, event: tuple[Any, int], index: int, describe: Any, summarise: Any, facts: Any) -> Agreement:
+        of_what, passes = event
         content = of_what.specs if isinstance(of_what, Bucket) else of_what
         digest = digest_of("gradients", index, self._op, content, passes)
         return Agreement(
             digest, partial(describe, event), index, partial(summarise, event), tell=partial(facts, event, self._op)
         )
 
-    def _describe_bucket(self, event: tuple[Bucket, int, int]) -> str:
+    def _describe_bucket(self, event: tuple[Bucket, int]) -> str:
         specs = event[0].specs
         total_bytes = sum(spec.size_bytes for spec in specs)
         lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in specs]
@@ -75,22 +74,22 @@ class StepAgreements:
         headline = f"all_reduce ({self._op}) of a bucket of {of_what}{_after(event)}"
         return "\n".join([headline, *lines])
 
-    def _summarise_bucket(self, event: tuple[Bucket, int, int]) -> str:
+    def _summarise_bucket(self, event: tuple[Bucket, int]) -> str:
         specs = event[0].specs
         size = size_text(sum(spec.size_bytes for spec in specs))
         names = names_text([spec.label for spec in specs])
         return f"all_reduce({self._op}) {specs[0].dtype} {size} {names}"
 
-    def _describe_flush(self, event: tuple[tuple[int, tuple[str, ...]], int, int]) -> str:
+    def _describe_flush(self, event: tuple[tuple[int, tuple[str, ...]], int]) -> str:
         gradients, missing = event[0]
         without = f", without one for {list_of_names(missing)}" if missing else ""
         return f"flush ({self._op}) after {_count(gradients, 'gradient')}{without}{_after(event)}"
 
-    def _summarise_flush(self, event: tuple[tuple[int, tuple[str, ...]], int, int]) -> str:
+    def _summarise_flush(self, event: tuple[tuple[int, tuple[str, ...]], int]) -> str:
         return f"flush({self._op}) after {_count(event[0][0], 'gradient')}"
 
 
-def _facts_of_bucket(event: tuple[Bucket, int, int], op: str) -> dict[str, Any]:
+def _facts_of_bucket(event: tuple[Bucket, int], op: str) -> dict[str, Any]:
     bucket = event[0]
     return {
         "collective": "all_reduce",
@@ -103,21 +102,17 @@ def _facts_of_bucket(event: tuple[Bucket, int, int], op: str) -> dict[str, Any]:
     }
 
 
-def _facts_of_flush(event: tuple[tuple[int, tuple[str, ...]], int, int], op: str) -> dict[str, Any]:
+def _facts_of_flush(event: tuple[tuple[int, tuple[str, ...]], int], op: str) -> dict[str, Any]:
     gradients, missing = event[0]
     return {"collective": "flush", "detail": op, "gradients": gradients, "missing": missing, **_facts_of_passes(event)}
 
 
-def _facts_of_passes(event: tuple[Any, int, int]) -> dict[str, int]:
-    _, passes, gradients = event
-    return {"local_passes": passes, "local_gradients": gradients} if passes or gradients else {}
+def _facts_of_passes(event: tuple[Any, int]) -> dict[str, int]:
+    return {"local_passes": event[1]} if event[1] else {}
 
 
-def _after(event: tuple[Any, int, int]) -> str:
-    _, passes, gradients = event
-    if not passes and not gradients:
-        return ""
-    return f", after {_count(passes, 'local pass', 'local passes')} with {_count(gradients, 'gradient')} (no_sync)"
+def _after(event: tuple[Any, int]) -> str:
+    return f", after {_count(event[1], 'local pass', 'local passes')} (no_sync)" if event[1] else ""
 
 
 def _count(number: int, one: str, many: str = "") -> str:

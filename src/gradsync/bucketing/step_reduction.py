@@ -30,11 +30,11 @@ from gradsync.reduction import ReduceOp
 class RollCall(Protocol):
     """How the ranks that have gradients for a step are counted; see join.py."""
 
-    def count(self, passes: int, gradients: int) -> int:
+    def count(self, passes: int) -> int:
         """Returns how many ranks have gradients for the step that begins. Every rank must call it.
 
         Args:
-            passes, gradients: the local passes that this rank has made before it, and the gradients of these.
+            passes: the local passes that this rank has made before it.
         """
 
 
@@ -178,7 +178,6 @@ class StepReduction:
         *,
         present: int,
         passes: int,
-        gradients: int,
     ) -> None:
         """Takes part, with zeros, in a whole step of the ranks that have gradients for it.
 
@@ -189,10 +188,10 @@ class StepReduction:
             communicator: whose ranks take part.
             zeros: zeros(bucket) returns the work on an array of them, which the next call may return again.
             present: how many ranks have gradients.
-            passes, gradients: the local passes that those have made before it: their agreements include them.
+            passes: the local passes that those have made before it: their agreements include them.
         """
         self.begin_step(present)
-        self.agreements.local_passes, self.agreements.local_gradients = passes, gradients
+        self.agreements.local_passes = passes
         complete = [bucket for position, spec in enumerate(specs) for bucket in planner.add(spec, position)]
         groups = self.launch_groups(memory, communicator)
         try:
@@ -272,4 +271,4 @@ class StepReduction:
 
     def _call_roll(self) -> None:
         if self.roll_call is not None and self._present is None:
-            self._present = self.roll_call.count(self.agreements.local_passes, self.agreements.local_gradients)
+            self._present = self.roll_call.count(self.agreements.local_passes)

@@ -52,7 +52,7 @@ def average_gradients(
         tree: of gradients, on the communicator's device; an array alone is one too. Its containers are left as they
             are.
         callback: hands the gradients over to it, under their paths, and ends its step; so whatever it was made to do is
-            done, such as clipping or skipping, and inside its no_sync() gradients stay local.
+            done, such as clipping or skipping. Within its no_sync() that is an error: nothing is handed over there.
         op: "mean" or "sum", in any case; None: the mean, or what the callback does.
         communicator: None is the world's, or the callback's.
 

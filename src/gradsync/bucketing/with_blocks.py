@@ -41,9 +41,9 @@ class WithBlocks(ABC):
     def backward(self) -> Iterator[None]:
         """Surrounds a backward pass: flushes at its end.
 
-        When the body raises, the futures that are not done are cancelled, and the communicator is aborted, so that
-        the other ranks get RankFailed instead of waiting. After PlanMismatch and NonFiniteGradient of the callback's
-        own collectives, which every rank gets, it stays usable, unless the error says `broken`.
+        When the body raises, within no_sync() too, the futures that are not done are cancelled, and the communicator is
+        aborted, so that the other ranks get RankFailed instead of waiting. After PlanMismatch and NonFiniteGradient of
+        the callback's own collectives, which every rank gets, it stays usable, unless the error says `broken`.
         """
         ended = self._backward.ended
         try:
@@ -57,10 +57,19 @@ class WithBlocks(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Surrounds passes whose gradients stay local, for accumulation.
+        """Surrounds local passes, in which no gradient is handed over; flush() counts them.
 
-        Futures are done at once and give the caller's own arrays; adding up is the caller's. Every rank must make the
-        same number of local passes: the next step's agreement includes it.
+        Nothing adds gradients up here. Sum them in arrays of your own, and hand over the sum once, in the last pass,
+        outside this block; a gradient that is handed over within it is refused. The block is only there to have the
+        ranks agree on the number of local passes: each flush() or backward() in it counts one, and the next step's
+        agreement includes their number, so that ranks which accumulate differently get PlanMismatch.
+
+            for batch in batches[:-1]:
+                total += gradient_of(batch)
+                with sync.no_sync():
+                    sync.flush()
+            with sync.backward():
+                future = sync("weights", total + gradient_of(batches[-1]))
 
         Raises:
             InvalidArgument: in the middle of a step: flush first.
@@ -78,8 +87,7 @@ class WithBlocks(ABC):
 
         A rank that leaves the block takes part in the steps of the others, with zeros, until all have left it; the mean
         is that over the ranks that handed over gradients. (Where some are absent, half precision is added up and
-        divided in two roundings.) Each rank repeats the gradients of its last step, in their order. What a rank has
-        accumulated in no_sync() and not handed over is left out.
+        divided in two roundings.) Each rank repeats the gradients of its last step, in their order.
 
         The parameters of a rank that leaves early stay behind. Afterwards all can take those of a rank that did not:
 
@@ -142,5 +150,5 @@ class WithBlocks(ABC):
     def _wake_others(self, what: str, error: BaseException) -> None:
         communicator = self._group or get_world()
         told = communicator is None or communicator.world_size == 1 or error is self._backward.told
-        if self._synchronising and communicator is not None and not told:
+        if communicator is not None and not told:
             communicator.abort(f"in {what}: {describe(error)}", culprit=culprit_of(error))
