@@ -17,6 +17,7 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import comm
+from places import SHM, STAND_IN, Place, on
 from rank_processes import run_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -40,8 +41,9 @@ def test_a_world_of_one_that_nobody_has_initialised() -> None:
     anything = object()
     assert comm.all_gather(anything) == [anything]
     assert comm.gather(anything) == [anything]
-    with pytest.raises(gs.InvalidArgument, match="dst to be 0, the only rank, got 1"):
-        comm.gather(1, dst=1)
+    assert comm.gather(anything, dst=1) == [anything]
+    with gs.init_process_group("local") as world:
+        assert comm.gather(anything, dst=1) == comm.gather(anything, dst=1, group=world) == [anything]
 
 
 def test_the_environment_does_not_count_before_initialisation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +63,8 @@ def test_the_local_group_of_one() -> None:
     group = comm.get_local_process_group()
     assert (group.rank, group.world_size) == (0, 1)
     assert comm.all_gather("mine", group=group) == ["mine"]
-    with pytest.raises(gs.InvalidArgument, match="called before"):
-        comm.create_local_process_group(1)
+    comm.create_local_process_group(np.int64(1))
+    assert comm.get_local_process_group() is group
     with gs.init_process_group("local"):
         with pytest.raises(gs.InvalidArgument, match="there is no local process group"):
             comm.get_local_process_group()  # that one was another world's
@@ -76,15 +78,36 @@ def test_a_group_must_be_a_communicator() -> None:
             call(1, group="world")
 
 
-def test_seeds_are_fresh_whatever_was_seeded() -> None:
-    seeds = set()
-    for _ in range(20):
-        np.random.seed(7)
-        seeds.add(comm.shared_random_seed())
-    assert len(seeds) == 20
-    assert all(0 <= seed < 2**31 for seed in seeds)
-    assert max(seeds) > 2**24
-    np.random.seed(max(seeds))
+def draw_seeds(_: Any = None) -> tuple[list[int], list[int], int]:
+    """Returns the numbers that rank 0 would draw, the shared seeds, and what this rank's generator gives then."""
+    rank = comm.get_rank()
+    before = np.random.get_state()
+    try:
+        np.random.seed(7 + rank)
+        shared = [comm.shared_random_seed() for _ in range(10)]
+        left = int(np.random.randint(2**31))
+        alike = np.random.RandomState(7 + rank)
+        assert [int(alike.randint(2**31)) for _ in range(11)][-1] == left  # each rank's generator goes on alike
+    finally:
+        np.random.set_state(before)
+    of_rank_0 = np.random.RandomState(7)
+    return [int(of_rank_0.randint(2**31)) for _ in range(10)], shared, left
+
+
+def test_seeds_are_rank_0s_next_random_numbers() -> None:
+    wanted, shared, _ = draw_seeds()
+    assert shared == wanted
+    assert len(set(shared)) == 10
+    assert all(0 <= seed < 2**31 for seed in shared)
+    assert max(shared) > 2**24
+
+
+@pytest.mark.parametrize(("place", "n"), [*on(SHM, 2, 3), *on(STAND_IN, 2)])
+def test_seeds_of_ranks_are_rank_0s_next_random_numbers(place: Place, n: int) -> None:
+    results = place.run(n, draw_seeds)
+    for wanted, shared, _ in results:
+        assert shared == wanted
+    assert len({left for _, _, left in results}) == n
 
 
 class Exported:
@@ -208,6 +231,12 @@ def move_data(communicator: Any) -> None:
     assert comm.all_gather({"rank": rank, "data": "x" * rank}) == [{"rank": r, "data": "x" * r} for r in range(n)]
     for dst in range(n):
         assert comm.gather(rank, dst) == (list(range(n)) if rank == dst else [])
+    if n > 1:
+        for wrong in (9, -1, "0", True):
+            error = expect(gs.InvalidArgument, lambda w=wrong: comm.gather(rank, dst=w))
+            assert str(error) == f"rank {rank}/{n}: comm.gather needs dst from 0 to {n - 1}, got {wrong!r}"
+        error = expect(gs.InvalidArgument, lambda: comm.all_gather(lambda: rank))
+        assert "comm.all_gather moved nothing" in str(error)
     seeds = [comm.shared_random_seed() for _ in range(10)]
     assert comm.all_gather(seeds) == [seeds] * n
     assert len(set(seeds)) == 10
@@ -225,7 +254,13 @@ def work_in_local_groups(communicator: Any, per_machine: int) -> None:
         assert f"rank {rank}/{n}: create_local_process_group needs" in str(error)
     expect(gs.InvalidArgument, comm.get_local_process_group)
     comm.create_local_process_group(per_machine)
-    expect(gs.InvalidArgument, lambda: comm.create_local_process_group(per_machine))
+    made = comm.get_local_process_group()
+    comm.create_local_process_group(np.int32(per_machine))
+    assert comm.get_local_process_group() is made
+    if n > 1:
+        other = 1 if per_machine > 1 else n
+        error = expect(gs.InvalidArgument, lambda: comm.create_local_process_group(other))
+        assert f"was called before with {per_machine} ranks on each machine, now with {other}" in str(error)
     first = rank - rank % per_machine
     group = comm.get_local_process_group()
     assert group.ranks == tuple(range(first, first + per_machine))
@@ -330,7 +365,7 @@ def test_ranks_that_differ_are_told() -> None:
     assert "rank 1 has nothing, lacks 'loss'" in first[1]
     assert "reduce_dict(mean)" in first[2]
     assert "reduce_dict(sum)" in first[2]
-    assert "rank 1: objects.all_gather" in first[3]
+    assert "rank 1: comm.all_gather" in first[3]
     assert "rank 1: 'loss' is a str" in first[5]
     assert "rank 1: its object does not pickle" in first[6]
 

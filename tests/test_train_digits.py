@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_limits
 
 import gradsync as gs
 from gradsync.communicators.local import LocalCommunicator
 from rank_processes import run_ranks
+
+threadpoolctl = pytest.importorskip("threadpoolctl", reason="it comes with the extra examples")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))  # rank processes import this module too
@@ -28,7 +29,7 @@ GRADIENT_BYTES = 38_282 * 4
 
 def train_quietly(comm, on_step=None, **settings):
     # Ranks share the cores, and one BLAS thread has one order of summation.
-    with threadpool_limits(1):
+    with threadpoolctl.threadpool_limits(1):
         return train(comm, Settings(quiet=True, **settings), on_step)
 
 

@@ -8,12 +8,12 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from gradsync import __version__
+from gradsync.arguments import DEFAULT_GRACE_SECONDS
 from gradsync.bench.command import bench
 from gradsync.diagnostics.command import trace
 from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED
-from gradsync.launching.numbers import DEFAULT_GRACE_SECONDS
 from gradsync.variable_values import LARGEST_PORT
 
 if TYPE_CHECKING:

@@ -7,10 +7,12 @@ for what that means (peers that trust each other).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, cast
 
+import numpy as np
+
+from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
@@ -18,8 +20,6 @@ from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
 from gradsync.process_group import group_barrier, place_on_machine
 from gradsync.scalars_by_name import reduce_told, tell
-
-_SEED_BYTES, _SEED_BITS = 4, 31
 
 _alone: Communicator | None = None  # the local group of a process that has initialised nothing
 
@@ -58,26 +58,33 @@ def get_local_size() -> int:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Makes the group of the ranks of each machine. Every rank must call it, once, with the same number.
+    """Makes the group of the ranks of each machine. Every rank must call it, with the same number.
 
-    Machines are taken to hold consecutive ranks, as launchers number them: 0 to n - 1 on the first.
+    Machines are taken to hold consecutive ranks, as launchers number them: 0 to n - 1 on the first. A second call with
+    the same number does nothing.
 
     Args:
         num_workers_per_machine: n, by which the number of ranks must divide evenly.
 
     Raises:
-        InvalidArgument: it does not divide, or the group exists already.
+        InvalidArgument: it does not divide, or the group was made with another number.
         PlanMismatch: the ranks pass different numbers.
     """
     global _alone
-    n, world_size, rank = num_workers_per_machine, get_world_size(), get_rank()
+    n, world_size, rank = integer_of(num_workers_per_machine), get_world_size(), get_rank()
     who = f"rank {rank}/{world_size}: create_local_process_group"
-    if _local_group() is not None:
-        raise InvalidArgument(f"{who} was called before: get_local_process_group() gives the group")
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1 or world_size % n:
+    if n is None or n < 1 or world_size % n:
         raise InvalidArgument(
             f"{who} needs the same number of ranks on each machine: one that divides the {world_size} of the world, "
-            f"got {n!r}"
+            f"got {num_workers_per_machine!r}"
+        )
+    made = _local_group()
+    if made is not None:
+        if made.world_size == n:
+            return
+        raise InvalidArgument(
+            f"{who} was called before with {made.world_size} ranks on each machine, now with {n}: "
+            "get_local_process_group() gives the group"
         )
     world = get_world()
     if world is None:
@@ -126,7 +133,7 @@ def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "all_gather")
-    return [data] if communicator is None else communicator.objects.all_gather(data)
+    return [data] if communicator is None else communicator.objects.all_gather_for("comm.all_gather", data)
 
 
 def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[Any]:
@@ -134,7 +141,7 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
 
     Args:
         data: anything that pickles. In a world of one it comes back as it is, and need not.
-        dst: a rank of the group, as the group counts.
+        dst: a rank of the group, as the group counts. Not looked at in a world of one.
         group: whose ranks take part; None is the world.
 
     Raises:
@@ -143,19 +150,18 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
     """
     communicator = _ranks_of(group, "gather")
     if communicator is None:
-        if dst != 0:
-            raise InvalidArgument(f"rank 0/1: gather needs dst to be 0, the only rank, got {dst!r}")
         return [data]
-    return communicator.objects.gather(data, dst) or []
+    return communicator.objects._gather_for("comm.gather", data, dst, "dst") or []
 
 
 def shared_random_seed() -> int:
     """Returns a random number of 31 bits, the same on all ranks and another one at every call. Every rank must call it.
 
-    All ranks that seed a generator with it draw the same numbers: for a sampler that shuffles, say. It is fresh from
-    the operating system, whatever generators have been seeded with.
+    All ranks that seed a generator with it draw the same numbers: for a sampler that shuffles, say. It is rank 0's next
+    `np.random.randint(2**31)`, as in detectron2: a program that calls `np.random.seed` gets the same seeds in each run,
+    another one fresh ones. Every rank draws, so that generators that were in step stay so.
     """
-    seed = int.from_bytes(os.urandom(_SEED_BYTES), "little") >> (8 * _SEED_BYTES - _SEED_BITS)
+    seed = int(np.random.randint(2**31))  # the global generator, as that is what programs seed
     world = _ranks_of(None, "shared_random_seed")
     return seed if world is None else int(world.objects.broadcast_for("shared_random_seed", seed))
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsync.arguments import integer_of
 from gradsync.bucketing.bucket_hook import BucketHook as BucketHook
 from gradsync.bucketing.bucket_hook import GradientBucket as GradientBucket
 from gradsync.bucketing.flat_buffer import array_module
@@ -241,6 +242,7 @@ def _seeded(shape: tuple[int, int], seed: int) -> Array:
 
 
 def _natural(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+    number = integer_of(value)
+    if number is None or number < least:
         raise InvalidArgument(f"LowRankHook: {name} must be an integer of at least {least}, got {value!r}")
-    return int(value)
+    return number

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
 import numpy.typing as npt
 
+from gradsync.arguments import integer_of
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
@@ -73,11 +72,8 @@ def _shuffled(n: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 def _natural(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0 or isinstance(value, bool):
+    number = integer_of(value)
+    if number is None or number < 0:
         raise InvalidArgument(f"shard_indices: {name} must be an integer of 0 or more, got {value!r}")
     return number
 

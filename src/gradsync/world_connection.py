@@ -9,6 +9,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 
+from gradsync.arguments import integer_of, is_number
 from gradsync.backend_choice import agree_on_backend, check_backend, offer_of, suitable_backend
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.nccl.connection import connect_nccl
@@ -132,7 +133,7 @@ def _lacks_secret(place: RankEnvironment) -> bool:
 
 def _check_seconds(**values: float) -> None:
     for name, value in values.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        if not is_number(value) or not value > 0:
             raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
 
 
@@ -143,10 +144,12 @@ def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankE
     environment = read_environment()
     if rank is None or world_size is None:
         return _place_without_launcher(backend) if environment is None else environment
-    if not _is_integer(world_size) or world_size < 1:
+    size, number = integer_of(world_size), integer_of(rank)
+    if size is None or size < 1:
         raise InvalidArgument(f"world_size must be an integer of at least 1, got {world_size!r}")
-    if not _is_integer(rank) or not 0 <= rank < world_size:
-        raise InvalidArgument(f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank!r}")
+    if number is None or not 0 <= number < size:
+        raise InvalidArgument(f"rank must be 0 to world_size - 1 = {size - 1}, got {rank!r}")
+    rank, world_size = number, size
     if environment is None or environment.world_size != world_size:
         base = RankEnvironment(rank, world_size, rank, world_size, source="arguments")
         return base if environment is None else replace(base, address=environment.address, hosted=False)
@@ -173,10 +176,6 @@ def _place_without_launcher(backend: str) -> RankEnvironment:
         "`mpiexec -n 2 python script.py`, pass rank= and world_size=, or, for one process, use "
         'GRADSYNC_BACKEND=local or backend="local"'
     )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def choose_backend(wanted: str, settings: WorldSettings) -> str:

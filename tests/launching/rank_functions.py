@@ -23,6 +23,14 @@ def place(*arguments):
     return {name: os.environ[name] for name in names}, arguments
 
 
+def launch_again():
+    try:
+        gs.launch(place, (), 2)
+    except gs.InvalidArgument as error:
+        return str(error)
+    return "launched"
+
+
 def environment():
     return dict(os.environ)
 

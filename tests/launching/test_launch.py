@@ -14,6 +14,7 @@ import pytest
 import rank_functions
 
 import gradsync as gs
+from gradsync.launching import start_method_choice
 from gradsync.launching.launch import MainProcessError, WorkerError
 from process_table import parent_of
 
@@ -147,6 +148,14 @@ def test_launch_inside_a_rank_is_refused_before_any_process_starts(monkeypatch):
     ):
         with pytest.raises(gs.InvalidArgument, match="starts its own ranks; run it with python, not with gradsync run"):
             call()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_launch_inside_a_launched_function_is_told_without_gradsync_run(monkeypatch, method):
+    monkeypatch.setattr(start_method_choice, "_default", method)
+    for text in gs.launch(rank_functions.launch_again, (), 2):
+        assert "ranks cannot launch ranks" in text
+        assert "gradsync run" not in text
 
 
 def test_arguments_and_number_of_ranks_have_defaults(monkeypatch):

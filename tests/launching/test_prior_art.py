@@ -4,6 +4,7 @@ The names say the behaviour; what goes deeper stands in the test files of the mo
 """
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import command
@@ -87,6 +89,20 @@ def test_launcher_is_a_decorator_with_arguments():
 
 def test_launcher_is_called_directly():
     assert gs.launcher(rank_functions.plain, n_gpus=2)("x") == [("x", True)] * 2
+
+
+def test_launcher_options_by_position():
+    assert gs.launcher(rank_functions.plain, 2)("x") == [("x", True)] * 2
+    port = gs.free_port()
+    run = gs.launcher(rank_functions.backend_of_group, 1, 1, 0, "127.0.0.1", port, "cpu", "local")
+    assert run() == ["local"]
+    assert gs.launcher(None, 2)(rank_functions.plain)("x") == [("x", True)] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_launcher_takes_functions_of_c(method):
+    assert gs.launcher(time.sleep, 1, start_method=method)(0.0) == [None]
+    assert gs.launcher(n_gpus=2, start_method=method)(math.sqrt)(4.0) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])

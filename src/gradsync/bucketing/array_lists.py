@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.collective_call import is_integer
 from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.world import group_or_world
@@ -14,19 +14,20 @@ from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
 
 
-def communicator_and_root(what: str, communicator: Communicator | None, root: int) -> Communicator:
-    """Returns the communicator that a caller means, once `root` is known to be one of its ranks."""
+def communicator_and_root(what: str, communicator: Communicator | None, root: int) -> tuple[Communicator, int]:
+    """Returns the communicator that a caller means, and `root` as an int, once it is known to be one of its ranks."""
     if isinstance(root, (Communicator, NonMember)):
         raise InvalidArgument(
             f"{what} got a communicator ({root!r}) in the place of the root's number: pass it by name, communicator=..."
         )
     communicator = group_or_world(communicator, what, "communicator")
-    if not is_integer(root) or not 0 <= root < communicator.world_size:
+    number = integer_of(root)
+    if number is None or not 0 <= number < communicator.world_size:
         within = "" if communicator.ranks == tuple(range(communicator.world_size)) else ", numbered within the group"
         raise InvalidArgument(
             f"{communicator.label}: {what}: root must be 0 to {communicator.world_size - 1}{within}, got {root!r}"
         )
-    return communicator
+    return communicator, number
 
 
 def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: Communicator) -> None:

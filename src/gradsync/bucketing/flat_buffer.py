@@ -12,29 +12,28 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.arguments import integer_of
 from gradsync.errors import InvalidArgument
 
 Shape = Sequence[int]
 
 
-def get_offsets(shapes: Sequence[Shape]) -> list[int]:
+def get_offsets(shapes: Sequence[Shape | None]) -> list[int]:
     """Returns where each array begins and ends in the flat buffer that holds them one after the other.
 
     Args:
-        shapes: the shapes, in order. The shape () of a 0-d array counts as one element.
+        shapes: the shapes, in order. The shape () of a 0-d array counts as one element; None is (1,).
 
     Returns:
         [begin0, end0, begin1, end1, ...] in elements.
 
     Raises:
-        InvalidArgument: a dimension is negative or not an integer.
+        InvalidArgument: no shape, or a dimension that is negative or no integer.
     """
     offsets: list[int] = []
     end = 0
     for shape in shapes:
-        if any(not isinstance(n, (int, np.integer)) or n < 0 for n in shape):
-            raise InvalidArgument(f"get_offsets needs shapes of integers >= 0, got {tuple(shape)}")
-        begin, end = end, end + prod(int(n) for n in shape)
+        begin, end = end, end + prod(_checked_shape("get_offsets", shape))
         offsets += (begin, end)
     return offsets
 
@@ -78,31 +77,44 @@ def param_pack_concat(
     return flat
 
 
-def param_pack_split(flat: Any, offsets: Any, shapes: Sequence[Shape]) -> list[Any]:
+def param_pack_split(flat: Any, offsets: Any, shapes: Sequence[Shape | None]) -> list[Any]:
     """Splits a flat array into views of the given shapes: the inverse of param_pack_concat.
 
     Args:
         flat: 1-D contiguous array.
         offsets: what get_offsets gave for the shapes.
-        shapes: the shapes, in order.
+        shapes: the shapes, in order; None is (1,).
 
     Returns:
         One view into `flat` for each shape; writing to a view writes to `flat`.
 
     Raises:
-        InvalidArgument: the offsets do not fit the shapes, or `flat` is too short or not flat.
+        InvalidArgument: no shape, offsets that do not fit the shapes, or a `flat` that is too short or not flat.
     """
     bounds = [int(offset) for offset in offsets]
-    _check_offsets("param_pack_split", bounds, [prod(shape) for shape in shapes])
+    checked = [_checked_shape("param_pack_split", shape) for shape in shapes]
+    _check_offsets("param_pack_split", bounds, [prod(shape) for shape in checked])
     if flat.ndim != 1 or not flat.flags.c_contiguous or (bounds and flat.size < bounds[-1]):
         raise InvalidArgument(
             f"param_pack_split needs a contiguous 1-D array of at least {bounds[-1] if bounds else 0} elements, "
             f"got shape {flat.shape}"
         )
     return [
-        flat[begin:end].reshape(tuple(shape))
-        for begin, end, shape in zip(bounds[::2], bounds[1::2], shapes, strict=True)
+        flat[begin:end].reshape(shape) for begin, end, shape in zip(bounds[::2], bounds[1::2], checked, strict=True)
     ]
+
+
+def _checked_shape(who: str, shape: Shape | None) -> tuple[int, ...]:
+    if shape is None:
+        return (1,)
+    try:
+        lengths = [integer_of(length) for length in shape]
+    except TypeError:
+        lengths = [None]
+    checked = tuple([length for length in lengths if length is not None and length >= 0])
+    if len(checked) < len(lengths):
+        raise InvalidArgument(f"{who} needs shapes of integers >= 0, got {shape!r}")
+    return checked
 
 
 def _check_offsets(who: str, bounds: Sequence[int], sizes: Sequence[int]) -> None:

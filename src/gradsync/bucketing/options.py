@@ -11,7 +11,7 @@ import numpy as np
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.finite_check import POLICIES
 from gradsync.bucketing.gradient_norm import clip_factor
-from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, checked_bytes
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, dtype_name
 
@@ -63,7 +63,9 @@ class Options:
     @property
     def first_threshold_bytes(self) -> int:
         """The threshold of the first step."""
-        return DEFAULT_THRESHOLD_BYTES if isinstance(self.threshold_bytes, str) else self.threshold_bytes
+        if isinstance(self.threshold_bytes, str):
+            return DEFAULT_THRESHOLD_BYTES
+        return checked_bytes("threshold_bytes", self.threshold_bytes)
 
     def settings(self) -> str:
         """Returns what ranks must agree on beside op and buckets, in words: part of each bucket's agreement."""

@@ -39,7 +39,7 @@ def bcast_list_(
         if communicator is not None:
             raise InvalidArgument("bcast_list_ got communicator= and group=, two names for one thing: pass one")
         communicator = group_or_world(group, "bcast_list_")
-    communicator = communicator_and_root("bcast_list_", communicator, root)
+    communicator, root = communicator_and_root("bcast_list_", communicator, root)
     if isinstance(arrays, Mapping) or hasattr(arrays, "dtype"):
         kind = "a mapping: pass list(parameters.values())" if isinstance(arrays, Mapping) else "one array: pass [array]"
         raise InvalidArgument(f"{communicator.label}: bcast_list_ needs a list of arrays, got {kind}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from gradsync.arguments import integer_of
 from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
@@ -137,9 +138,9 @@ class BucketPlanner:
     """
 
     def __init__(self, threshold_bytes: int, first_bucket_bytes: int | None = None) -> None:
-        _check_size("threshold_bytes", threshold_bytes)
+        threshold_bytes = checked_bytes("threshold_bytes", threshold_bytes)
         if first_bucket_bytes is not None:
-            _check_size("first_bucket_bytes", first_bucket_bytes)
+            first_bucket_bytes = checked_bytes("first_bucket_bytes", first_bucket_bytes)
             if first_bucket_bytes > threshold_bytes:
                 raise InvalidArgument(
                     f"first_bucket_bytes must be at most threshold_bytes ({threshold_bytes}), got {first_bucket_bytes}"
@@ -263,9 +264,16 @@ def _filled_bytes(filling: _Filling) -> int:
     return filling.slots[-1].end * filling.slots[-1].spec.itemsize if filling.slots else 0
 
 
-def _check_size(name: str, size_bytes: object) -> None:
-    if not isinstance(size_bytes, int) or isinstance(size_bytes, bool) or size_bytes < 1:
+def checked_bytes(name: str, size_bytes: object) -> int:
+    """Returns a size as an int.
+
+    Raises:
+        InvalidArgument: it is no integer of at least 1.
+    """
+    number = integer_of(size_bytes)
+    if number is None or number < 1:
         raise InvalidArgument(f"{name} must be an integer of at least 1, got {size_bytes!r}")
+    return number
 
 
 def list_of_names(names: Sequence[str]) -> str:

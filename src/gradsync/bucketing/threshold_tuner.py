@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log
 
-from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, Bucket, GradientSpec, plan_buckets
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, Bucket, GradientSpec, checked_bytes, plan_buckets
 from gradsync.errors import InvalidArgument
 
 MIB = 1024**2
@@ -45,9 +45,8 @@ class ThresholdTuner:
     def __init__(
         self, candidates: Sequence[int] = CANDIDATES_BYTES, default_bytes: int = DEFAULT_THRESHOLD_BYTES
     ) -> None:
-        for threshold in (*candidates, default_bytes):
-            if not isinstance(threshold, int) or isinstance(threshold, bool) or threshold < 1:
-                raise InvalidArgument(f"a threshold must be an integer of at least 1 (bytes), got {threshold!r}")
+        candidates = [checked_bytes("a threshold", threshold) for threshold in candidates]
+        default_bytes = checked_bytes("a threshold", default_bytes)
         if not 1 <= len(set(candidates)) <= _MAX_CANDIDATES:
             raise InvalidArgument(
                 f"the tuner needs 1 to {_MAX_CANDIDATES} candidates, to be done within {MAX_STEPS} steps, "

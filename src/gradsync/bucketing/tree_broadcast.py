@@ -44,7 +44,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
             the first path where they do. No array was written to.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
     """
-    communicator = communicator_and_root("broadcast_tree", communicator, root)
+    communicator, root = communicator_and_root("broadcast_tree", communicator, root)
 
     def native(array: Any, path: str) -> Array:
         return communicator.native_array(array, f"broadcast_tree, {path or 'the tree'}")

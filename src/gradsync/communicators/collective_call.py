@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds
 from gradsync.communicators.host_arrays import overlaps_itself
@@ -85,9 +86,11 @@ class CollectiveBase(Backend):
 
     # -- Checks ------------------------------------------------------------------------------------------------
 
-    def _check_root(self, what: str, root: int) -> None:
-        if not is_integer(root) or not 0 <= root < self.world_size:
-            raise InvalidArgument(f"{self.label}: {what} needs root from {self._rank_range()}, got {shown(root)}")
+    def _checked_root(self, what: str, root: int, name: str = "root") -> int:
+        number = integer_of(root)
+        if number is None or not 0 <= number < self.world_size:
+            raise InvalidArgument(f"{self.label}: {what} needs {name} from {self._rank_range()}, got {shown(root)}")
+        return number
 
     def _rank_range(self) -> str:
         """Returns how the ranks are numbered, for errors."""
@@ -206,7 +209,3 @@ def bounds_of(sizes: Sequence[int], row: int) -> Bounds:
 def row_elements(shape: Shape) -> int:
     """Returns the elements in one row of an array of that shape, which has a first axis."""
     return prod(shape[1:])
-
-
-def is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from gradsync.arguments import integer_of
 from gradsync.environment import ALLOW_SHARED_GPU
 from gradsync.errors import InvalidArgument
 from gradsync.visible_devices import count_gpus, visible_gpus
@@ -72,9 +73,10 @@ def choose_gpus(
 
 def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
     """Returns an entry as CUDA_VISIBLE_DEVICES takes it."""
-    if isinstance(entry, bool) or not isinstance(entry, int | str):
+    number = entry if isinstance(entry, str) else integer_of(entry)
+    if number is None:
         raise InvalidArgument(f"gpus needs numbers or names of GPUs, got {entry!r} in {gpus!r}")
-    text = str(entry).strip()
+    text = str(number).strip()
     if not text:
         raise InvalidArgument(f"gpus has an empty entry: {gpus!r}")
     if not text.isascii() or not _GPU.fullmatch(text):

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gradsync.arguments import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds
 from gradsync.errors import BackendUnavailable, InvalidArgument
-from gradsync.launching.numbers import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds
 from gradsync.launching.start_methods import START_METHODS
 from gradsync.launching.targets import Target
 
@@ -126,12 +126,15 @@ class Job:
         return range(self.rank_start, self.rank_start + self.n_ranks)
 
     def _check_numbers(self) -> None:
-        check_integer(_WHO, "the number of processes", self.n_ranks, 1)
-        check_integer(_WHO, "rank_start", self.rank_start, 0)
+        n_ranks = check_integer(_WHO, "the number of processes", self.n_ranks, 1)
+        rank_start = check_integer(_WHO, "rank_start", self.rank_start, 0)
+        numbers = {"n_ranks": n_ranks, "rank_start": rank_start}
         if self.world_size != 0:
-            check_integer(_WHO, "world_size", self.world_size, self.rank_start + self.n_ranks)
+            numbers["world_size"] = check_integer(_WHO, "world_size", self.world_size, rank_start + n_ranks)
         if self.master_port is not None:
-            check_port(_WHO, "master_port", self.master_port)
-        check_port(_WHO, "rendezvous_port", self.rendezvous_port)
+            numbers["master_port"] = check_port(_WHO, "master_port", self.master_port)
+        numbers["rendezvous_port"] = check_port(_WHO, "rendezvous_port", self.rendezvous_port)
         check_seconds(_WHO, "the grace period", self.grace_seconds)
-        check_integer(_WHO, "max_restarts", self.max_restarts, 0)
+        numbers["max_restarts"] = check_integer(_WHO, "max_restarts", self.max_restarts, 0)
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)

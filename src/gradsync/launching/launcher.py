@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+from gradsync.arguments import integer_of
 from gradsync.errors import InvalidArgument
 from gradsync.launching.in_rank.named_function import mark_as_launcher
 from gradsync.launching.launcher_options import LauncherOptions
@@ -19,7 +20,6 @@ _Result = TypeVar("_Result")
 @overload
 def launcher(
     func: Callable[..., _Result],
-    *,
     n_gpus: int | None = None,
     world_size: int | None = None,
     rank_start: int = 0,
@@ -27,6 +27,7 @@ def launcher(
     port: int = 0,
     device_type: str = "auto",
     backend: str = "auto",
+    *,
     start_method: str | None = None,
 ) -> Callable[..., list[_Result]]: ...
 
@@ -34,7 +35,6 @@ def launcher(
 @overload
 def launcher(
     func: None = None,
-    *,
     n_gpus: int | None = None,
     world_size: int | None = None,
     rank_start: int = 0,
@@ -42,13 +42,13 @@ def launcher(
     port: int = 0,
     device_type: str = "auto",
     backend: str = "auto",
+    *,
     start_method: str | None = None,
 ) -> Callable[[Callable[..., _Result]], Callable[..., list[_Result]]]: ...
 
 
 def launcher(
     func: Callable[..., Any] | None = None,
-    *,
     n_gpus: int | None = None,
     world_size: int | None = None,
     rank_start: int = 0,
@@ -56,11 +56,12 @@ def launcher(
     port: int = 0,
     device_type: str = "auto",
     backend: str = "auto",
+    *,
     start_method: str | None = None,
 ) -> Callable[..., Any]:
     """Makes a call of the decorated function run it in `n_gpus` processes of this machine, one per rank.
 
-    With or without arguments: `@gs.launcher` or `@gs.launcher(n_gpus=2)`, or called: `gs.launcher(func, n_gpus=2)`.
+    With or without arguments: `@gs.launcher` or `@gs.launcher(n_gpus=2)`, or called: `gs.launcher(func, 2)`.
     In each rank the process group is initialised before the function runs (`gs.get_communicator()` gives it) and
     destroyed after it. With the start methods "spawn" and "forkserver" a script that calls the function needs the
     `if __name__ == "__main__":` guard. Nothing starts, and no port is bound, before the call.
@@ -98,7 +99,7 @@ def launcher(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., list[Any]]:
         if not callable(function):
-            hint = f"; for {function} ranks write launcher(n_gpus={function})" if isinstance(function, int) else ""
+            hint = f"; for {function} ranks write launcher(n_gpus={function})" if integer_of(function) else ""
             raise InvalidArgument(f"launcher needs a function, got {function!r}{hint}")
 
         @functools.wraps(function)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradsync.arguments import check_integer, check_port
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
-from gradsync.launching.numbers import check_integer, check_port
 from gradsync.visible_devices import default_process_count
 
 _DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}
@@ -75,11 +75,13 @@ class LauncherOptions:
         return min(count, self.world_size - self.rank_start), self.world_size
 
     def _check_numbers(self) -> None:
-        for name, value in (("n_gpus", self.n_gpus), ("world_size", self.world_size)):
-            if value is not None:
-                check_integer("launcher", name, value, 1)
-        check_integer("launcher", "rank_start", self.rank_start, 0)
-        check_port("launcher", "port", self.port)
+        numbers = {"rank_start": check_integer("launcher", "rank_start", self.rank_start, 0)}
+        numbers["port"] = check_port("launcher", "port", self.port)
+        for name in ("n_gpus", "world_size"):
+            if getattr(self, name) is not None:
+                numbers[name] = check_integer("launcher", name, getattr(self, name), 1)
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
         if not isinstance(self.master_ip, str) or not self.master_ip:
             raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {self.master_ip!r}")
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradsync.arguments import check_integer, check_port, integer_of
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.launching.gpus import choose_gpus, parse_gpus
-from gradsync.launching.numbers import check_integer, check_port
 from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.visible_devices import default_process_count
 
@@ -119,9 +119,8 @@ def _unknown(name: str) -> str:
 
 
 def _count_processes(nprocs: int, gpus: str | Sequence[int | str] | None, backend: str) -> int:
-    if isinstance(nprocs, bool) or nprocs != -1:
-        check_integer("spawn", "nprocs", nprocs, 1)
-        return nprocs
+    if integer_of(nprocs) != -1:
+        return check_integer("spawn", "nprocs", nprocs, 1)
     if gpus is not None:
         return len(parse_gpus(gpus))
     return default_process_count("cpu" if backend == "shm" else "auto")
@@ -155,5 +154,4 @@ def _checked_port(port: Any) -> int:
         return 0
     if isinstance(port, str) and port.isascii() and port.isdigit():
         port = int(port)
-    check_port("spawn", "started_port", port)
-    return int(port)
+    return check_port("spawn", "started_port", port)

@@ -140,10 +140,12 @@ def _refuse_inside_rank(name: str) -> None:
             'again; put the launch under `if __name__ == "__main__":`'
         )
     if rank := os.environ.get(environment.RANK):
-        raise InvalidArgument(
-            f"{name} was launched inside rank {rank}: this script starts its own ranks; run it with python, "
-            "not with gradsync run"
+        advice = (
+            "ranks cannot launch ranks; launch it from the process that has launched this one"
+            if rank_main.runs_function()
+            else "this script starts its own ranks; run it with python, not with gradsync run"
         )
+        raise InvalidArgument(f"{name} was launched inside rank {rank}: {advice}")
 
 
 def _module_exists(name: str) -> bool:

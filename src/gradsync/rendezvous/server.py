@@ -14,6 +14,7 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from gradsync.arguments import integer_of
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.descriptors import make_room
@@ -69,9 +70,10 @@ class RendezvousServer:
         called: str = "rank",
         host_rank: int | None = None,
     ) -> None:
-        if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
+        size = integer_of(world_size)
+        if size is None or not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
-        self.world_size = world_size
+        self.world_size = world_size = size
         self.run_id = _check_run_id(run_id)
         secret = check_secret(secret)
         tls = _load_tls(read_tls_files())

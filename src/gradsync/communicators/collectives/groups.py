@@ -15,8 +15,9 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
+from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import agreement_on, digest_of
-from gradsync.communicators.collective_call import CollectiveBase, CollectiveCall, is_integer
+from gradsync.communicators.collective_call import CollectiveBase, CollectiveCall
 from gradsync.communicators.collectives.group_meeting import meet_members
 from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.verdicts import NEWS_SECONDS, await_news
@@ -260,10 +261,11 @@ class Groups(CollectiveBase):
         return tuple(members)
 
     def _checked_word(self, name: str, value: int) -> int:
-        if not is_integer(value) or not -(2**63) <= value < 2**63:
+        number = integer_of(value)
+        if number is None or not -(2**63) <= number < 2**63:
             needed = "an integer of 64 bits or None" if name == "color" else "an integer of 64 bits"
             raise InvalidArgument(f"{self.label}: split needs {name} to be {needed}, got {value!r}")
-        return int(value)
+        return number
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement, agreement_on
 from gradsync.communicators.backend import Message
-from gradsync.communicators.collective_call import BYTE, CollectiveBase, CollectiveCall, is_integer
+from gradsync.communicators.collective_call import BYTE, CollectiveBase, CollectiveCall
 from gradsync.errors import InvalidArgument, shown
 from gradsync.reduction import Array
 
@@ -34,7 +35,7 @@ class Messages(CollectiveBase):
         self._run(self._send_call(array, dest), stream)
 
     def _send_call(self, array: Any, dest: int) -> CollectiveCall:
-        self._check_peer("send", "dest", dest)
+        dest = self._checked_peer("send", "dest", dest)
         source = self.native_array(array, "send")
         agreement = self._message_agreement(source, self.rank, dest)
 
@@ -62,7 +63,7 @@ class Messages(CollectiveBase):
         return self._run(self._recv_call(array, source), stream)
 
     def _recv_call(self, array: Any, source: int) -> CollectiveCall:
-        self._check_peer("recv", "source", source)
+        source = self._checked_peer("recv", "source", source)
         target = self.native_array(array, "recv")
         self._check_writable("recv", target, remedy="pass another array")
         agreement = self._message_agreement(target, source, self.rank)
@@ -98,8 +99,8 @@ class Messages(CollectiveBase):
         return self._run(self._exchange_call(array, dest=dest, out=out, source=source), stream)
 
     def _exchange_call(self, array: Any, *, dest: int, out: Any, source: int) -> CollectiveCall:
-        self._check_peer("exchange", "dest", dest, is_self_allowed=True)
-        self._check_peer("exchange", "source", source, is_self_allowed=True)
+        dest = self._checked_peer("exchange", "dest", dest, is_self_allowed=True)
+        source = self._checked_peer("exchange", "source", source, is_self_allowed=True)
         if (dest == self.rank) != (source == self.rank):
             raise InvalidArgument(
                 f"{self.label}: exchange with itself needs both dest and source {self.rank}, got dest {dest}, "
@@ -134,7 +135,9 @@ class Messages(CollectiveBase):
         way = f"rank {self.ranks[sender]} to rank {self.ranks[receiver]}"
         return agreement_on("message", array.shape, array.dtype, way, is_message=True)
 
-    def _check_peer(self, what: str, name: str, peer: int, *, is_self_allowed: bool = False) -> None:
-        if not is_integer(peer) or not 0 <= peer < self.world_size or (peer == self.rank and not is_self_allowed):
+    def _checked_peer(self, what: str, name: str, peer: int, *, is_self_allowed: bool = False) -> int:
+        number = integer_of(peer)
+        if number is None or not 0 <= number < self.world_size or (number == self.rank and not is_self_allowed):
             allowed = self._rank_range() + ("" if is_self_allowed else f", and not {self.rank}, this rank")
             raise InvalidArgument(f"{self.label}: {what} needs {name} from {allowed}, got {shown(peer)}")
+        return number

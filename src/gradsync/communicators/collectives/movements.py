@@ -52,7 +52,7 @@ class Movements(CollectiveBase):
         return self._run(self._broadcast_call(array, root), stream)
 
     def _broadcast_call(self, array: Any, root: int = 0) -> CollectiveCall:
-        self._check_root("broadcast", root)
+        root = self._checked_root("broadcast", root)
         native = self.native_array(array, "broadcast")
         if self.rank != root:
             self._check_writable("broadcast", native, remedy="pass a copy")
@@ -119,7 +119,7 @@ class Movements(CollectiveBase):
         return self._run(self._gather_call(array, root, sizes=sizes, out=out), stream)
 
     def _gather_call(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None) -> CollectiveCall:
-        self._check_root("gather", root)
+        root = self._checked_root("gather", root)
         return self._gathering("gather", array, root, sizes, out if self.rank == root else None)
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
@@ -228,7 +228,7 @@ class Movements(CollectiveBase):
         self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> CollectiveCall:
         what = "scatter"
-        self._check_root(what, root)
+        root = self._checked_root(what, root)
         is_root = self.rank == root
         if is_root and array is None:
             raise InvalidArgument(f"{self.label}: {what} needs an array on its root, which is this rank; got None")

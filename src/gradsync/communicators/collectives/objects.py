@@ -79,8 +79,12 @@ class Objects:
             obj: this rank's.
             root: the rank that gets them.
         """
-        self._communicator._check_root("objects.gather", root)
-        agreement = agreement_on("objects.gather", (), None, f"root {root}")
+        return self._gather_for("objects.gather", obj, root)
+
+    def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
+        """The same under another name, with another one for `root`; see all_gather_for."""
+        root = self._communicator._checked_root(what, root, argument)
+        agreement = agreement_on(what, (), None, f"root {root}")
         mine = self._parcel([obj])
 
         def move(path: HostPath, numbers: list[list[int]]) -> tuple[Array | None, Bounds]:
@@ -102,7 +106,7 @@ class Objects:
     def broadcast_for(self, what: str, obj: Any = None, root: int = 0) -> Any:
         """The same under another name; see all_gather_for."""
         communicator = self._communicator
-        communicator._check_root(what, root)
+        root = communicator._checked_root(what, root)
         agreement = agreement_on(what, (), None, f"root {root}")
         is_root = communicator.rank == root
         mine = self._parcel([obj] if is_root else [])
@@ -123,7 +127,7 @@ class Objects:
             root: the rank whose objects they are.
         """
         communicator = self._communicator
-        communicator._check_root("objects.scatter", root)
+        root = communicator._checked_root("objects.scatter", root)
         agreement = agreement_on("objects.scatter", (), None, f"root {root}")
         mine = self._parcel_for_each(objs) if communicator.rank == root else self._parcel([])
 

@@ -103,7 +103,7 @@ class Reductions(CollectiveBase):
     def _reduce_call(self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None) -> CollectiveCall:
         source = self.native_array(array, "reduce")
         op = self._checked_op("reduce", op, source)
-        self._check_root("reduce", root)
+        root = self._checked_root("reduce", root)
         target = None
         if self.rank == root and out is not None:
             target = self._checked_out("reduce", out, source.shape, source.dtype)

@@ -59,7 +59,7 @@ class NamedFunction(NamedTuple):
         for part in self.name.split("."):
             found = getattr(found, part)
         layer = found
-        while layer is not None and _MARK not in vars(layer):
+        while layer is not None and _MARK not in getattr(layer, "__dict__", {}):
             layer = getattr(layer, "__wrapped__", None)
         # Not marked at all: `run = launcher(function)` leaves the name to the plain function.
         function: Callable[..., Any] = found if layer is None else layer.__wrapped__

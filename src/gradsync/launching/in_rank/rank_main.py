@@ -18,6 +18,7 @@ from gradsync.launching.in_rank.rank_error import report_error
 from gradsync.launching.in_rank.rank_result import Returned, UnsendableResult
 
 _importing_main = False
+_runs_function = False
 _keep: list[Any] = []
 
 
@@ -64,6 +65,7 @@ def _finish_forked(code: int) -> NoReturn:
 
 
 def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoReturn:
+    global _runs_function
     report = descriptors.report
     # Programs that the user's code starts must not hold the launcher's pipe.
     os.set_inheritable(report, False)
@@ -77,6 +79,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         from gradsync.environment import hold_secret
 
         hold_secret(start["secret"])
+        _runs_function = start["kind"] == "function"
         result = _RUNNERS[start["kind"]](start) if call is None else _run_forked(call)
         if result is not None and os.getpid() == process_id:
             result.send(report, descriptors.result_file)
@@ -102,6 +105,11 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
 def is_importing_main() -> bool:
     """Tells whether this rank is importing the launching script again, to find a function in it."""
     return _importing_main
+
+
+def runs_function() -> bool:
+    """Tells whether this rank runs a function that `launch`, `spawn` or `launcher` was given, and no script."""
+    return _runs_function
 
 
 def _read_start(descriptor: int) -> dict[str, Any]:

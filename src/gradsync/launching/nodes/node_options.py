@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, field
 
+from gradsync.arguments import check_seconds
 from gradsync.environment import SECRET_FILE, take_secret
 from gradsync.errors import InvalidArgument
-from gradsync.launching.numbers import check_seconds
 from gradsync.rendezvous.messages import MAX_RANKS
 from gradsync.rendezvous.sockets import parse_address
 from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option

@@ -1,0 +1,71 @@
+"""The numbers that callers pass: checked in one place, refused in the same words, made Python's own.
+
+NumPy's numbers are as good as Python's; True and False are no numbers. The command line and the ranks' `launcher`
+import this file, so it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+from typing import Any
+
+from gradsync.errors import InvalidArgument
+from gradsync.variable_values import LARGEST_PORT
+
+#: Between asking ranks to end and killing them.
+DEFAULT_GRACE_SECONDS = 5.0
+
+
+def integer_of(value: object) -> int | None:
+    """Returns an integer of Python, NumPy or another library as an int; None where a value is none, or is a bool."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | None = None) -> int:
+    """Returns a value as an int, once it is known to be an integer in its range.
+
+    Args:
+        who: was given it, for the error.
+        name: of the value.
+        value: what was given.
+        lowest: the least that it may be.
+        highest: the most; None is any.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    number = integer_of(value)
+    if number is None or number < lowest or (highest is not None and number > highest):
+        range_text = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
+        raise InvalidArgument(f"{who} needs {name} to be an integer of {range_text}, got {value!r}")
+    return number
+
+
+def check_port(who: str, name: str, value: Any) -> int:
+    """Returns a port as an int, once it is known to be one; 0 takes a free one.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    return check_integer(who, name, value, 0, LARGEST_PORT)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, of Python or NumPy, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_seconds(who: str, name: str, value: Any) -> None:
+    """Checks that a value is a number of seconds, from 0, and finite.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    if not is_number(value) or not 0 <= value < float("inf"):
+        raise InvalidArgument(f"{who} needs {name} to be a number of seconds, 0 or more, got {value!r}")
