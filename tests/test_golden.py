@@ -155,7 +155,7 @@ def cases() -> dict[Path, Callable[[], str]]:
         found[GOLDEN / "help" / f"{words.replace(' ', '_') or 'gradsync'}.txt"] = lambda words=words: help_of(words)
     for path in (GOLDEN / "mistakes").glob("*.py"):
         found[path.with_suffix(".txt")] = lambda path=path: mistake(path)
-    for folder in (GOLDEN / "dumps").iterdir():
+    for folder in (GOLDEN / "trace").iterdir():
         if folder.is_dir():
             found[folder.with_suffix(".txt")] = lambda folder=folder: trace(folder)
     for function in (doctor, bench_thresholds, bench_collectives):
