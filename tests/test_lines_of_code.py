@@ -14,7 +14,7 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.stack_report import Caller, caller
+from gradsync.errors import Caller, caller
 from kits import make_kit
 from places import SHM, STAND_IN, Place, on
 

@@ -15,10 +15,71 @@ from functools import partial
 from typing import Any, Protocol
 
 from gradsync.completion import Completion
-from gradsync.errors import GradsyncError
+from gradsync.errors import GradsyncError, InvalidArgument, caller
 
 _log = logging.getLogger("gradsync")
+
+#: What a collective has to look at before it begins, any thread's; nearly always nothing. Submitted jobs that are not
+#: over, in order; done-callbacks that run; and an error that one of those has got, to be raised again. Not behind a
+#: function: every collective looks here, and a call would cost it more than all that it finds here otherwise.
+pending: dict[object, Any] = {}
+_REFUSED = "what a done-callback was refused"
 _lock = threading.Lock()  # one for all: held for a few assignments, and a training step makes hundreds
+
+
+class _Here(threading.local):
+    """What each thread knows of itself.
+
+    Attributes:
+        is_in_callback: whether it runs a done-callback.
+    """
+
+    is_in_callback = False
+
+
+_here = _Here()
+
+
+def check_may_call(label: str, what: str) -> None:
+    """Refuses a collective in a done-callback: ranks would run it at different places in their order.
+
+    To be called where `pending` holds something.
+
+    Args:
+        label: this rank, e.g. "rank 0/2".
+        what: names the collective.
+
+    Raises:
+        InvalidArgument: the calling thread is in a done-callback, or one was refused a collective and nobody but the
+            log has been told.
+    """
+    if _here.is_in_callback:
+        place = caller()
+        error = InvalidArgument(
+            f"{label}: {what} in a done-callback{'' if place is None else f', at {place}'}: done-callbacks must not "
+            "call collectives: ranks would run them at different places in their order; call it once flush() or "
+            "result() has returned"
+        )
+        pending.setdefault(_REFUSED, error)
+        raise error
+    raise_refused()
+
+
+def is_in_callback() -> bool:
+    """Whether the calling thread runs a done-callback."""
+    return _here.is_in_callback
+
+
+def raise_refused() -> None:
+    """Raises again, once, what a done-callback was refused: there it has only been logged.
+
+    Raises:
+        InvalidArgument: as for check_may_call; nothing in a done-callback.
+    """
+    if not _here.is_in_callback:
+        error = pending.pop(_REFUSED, None)
+        if error is not None:
+            raise _again(error) from error
 
 
 class Untold(Protocol):
@@ -165,10 +226,15 @@ class CollectiveEnd:
 
 
 def _run(function: Callable[[Any], None], future: Any) -> None:
+    was_in_callback, mark = _here.is_in_callback, object()
+    pending[mark], _here.is_in_callback = None, True
     try:
         function(future)
     except Exception:
         _log.exception("a done-callback of %s raised", future.name)
+    finally:
+        _here.is_in_callback = was_in_callback
+        pending.pop(mark, None)
 
 
 def _again(error: BaseException) -> BaseException:
@@ -184,9 +250,10 @@ def _again(error: BaseException) -> BaseException:
     return fresh.with_traceback(error.__traceback__)
 
 
-def _renew_lock() -> None:
+def _begin_anew_after_fork() -> None:
     global _lock
     _lock = threading.Lock()  # the parent's thread that may hold it is not in the child
+    _here.is_in_callback = False
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_begin_anew_after_fork)

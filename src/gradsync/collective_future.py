@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradsync.collective_end import CollectiveEnd, Untold
+from gradsync.collective_end import CollectiveEnd, Untold, pending, raise_refused
 from gradsync.completion import Completion
 from gradsync.errors import CollectiveTimeout, FutureNotReady
 
@@ -62,6 +62,7 @@ class CollectiveFuture:
         Raises:
             FutureNotReady: only the calling thread can complete it.
             CollectiveTimeout: the wait reached its deadline; the collective goes on.
+            InvalidArgument: a done-callback has called a collective; raised here where that was only logged.
             PlanMismatch, RankFailed, ...: whatever ended the collective.
         """
         self.wait(timeout=timeout)
@@ -77,6 +78,8 @@ class CollectiveFuture:
         Raises:
             FutureNotReady, CollectiveTimeout, PlanMismatch, RankFailed, ...: as for result().
         """
+        if pending:
+            raise_refused()
         self._await_launch(timeout)
         self._end.raise_error()
         if self._end.completion is not None:
@@ -92,8 +95,9 @@ class CollectiveFuture:
         """Calls function(self) once done; at once, in the calling thread, when it is done already.
 
         Else it runs in the thread that completes the future: on the CPU the one that ran the collective, on a GPU one
-        of the communicator's. An exception in it is logged, not raised. What of collectives in it: see
-        communicator.asynchronous.
+        of the communicator's. An exception in it is logged, not raised. It must not call collectives, on any
+        backend, nor hand over gradients: that is InvalidArgument, raised there and, as nobody may read the log, again
+        by this rank's next flush(), result() or collective.
 
         Args:
             function: gets this future.

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from gradsync.arguments import integer_of
+from gradsync.collective_end import check_may_call, pending
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
@@ -117,7 +118,7 @@ def is_main_process() -> bool:
 
 def synchronize() -> None:
     """Returns once every rank has called it; at once in a world of one."""
-    if get_world_size() > 1:
+    if _ranks_of(None, "synchronize") is not None:
         group_barrier()
 
 
@@ -197,6 +198,8 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
     """Returns the communicator of a group, the world's for None; None where it is one rank alone."""
     communicator = get_world() if group is None else group_or_world(group, what)
+    if pending:
+        check_may_call("rank 0/1" if communicator is None else communicator.label, what)
     return None if communicator is None or communicator.world_size == 1 else communicator
 
 

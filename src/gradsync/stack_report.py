@@ -10,7 +10,6 @@ import threading
 from itertools import starmap
 from operator import itemgetter
 from types import CodeType, FrameType
-from typing import NamedTuple
 
 from gradsync.deadline_call import call_with_deadline
 from gradsync.errors import describe
@@ -26,8 +25,6 @@ _FRAMES = (64, 32, 16, 8, 4, 2, 1)
 _NAMES = 3
 _LINE_CHARACTERS = 160
 _SOURCE_SECONDS = 1.0  # to read the lines of the program from its file system
-_PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-_PLACE_CHARACTERS = 160  # of a file's name, and of a function's
 _hanging: set[str] = set()  # files that were not read in that time, and are not asked for again
 
 
@@ -44,48 +41,6 @@ def stack_report(max_bytes: int = MAX_BYTES) -> str:
         return _report(max_bytes)
     except Exception as error:  # a report about a failure must not be another one
         return f"(the stacks cannot be told: {describe(error)})"[:max_bytes]
-
-
-class Caller(NamedTuple):
-    """A line of the user's program; keeps nothing alive but its code."""
-
-    code: CodeType
-    line: int
-
-    def __str__(self) -> str:
-        """Returns "train.py:41 in step", in one line of bounded length."""
-        file, function = _within(self.code.co_filename), _within(self.code.co_name)
-        return f"{file}:{self.line} in {function}"
-
-
-def caller(thread: int | None = None) -> Caller | None:
-    """Returns the line of the user's program that a thread is in: that of its innermost call from outside gradsync.
-
-    Where an installed package is between the two, as torch is in its backward pass, it is the line that called that;
-    the package's own only where there is no other. None on gradsync's own threads.
-
-    Args:
-        thread: its ident; None is the calling one.
-    """
-    frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
-    of_package: FrameType | None = None
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE):
-            if name.startswith(_LAUNCHING):  # from here on out it is what called the user's code
-                break
-        elif _PACKAGES[0] in name or _PACKAGES[1] in name:
-            of_package = of_package or frame
-        elif not name.startswith((_STANDARD_LIBRARY, "<frozen ")):
-            return Caller(frame.f_code, frame.f_lineno or 0)
-        frame = frame.f_back
-    return None if of_package is None else Caller(of_package.f_code, of_package.f_lineno or 0)
-
-
-def _within(name: str) -> str:
-    """Returns a name without line breaks; the end of one that is too long."""
-    shown = "".join(c if c.isprintable() else "?" for c in name[-_PLACE_CHARACTERS:])
-    return shown if len(name) <= _PLACE_CHARACTERS else f"...{shown}"
 
 
 def _report(max_bytes: int) -> str:

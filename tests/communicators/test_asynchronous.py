@@ -20,10 +20,10 @@ import pytest
 
 import gradsync as gs
 from contract import expect, wait_until
+from gradsync.collective_end import pending
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.asynchronous import Asynchronous
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.queued_jobs import pending
 from kits import bring_to_rest
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
@@ -278,49 +278,6 @@ def crosswise(comm: Any) -> None:
 
 def test_threads_that_submit_in_different_orders_on_the_ranks() -> None:
     run_ranks(2, crosswise)
-
-
-def from_callbacks(comm: Any) -> list[float]:
-    """The callback's own collectives come right after the one that it is of, on every rank."""
-    results: list[float] = []
-
-    def after(future: gs.CollectiveFuture) -> None:
-        results.append(future.result()[0])
-        results.append(comm.all_reduce(np.full(2, 10.0))[0])
-        results.append(comm.asynchronous.all_reduce(np.full(5, 20.0)).result()[0])
-
-    for _ in range(20):
-        first = comm.asynchronous.all_reduce(np.full(3, 1.0))
-        first.add_done_callback(after)
-        comm.asynchronous.all_reduce(np.full(7, 0.0))
-        comm.all_reduce(np.full(4, 2.0))
-    return results
-
-
-def test_callbacks_that_call_collectives() -> None:
-    assert run_ranks(2, from_callbacks) == [[2.0, 20.0, 40.0] * 20] * 2
-
-
-def added_late(comm: Any, path: str) -> list[float]:
-    """On one rank the first is done when the callback is added, on the other it is not."""
-    first, second, third = (np.full(4, value) for value in (0.0, 1.0, 100.0))
-    added = Path(path)
-    if comm.rank == 1:
-        wait_until(added.exists)
-    one = comm.asynchronous.all_reduce(first)
-    two = comm.asynchronous.all_reduce(second)
-    if comm.rank == 1:
-        two.result(WAIT)
-    one.add_done_callback(lambda _: comm.all_reduce(third))
-    if comm.rank == 0:
-        added.touch()
-    two.result(WAIT)
-    comm.barrier()
-    return [float(first[0]), float(second[0]), float(third[0])]
-
-
-def test_a_callback_that_comes_late_mixes_no_data(tmp_path: Path) -> None:
-    assert run_ranks(2, added_late, str(tmp_path / "added")) == [[0.0, 2.0, 100.0]] * 2
 
 
 # -- Errors ----------------------------------------------------------------------------------------------------------

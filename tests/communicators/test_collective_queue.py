@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import gradsync as gs
+from gradsync.collective_end import pending
 from gradsync.communicators import collective_queue
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.queued_jobs import pending
 
 WAIT = 20.0
 
@@ -106,23 +106,6 @@ def test_a_callback_that_leaves_does_not_end_the_others(comm: Any, caplog: pytes
     assert fine.result(WAIT) == 3
     assert "a done-callback of rank 0/1: a test raised SystemExit" in caplog.text
     assert called == [gate.future]
-
-
-def test_callbacks_may_call_collectives(comm: Any) -> None:
-    gate, order = Gate(comm), []
-
-    def after(_: Any) -> None:
-        comm.barrier()
-        order.append("barrier")
-        inner = submit(comm, lambda: order.append("inner"))
-        assert inner.done(), "it runs at once: before what others have submitted"
-        inner.result()
-
-    gate.future.add_done_callback(after)
-    later = submit(comm, lambda: order.append("later"))
-    gate.open()
-    later.result(WAIT)
-    assert order == ["barrier", "inner", "later"]
 
 
 def test_a_callback_that_asks_for_a_later_result_is_told_at_once(comm: Any) -> None:
@@ -275,13 +258,12 @@ def test_who_submits_waits_while_another_thread_does(comm: Any) -> None:
     thread.join(WAIT)
 
 
-# -- Callbacks that come late ----------------------------------------------------------------------------------------
+# -- Callbacks that call collectives ---------------------------------------------------------------------------------
 
 
-def refused(comm: Any, add: Callable[[Callable[[Any], None]], None]) -> list[str]:
-    """Adds a callback that tries collectives; returns how they were refused."""
-    answers: list[str] = []
-    over = threading.Event()
+@pytest.mark.parametrize("adds", ["in order", "late", "when it is done", "in another thread"])
+def test_a_callback_must_not_submit_whenever_it_was_added(comm: Any, adds: str) -> None:
+    gate, answers = Gate(comm), []
 
     def call(_: Any) -> None:
         for attempt in (comm.barrier, lambda: submit(comm, lambda: None), lambda: comm.asynchronous.barrier()):
@@ -289,57 +271,23 @@ def refused(comm: Any, add: Callable[[Callable[[Any], None]], None]) -> list[str
                 attempt()
             except gs.InvalidArgument as error:
                 answers.append(str(error))
-        over.set()
 
-    add(call)
-    assert over.wait(WAIT)
-    return answers
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-def test_a_callback_that_is_added_late_must_not_call_collectives(comm: Any, is_done: bool) -> None:
-    """It would run before what was submitted meanwhile on this rank, and after it on another."""
-    gate = Gate(comm)
-    later = submit(comm, lambda: None)
-    if is_done:
+    later = submit(comm, lambda: None) if adds == "late" else gate.future
+    if adds == "when it is done":
         gate.open()
         later.result(WAIT)
-
-    def add(function: Callable[[Any], None]) -> None:
-        gate.future.add_done_callback(function)
-        gate.open()
-
-    answers = refused(comm, add)
-    assert len(answers) == 3
-    assert all("add the callback right after submitting its own collective" in answer for answer in answers)
-    comm.barrier()
-
-
-def test_a_callback_that_another_thread_adds_must_not_call_collectives(comm: Any) -> None:
-    gate = Gate(comm)
-
-    def add(function: Callable[[Any], None]) -> None:
-        thread = threading.Thread(target=gate.future.add_done_callback, args=[function])
+    thread = threading.Thread(target=gate.future.add_done_callback, args=[call])
+    if adds == "in another thread":
         thread.start()
         thread.join(WAIT)
-        gate.open()
-
-    assert len(refused(comm, add)) == 3
-
-
-def test_a_callback_in_order_may_find_the_future_done(comm: Any) -> None:
-    order: list[str] = []
-    done = submit(comm, lambda: None)
-    done.result(WAIT)
-
-    def call(_: Any) -> None:
+    else:
+        thread.run()
+    gate.open()
+    with pytest.raises(gs.InvalidArgument, match="barrier in a done-callback"):  # the first
         comm.barrier()
-        submit(comm, lambda: order.append("inner"))
-
-    done.add_done_callback(call)
-    submit(comm, lambda: order.append("later"))
+    assert len(answers) == 3
     comm.barrier()
-    assert order == ["inner", "later"]
+    assert later.result(WAIT) == ("through" if later is gate.future else None)
 
 
 # -- What is left behind ---------------------------------------------------------------------------------------------

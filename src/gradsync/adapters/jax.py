@@ -16,6 +16,7 @@ import numpy as np
 from gradsync.adapters import without
 from gradsync.bucketing.tree_average import Leaf, average_leaves
 from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_containers
+from gradsync.collective_end import check_may_call, pending
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
@@ -56,6 +57,8 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
     """
     method = parse_reduce_method(op)
     communicator = group_or_world(communicator, "average_gradients", "communicator")
+    if pending:
+        check_may_call(communicator.label, "average_gradients")
     if communicator.world_size == 1:
         return tree
     paths, leaves, structure = _taken_apart(tree)

@@ -24,6 +24,7 @@ from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.step_works import StepWorks
+from gradsync.collective_end import check_may_call, pending
 from gradsync.communicators.base import Communicator
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
 
@@ -54,7 +55,6 @@ class BackwardPass:
         self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
         self.ended = 0
         self.told: BaseException | None = None
-        self._is_flushing = False
         self._ends = BucketEnds()
         self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
         self._works = StepWorks(self.plan, self.reduction)
@@ -119,11 +119,8 @@ class BackwardPass:
         """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback."""
         if communicator is not self._communicator:
             self.begin_with(communicator)
-        if self._is_flushing:
-            raise InvalidArgument(
-                f"{communicator.label}: a gradient was handed over by a done-callback while its step is being flushed: "
-                "hand it over in the next step"
-            )
+        if pending:
+            check_may_call(communicator.label, "callback(param, grad)")
         self._flushed_itself = False
         plan = self.plan
         entry = plan.arrivals.recurring(param, grad, communicator.arrays)
@@ -163,6 +160,8 @@ class BackwardPass:
 
     def flush(self, communicator: Communicator) -> None:
         """Reduces what is left, and ends the step."""
+        if pending:
+            check_may_call(communicator.label, "flush()")
         self.begin_with(communicator)
         flushed_itself, self._flushed_itself = self._flushed_itself, False
         if flushed_itself and not self.is_under_way:
@@ -173,7 +172,6 @@ class BackwardPass:
             if places is not None and self._is_incomplete(places):
                 self._complete(places, communicator)  # and with it, the step
                 return
-            self._is_flushing = True
             self._reduce_all(self.plan.planner.flush(), communicator, at_end=True)
             if self._guard is not None:
                 self._guard.check_results()
@@ -185,8 +183,6 @@ class BackwardPass:
             self.note_told(error)
             self.fail(error)
             raise
-        finally:
-            self._is_flushing = False
         self._ends.raise_leaving()
 
     def _end_well(self, communicator: Communicator) -> None:

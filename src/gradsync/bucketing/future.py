@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, ClassVar
 
-from gradsync.collective_end import CollectiveEnd
+from gradsync.collective_end import CollectiveEnd, pending, raise_refused
 from gradsync.collective_future import CollectiveFuture
 from gradsync.errors import GradsyncError
 
@@ -55,8 +55,10 @@ class GradientFuture(CollectiveFuture):
             timeout: as for result().
 
         Raises:
-            FutureNotReady, CollectiveTimeout: as for result().
+            FutureNotReady, CollectiveTimeout, InvalidArgument: as for result().
         """
+        if pending:
+            raise_refused()
         self._await_launch(timeout)
         if self._end.completion is not None:
             with contextlib.suppress(GradsyncError):
@@ -64,7 +66,7 @@ class GradientFuture(CollectiveFuture):
 
     def result(self, timeout: float | None = None) -> Any:
         """See CollectiveFuture; on the CPU, once the bucket is reduced, this costs one look."""
-        if not self._end.has_result:
+        if pending or not self._end.has_result:
             super().wait(timeout=timeout)
         return self._end.value if self._given is None else self._given
 

@@ -17,6 +17,7 @@ from gradsync.bucketing.claimed_memory import ClaimedMemory
 from gradsync.bucketing.pending import Destination, destination
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
 from gradsync.bucketing.trees import Unfit, is_array, leaves_of, with_leaves
+from gradsync.collective_end import check_may_call, pending
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import group_or_world
@@ -72,6 +73,8 @@ def average_gradients(
         return _put_together(tree, leaves, _by_callback(leaves, callback))
     method = parse_reduce_method("mean" if op is None else op)
     communicator = group_or_world(communicator, _WHAT, "communicator")
+    if pending:
+        check_may_call(communicator.label, _WHAT)
     if communicator.world_size == 1:
         return tree
     leaves = _leaves_of(tree, f"{communicator.label}: {_WHAT}")

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gradsync.collective_end import check_may_call, is_in_callback, pending, raise_refused
 from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.lost_failures import tell_lost_at_exit
-from gradsync.communicators.queued_jobs import Job, QueuedFuture, check_may_call, here, jobs_not_over, pending
-from gradsync.errors import CommunicatorClosed, describe
-from gradsync.stack_report import caller
+from gradsync.communicators.queued_jobs import Job, QueuedFuture, here, jobs_not_over
+from gradsync.errors import CommunicatorClosed, caller, describe
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime
@@ -36,12 +36,10 @@ class CollectiveQueue:
 
     Attributes:
         last: the job that was submitted last, unless the queue is idle.
-        submitted: how many jobs were submitted.
     """
 
     def __init__(self) -> None:
         self.last: Job | None = None
-        self.submitted = 0
         self._jobs: deque[Job] = deque()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -52,8 +50,7 @@ class CollectiveQueue:
         """Puts a collective at the end; see the function of this name."""
         with lifetime.submitting, self._lock:
             self._begin_serving()
-            self.submitted += 1
-            future = QueuedFuture(name, self, self.submitted)
+            future = QueuedFuture(name)
             job = Job(future, lifetime, what, run, caller(), lifetime.last_job)
             self._jobs.append(job)  # first: what Ctrl-C leaves behind is run, and nobody waits for what is not
             pending[job] = job
@@ -104,9 +101,6 @@ _is_registered = False
 def submit(lifetime: Lifetime, what: str, name: str, run: Callable[[], Any]) -> CollectiveFuture:
     """Puts a collective at the end of the calling thread's queue.
 
-    In a done-callback, which the thread of a queue runs, a collective runs at once: so its place in the order is the
-    same on every rank, whatever the others have submitted meanwhile.
-
     Args:
         lifetime: of its communicator.
         what: names the collective in errors.
@@ -114,31 +108,30 @@ def submit(lifetime: Lifetime, what: str, name: str, run: Callable[[], Any]) -> 
         run: runs it and returns its result.
 
     Raises:
-        InvalidArgument: in a done-callback that was added too late to have a place in the order.
+        InvalidArgument: in a done-callback, or because one was refused a collective; see check_may_call.
     """
-    check_may_call()
+    if pending:
+        check_may_call(lifetime.label, what)
     if here.queue is None:
         here.queue = CollectiveQueue()
-    if here.is_serving:
-        job = Job(QueuedFuture(name, here.queue, 0), lifetime, what, run, caller())
-        job.run()
-        return job.future
     return here.queue.submit(lifetime, what, name, run)
 
 
-def await_earlier(lifetime: Lifetime) -> None:
-    """Waits for what comes before a collective that the calling thread is about to run itself.
+def await_earlier(lifetime: Lifetime, what: str) -> None:
+    """Waits for what comes before a collective, named `what`, that the calling thread is about to run itself.
 
-    That is what this thread has submitted, and what any thread has for the same communicator; nothing in a
-    done-callback. Ctrl-C comes through.
+    That is what this thread has submitted, and what any thread has for the same communicator. Ctrl-C comes through.
 
     Raises:
-        InvalidArgument: as for submit.
+        InvalidArgument: as for submit; also when a done-callback of what it has waited for was refused.
     """
-    check_may_call()
-    if not here.is_serving and here.queue is not None and (last := here.queue.last) is not None:
+    if here.is_serving and not is_in_callback():
+        return  # the queue has its order; and what a callback was refused is for the program's own threads
+    check_may_call(lifetime.label, what)
+    if here.queue is not None and (last := here.queue.last) is not None:
         last.wait()
     await_submitted(lifetime)
+    raise_refused()
 
 
 def await_submitted(lifetime: Lifetime) -> None:
@@ -190,7 +183,7 @@ def _end_at_exit() -> None:
 def _begin_anew_after_fork() -> None:
     """The child has neither the threads nor a place in the collectives."""
     global _is_registered
-    here.queue, here.is_serving, here.may_call = None, False, True
+    here.queue, here.is_serving = None, False
     _is_registered = False
     _serving.clear()
     for job in jobs_not_over():

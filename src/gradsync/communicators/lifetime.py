@@ -11,11 +11,12 @@ from sys import _getframe as frame_of
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from gradsync.collective_end import pending
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.collective_queue import await_earlier, await_submitted, fail_submitted
 from gradsync.communicators.lost_failures import tell_lost
 from gradsync.communicators.occupancy import Occupancy, Turn
-from gradsync.communicators.queued_jobs import Job, pending
+from gradsync.communicators.queued_jobs import Job
 from gradsync.dumps import dump_at_failure
 from gradsync.errors import (
     CollectiveTimeout,
@@ -65,13 +66,21 @@ class Lifetime:
         """Returns a context that holds the communicator for one collective, named `what` in errors.
 
         Waits for what was submitted before it. First: who waits must not have told the turn its name.
+
+        Raises:
+            InvalidArgument: in a done-callback, or because one was refused a collective; see check_may_call.
         """
         if pending:
-            await_earlier(self)
+            await_earlier(self, what)
         turn = self._turn
         turn.what = what
         turn.agreement = agreement
         return turn
+
+    @property
+    def label(self) -> str:
+        """This rank in errors."""
+        return self._communicator.label
 
     def close(self) -> None:
         """Ends it in order; see Communicator.close. Raises a failure that no call of its family has raised."""

@@ -10,14 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gradsync.collective_end import pending
 from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.lost_failures import LostFailure
-from gradsync.errors import CommunicatorClosed, InvalidArgument, describe
-from gradsync.stack_report import Caller
+from gradsync.errors import Caller, CommunicatorClosed, describe
 
 if TYPE_CHECKING:
     from gradsync.communicators.collective_queue import CollectiveQueue
@@ -32,59 +31,28 @@ class Here(threading.local):
     Attributes:
         queue: where what it submits goes.
         is_serving: whether it is the thread of that queue.
-        may_call: whether it may call collectives: False within a callback that has no place in the order.
     """
 
     queue: CollectiveQueue | None = None
     is_serving = False
-    may_call = True
 
 
 here = Here()
 
-#: What a collective has to look at before it begins, any thread's; nearly always nothing. Submitted jobs that are not
-#: over, in order, and callbacks that must not call collectives (without a job). Not behind a function: every
-#: collective looks here, and a call would cost it more than all that it finds here otherwise.
-pending: dict[object, Job | None] = {}
-
 
 def jobs_not_over() -> list[Job]:
     """Returns what was submitted and is not over, in order."""
-    return [job for job in list(pending.values()) if job is not None]
+    return [job for job in list(pending.values()) if isinstance(job, Job)]
 
 
 class QueuedFuture(CollectiveFuture):
-    """The future of a collective in a queue.
+    """The future of a collective in a queue."""
 
-    Args:
-        name: how error messages call the collective.
-        queue: where it is; that of the thread that runs it, for one that a done-callback submits.
-        number: counts what was submitted there.
-    """
-
-    __slots__ = ("_number", "_queue")
+    __slots__ = ()
 
     _HELD_UP: ClassVar[str] = (
         "a done-callback cannot wait for it, as it may come after the callback; return from that first"
     )
-
-    def __init__(self, name: str, queue: CollectiveQueue, number: int) -> None:
-        super().__init__(name)
-        self._queue = queue
-        self._number = number
-
-    def add_done_callback(self, function: Callable[[Any], None]) -> None:
-        """See CollectiveFuture, and communicator.asynchronous for collectives in it."""
-        super().add_done_callback(function if self._is_in_order() else partial(_without_collectives, function))
-
-    def _is_in_order(self) -> bool:
-        """Whether collectives in a callback that is added now have one place in the order, whatever the timing.
-
-        Later, a callback may find the future done, and what was submitted since done or not.
-        """
-        if self._queue is not here.queue:
-            return False
-        return self.done() if here.is_serving else self._number == self._queue.submitted
 
     def _is_held_up(self) -> bool:
         return here.is_serving
@@ -148,7 +116,7 @@ class Job:
             self._not_over.release()
 
     def wait(self) -> None:
-        """Returns when its done-callbacks have run, which may have called collectives."""
+        """Returns when its done-callbacks have run."""
         with self._not_over:
             pass
 
@@ -174,28 +142,3 @@ class Job:
         if isinstance(error, CommunicatorClosed):  # what has closed it, has told
             return None
         return LostFailure(self.future.name, error, self.lifetime)
-
-
-def _without_collectives(function: Callable[[Any], None], future: CollectiveFuture) -> None:
-    """Calls a callback that has no place in the order."""
-    could, mark = here.may_call, object()
-    pending[mark], here.may_call = None, False
-    try:
-        function(future)
-    finally:
-        here.may_call = could
-        pending.pop(mark, None)
-
-
-def check_may_call() -> None:
-    """Refuses a collective in a callback that has no place in the order.
-
-    Raises:
-        InvalidArgument: the calling thread is in such a callback.
-    """
-    if not here.may_call:
-        raise InvalidArgument(
-            "a collective in a done-callback that was added after its thread had submitted something else, or by "
-            "another thread: ranks could call it at different places in their order; add the callback right after "
-            "submitting its own collective"
-        )

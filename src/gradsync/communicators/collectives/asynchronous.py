@@ -30,11 +30,8 @@ class Asynchronous:
     the future raises: result() and wait() do. A failure that nobody asks for is logged. A failed collective fails its
     own future only. Until a future is done, its arrays belong to gradsync, which keeps them.
 
-    On the CPU a done-callback that is added right after the submission, by the same thread, may call and submit
-    collectives: they come after its own collective and before whatever is submitted later, on every rank. In one that
-    is added later they raise InvalidArgument: depending on the moment it would run before or after what was submitted
-    meanwhile. No callback can wait for a future that is not done: FutureNotReady. On a GPU callbacks run in a thread
-    of the communicator, in no order with the program's collectives, and must not call any.
+    A done-callback must not call or submit collectives, on any backend: InvalidArgument; see
+    CollectiveFuture.add_done_callback. Nor can it wait for a future that is not done: FutureNotReady.
 
     On a GPU, without a stream, the collective runs on the communicator's own, after the work that is on the current
     stream now; result() makes the stream that is current then wait for it.

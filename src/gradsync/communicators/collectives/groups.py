@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 from gradsync.arguments import integer_of
+from gradsync.collective_end import check_may_call, pending
 from gradsync.communicators.agreement import agreement_on, digest_of
 from gradsync.communicators.collective_call import CollectiveBase, CollectiveCall
 from gradsync.communicators.collectives.group_meeting import meet_members
@@ -123,6 +124,8 @@ class Groups(CollectiveBase):
                 makes a group fails for all ranks; aborting this communicator ends the wait for the members.
         """
         members = self._checked_members(ranks)
+        if pending:
+            check_may_call(self.label, "new_group")
         self.lifetime.check_usable("new_group")
         if self.rank not in members:
             return NonMember(self.label, f"the group of ranks {self._listed(members)}")

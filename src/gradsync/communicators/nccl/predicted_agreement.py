@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable
 from gradsync.communicators.agreement import Agreement, Description, mismatch, place_of_caller
 from gradsync.communicators.closing_notices import ClosingNotices
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout
+from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, caller
 from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.rendezvous.messages import MAX_EVENT_BYTES
-from gradsync.stack_report import caller
 
 _CONTEXT_EVENTS = 4  # how many events predict the next one
 _MAX_CONTEXTS = 65_536
