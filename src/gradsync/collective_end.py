@@ -79,7 +79,7 @@ def raise_refused() -> None:
     if not _here.is_in_callback:
         error = pending.pop(_REFUSED, None)
         if error is not None:
-            raise _again(error) from error
+            raise _again(error).with_traceback(None) from error
 
 
 class Untold(Protocol):
