@@ -1,0 +1,367 @@
+"""Plants defects in a copy of the library, one at a time, and sees whether the tests find them.
+
+    python tests/prove/planted.py draw --seed 18 --count 100    # writes planted_drawn.json
+    python tests/prove/planted.py run [--shard 0/2] [--room bucketing] [--only NAME] [--limit 5]
+    python tests/prove/planted.py table
+
+Defects are of two kinds: drawn from the source by a seed (planted_drawn.json), and written by hand, at least one for
+each row of the list of failures (planted_by_hand.json). A defect is a replacement of one piece of text in one file. The
+run copies the tree, replaces the text, and runs the tests of the defect's room first, then all others, up to the first
+failure. Found means that a test's assertion on behaviour failed: a failure of the tests in TEXT_TESTS, which compare
+the source or its pages as text, does not count, nor does an error while tests are collected.
+
+Results are appended to a file, one line for each defect, so that a run that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path("src/gradsync")
+HERE = Path(__file__).resolve().parent
+DRAWN = HERE / "planted_drawn.json"
+BY_HAND = HERE / "planted_by_hand.json"
+RESULTS = ROOT / "build" / "planted.jsonl"
+
+#: Tests that read the source or the pages as text: they find a change, not a defect.
+TEXT_TESTS = ("test_imports", "test_docstrings", "test_public_api", "test_pages", "test_readme", "test_packaging")
+
+#: Folders and files of tests that are run first for a defect in a room.
+TESTS_OF_ROOM = {
+    "bucketing": ["tests/bucketing"],
+    "communicators": ["tests/communicators", "tests/bucketing"],
+    "rendezvous": ["tests/rendezvous", "tests/launching"],
+    "launching": ["tests/launching"],
+    "diagnostics": ["tests/test_dump*", "tests/test_chrome_trace.py", "tests/test_flight_recorder.py"],
+    "doctor": ["tests/doctor"],
+    "bench": ["tests/bench"],
+    "adapters": ["tests/adapters"],
+    "top": ["tests/test_*.py"],
+}
+
+#: Calls whose loss is a wait that is missing.
+_WAITS = frozenset({"wait", "join", "result", "acquire", "poll", "select", "order", "barrier", "await_end"})
+_NOT_DEFECTS = frozenset({"debug", "info", "warning", "cast", "TypeVar", "overload"})
+
+
+class Defect(NamedTuple):
+    """One replacement.
+
+    Attributes:
+        name: tells it apart, e.g. "bucketing-17".
+        room: the folder under src/gradsync, or "top".
+        file: path from the root of the repository.
+        line, column: the first place from which the replaced text is searched; columns count from 0.
+        kind: what was done: drop, negate, off by one, swap, drop raise, drop wait; or the row that it breaks.
+        old, new: the text, and what takes its place.
+        reason: where the defect changes nothing that a user could see: why. It stays in the count.
+    """
+
+    name: str
+    room: str
+    file: str
+    line: int
+    kind: str
+    old: str
+    new: str
+    column: int = 0
+    reason: str = ""
+
+
+# -- Drawing ---------------------------------------------------------------------------------------------------------
+
+
+def room_of(path: Path) -> str:
+    """Returns the room of a file under src/gradsync."""
+    parts = path.relative_to(SOURCE).parts
+    return parts[0] if len(parts) > 1 else "top"
+
+
+class _Finder(ast.NodeVisitor):
+    """Collects the places of a file where a defect can be planted: kind, node, new text."""
+
+    def __init__(self, text: str) -> None:
+        self.found: list[tuple[str, Any, str]] = []
+        self._lines = [line.encode() for line in text.splitlines(keepends=True)]
+        self._depth = 0  # of functions: code outside of these runs at import
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._depth += 1
+        for statement in node.body:
+            self.visit(statement)
+        self._depth -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]  # noqa: N815
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        if self._depth:
+            self.found += [(kind, node, new) for kind, new in self._defects_of(node)]
+        super().generic_visit(node)
+
+    def source(self, node: Any) -> str:
+        """Returns the text of a node; ast.get_source_segment would split the whole file for each."""
+        lines = self._lines[node.lineno - 1 : node.end_lineno]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]
+        return b"".join(lines).decode()
+
+    def _defects_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            name = _called(node.value)
+            if name not in _NOT_DEFECTS:
+                yield ("drop wait" if name in _WAITS else "drop"), "pass"
+        elif isinstance(node, ast.AugAssign) or (
+            isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+        ):
+            yield "drop", "pass"
+        elif isinstance(node, ast.Raise) and node.exc is not None:
+            yield "drop raise", "pass"
+        elif isinstance(node, (ast.If, ast.While)) and self.source(node.test):
+            return  # its test is negated below, as an expression
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+            yield from self._compared(node)
+        elif isinstance(node, ast.BoolOp):
+            other = " or " if isinstance(node.op, ast.And) else " and "
+            yield "negate", "(" + other.join(f"({self.source(value)})" for value in node.values) + ")"
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield "negate", f"({self.source(node.operand)})"
+        elif isinstance(node, ast.Constant) and type(node.value) is int and node.value < 1000:
+            yield "off by one", str(node.value + 1)
+        elif isinstance(node, ast.Call) and len(node.args) >= 2 and not any(map(_is_starred, node.args[:2])):
+            first, second = map(self.source, node.args[:2])
+            if first != second and _called(node) not in _NOT_DEFECTS:
+                rest = [self.source(argument) for argument in [*node.args[2:], *node.keywords]]
+                yield "swap", f"{self.source(node.func)}({', '.join([second, first, *rest])})"
+
+    def _compared(self, node: ast.Compare) -> Iterator[tuple[str, str]]:
+        left, right = self.source(node.left), self.source(node.comparators[0])
+        shifted = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}.get(type(node.ops[0]))
+        if shifted is not None:
+            yield "off by one", f"({left} {shifted} {right})"
+        opposite = {
+            ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+            ast.Lt: ">=", ast.LtE: ">", ast.Gt: "<=", ast.GtE: "<",
+        }  # fmt: skip
+        yield "negate", f"({left} {opposite[type(node.ops[0])]} {right})"
+
+
+def _called(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def _is_attribute_set(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+
+
+def _is_starred(node: ast.AST) -> bool:
+    return isinstance(node, ast.Starred)
+
+
+def candidates() -> dict[str, dict[str, list[Defect]]]:
+    """Returns every defect that can be drawn, by room and kind; unnamed."""
+    found: dict[str, dict[str, list[Defect]]] = {}
+    for path in sorted((ROOT / SOURCE).rglob("*.py")):
+        file = path.relative_to(ROOT)
+        text = path.read_text()
+        lines = text.splitlines()
+        finder = _Finder(text)
+        finder.visit(ast.parse(text))
+        for kind, node, new in finder.found:
+            old = finder.source(node)
+            column = len(lines[node.lineno - 1].encode()[: node.col_offset].decode())
+            defect = Defect("", room_of(file), str(file), node.lineno, kind, old, new, column)
+            if old:
+                found.setdefault(defect.room, {}).setdefault(kind, []).append(defect)
+    return found
+
+
+def _parses(defect: Defect) -> bool:
+    try:
+        ast.parse(replaced((ROOT / defect.file).read_text(), defect))
+    except SyntaxError:
+        return False
+    return True
+
+
+def draw(seed: int, count: int, rooms: Sequence[str] = ()) -> list[Defect]:
+    """Draws defects: rooms by their share of the code, the kinds within a room in turn."""
+    random_source = random.Random(seed)
+    pool = {room: kinds for room, kinds in candidates().items() if not rooms or room in rooms}
+    sizes = {room: sum(map(len, kinds.values())) for room, kinds in pool.items()}
+    drawn: list[Defect] = []
+    for room in sorted(pool):
+        for number in range(max(1, round(count * sizes[room] / sum(sizes.values())))):
+            kinds = sorted(pool[room])
+            kind = kinds[number % len(kinds)]
+            choices = pool[room][kind]
+            random_source.shuffle(choices)
+            while not _parses(defect := choices.pop()):
+                pass
+            drawn.append(defect._replace(name=f"{room}-{number}"))
+    return drawn[:count] if len(drawn) > count else drawn
+
+
+# -- Running ---------------------------------------------------------------------------------------------------------
+
+
+def replaced(text: str, defect: Defect) -> str:
+    """Returns the text with the first `old` from the defect's line and column on replaced.
+
+    Raises:
+        LookupError: it does not stand there.
+    """
+    lines = text.splitlines(keepends=True)
+    at = text.find(defect.old, sum(map(len, lines[: defect.line - 1])) + defect.column)
+    if at < 0:
+        raise LookupError(f"{defect.file}, from line {defect.line} on, has no {defect.old!r}")
+    return text[:at] + defect.new + text[at + len(defect.old) :]
+
+
+def load() -> list[Defect]:
+    """Returns all defects, by hand and drawn."""
+    return [Defect(**row) for file in (BY_HAND, DRAWN) if file.exists() for row in json.loads(file.read_text())]
+
+
+def check_applies(defect: Defect) -> None:
+    """Raises LookupError where the source has changed so that a defect cannot be planted any more."""
+    replaced((ROOT / defect.file).read_text(), defect)
+
+
+def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any]:
+    """Plants a defect in a copy of the tree, and runs the tests up to the first failure on behaviour."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        tree = Path(folder) / "tree"
+        leave_out = shutil.ignore_patterns(
+            ".git", ".venv*", "__pycache__", ".environments", "build", ".hypothesis", ".*_cache"
+        )
+        shutil.copytree(ROOT, tree, ignore=leave_out, symlinks=True)
+        planted = tree / defect.file
+        planted.write_text(replaced(planted.read_text(), defect))
+        outcome = {"name": defect.name, "room": defect.room, "kind": defect.kind, "found": False, "by": ""}
+        room_tests = [
+            str(path.relative_to(tree)) for pattern in TESTS_OF_ROOM.get(defect.room, []) for path in tree.glob(pattern)
+        ]
+        for chosen in (room_tests, ["tests"]):
+            left = limit_seconds - (time.monotonic() - started)
+            by = _first_failure(tree, chosen, workers, left) if chosen else ""
+            if by:
+                outcome |= {"found": True, "by": by}
+                break
+        outcome["seconds"] = round(time.monotonic() - started, 1)
+    return outcome
+
+
+def _first_failure(tree: Path, chosen: list[str], workers: int, limit_seconds: float) -> str:
+    """Returns the first test that fails, or "". Processes that tests leave behind end with their group."""
+    report = tree / "report.txt"
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=100", "-n", str(workers)),
+        *(f"--ignore-glob=*{test}*" for test in TEXT_TESTS),
+        *chosen,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    with report.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=tree, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            process.wait(timeout=max(limit_seconds, 1.0))
+        except subprocess.TimeoutExpired:
+            return ""  # the suite's own limit finds nothing
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", report.read_text(errors="replace"), re.MULTILINE)
+    return next((name for name in failures if "::" in name), "")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the defects of a shard that have no result yet."""
+    shard, shards = map(int, arguments.shard.split("/"))
+    known = {row["name"] for row in results()}
+    RESULTS.parent.mkdir(exist_ok=True)
+    chosen = [
+        defect
+        for number, defect in enumerate(load())
+        if number % shards == shard
+        and defect.name not in known
+        and arguments.room in (None, defect.room)
+        and arguments.only in (None, defect.name)
+    ]
+    for defect in chosen[: arguments.limit]:
+        outcome = run_one(defect, arguments.workers, arguments.limit_seconds)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(outcome) + "\n")
+        print(
+            f"{defect.name:24} {defect.kind:12} {outcome['seconds']:6.0f} s  {outcome['by'] or 'NOT FOUND'}", flush=True
+        )
+    return table()
+
+
+def results() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def table() -> int:
+    """Prints how many were found, by room; fails below 95 %."""
+    rows = results()
+    planted, found = Counter(row["room"] for row in rows), Counter(row["room"] for row in rows if row["found"])
+    for room in sorted(planted):
+        print(f"{room:16} {found[room]:4} of {planted[room]:4}")
+    missed = {row["name"] for row in rows if not row["found"]}
+    reasons = {defect.name: defect.reason for defect in load() if defect.reason}
+    for name in sorted(missed):
+        print(f"  missed: {name}  {reasons.get(name, 'no reason is given')}")
+    share = sum(found.values()) / max(1, sum(planted.values()))
+    print(f"{sum(found.values())} of {sum(planted.values())} found: {share:.1%}")
+    return 0 if share >= 0.95 else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("--seed", type=int, default=18)
+    drawing.add_argument("--count", type=int, default=100)
+    drawing.add_argument("--room", action="append", default=[])
+    running = commands.add_parser("run")
+    running.add_argument("--shard", default="0/1")
+    running.add_argument("--room")
+    running.add_argument("--only")
+    running.add_argument("--limit", type=int)
+    running.add_argument("--workers", type=int, default=2)
+    running.add_argument("--limit-seconds", type=float, default=900.0)
+    commands.add_parser("table")
+    arguments = parser.parse_args()
+    if arguments.command == "draw":
+        drawn = draw(arguments.seed, arguments.count, arguments.room)
+        DRAWN.write_text(json.dumps([defect._asdict() for defect in drawn], indent=1) + "\n")
+        print(f"seed {arguments.seed}: {len(drawn)} defects", dict(Counter(defect.kind for defect in drawn)))
+        return 0
+    return run(arguments) if arguments.command == "run" else table()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
