@@ -261,8 +261,8 @@ def _refusal_in_no_sync(param: Any, communicator: Communicator) -> InvalidArgume
         name = "parameter"
     return InvalidArgument(
         f"{communicator.label}: the gradient of {name} was handed over within no_sync(), where it would be lost: "
-        "unlike DistributedDataParallel, which adds up in .grad, an AllreduceCallback keeps nothing. Add the gradients "
-        "up in an array of your own, and hand over the sum once:\n\n"
+        "unlike DistributedDataParallel, which adds up in .grad, an AllreduceCallback keeps nothing. "
+        "Add the gradients up in an array of your own, and hand over the sum once:\n\n"
         "    total = 0\n"
         "    for batch in batches:\n"
         "        total = total + gradient_of(batch)  # hand over nothing here\n"
