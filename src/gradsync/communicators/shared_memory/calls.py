@@ -127,7 +127,12 @@ def part_of(arrays: Sequence[Array], piece: Piece) -> Array:
 
 
 def _memory(array: Array) -> memoryview:
-    return (array if array.dtype.char in _FORMATS else array.view(np.uint8)).data
+    if array.dtype.char not in _FORMATS:
+        return array.view(np.uint8).data
+    memory = array.data
+    if memory.format not in _FORMATS:  # NumPy's arrays over those of ctypes say "<f", also views as the same dtype
+        memory = array.view(np.uint8).view(array.dtype.type).data
+    return memory
 
 
 def _scatter(memories: Sequence[memoryview], places: Sequence[memoryview]) -> None:
