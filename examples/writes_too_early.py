@@ -6,8 +6,9 @@ import gradsync as gs
 
 with gs.init_process_group() as comm:
     sync = gs.AllreduceCallback("mean")
-    shared, bias = np.ones(1000), np.ones(10)
+    flat = np.ones(1010)  # all gradients in one buffer
+    shared, bias = flat[:1000], flat[1000:]
     with sync.backward():
         sync("embedding", shared)  # the output layer's part of a weight that two layers share
         sync("bias", bias)
-        shared += 1.0  # the input layer's part comes too late
+        flat[:1000] += 1.0  # the input layer's part comes too late; `shared += 1.0` would raise ValueError here

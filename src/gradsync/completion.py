@@ -35,5 +35,11 @@ class Completion(Protocol):
             CollectiveTimeout: the deadline came first.
         """
 
+    def before_done(self, function: Callable[[], None]) -> None:
+        """Calls function() once it has ended and before done() says so, on any thread; at once where it does already.
+
+        What function raises is what the collective has failed with.
+        """
+
     def when_done(self, function: Callable[[BaseException | None], None]) -> None:
         """Calls function(error or None) once it has ended, on a thread of the communicator."""

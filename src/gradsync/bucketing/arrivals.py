@@ -67,12 +67,12 @@ class Arrivals:
         """Returns the place of a gradient that comes now."""
         return self.count
 
-    def has_seen(self, position: int, native: Array) -> bool:
+    def has_seen(self, position: int, gradient: Array) -> bool:
         """Whether the last step had this very array at a place."""
         if position >= len(self._seen):
             return False
         seen = self._seen[position]
-        return seen is not None and seen() is native
+        return seen is not None and seen() is gradient
 
     def spec(self, position: int, name: str, native: Array, dtype: str) -> GradientSpec:
         """Returns what ranks must agree on about a gradient; the last step's object where it is the same.
@@ -116,7 +116,8 @@ class Arrivals:
         for position in self._new:
             entry = self._entries[position]
             if entry is not None and not entry.recurs:
-                self._seen[position] = weakref.ref(entry.native) if entry.native is entry.gradient else None
+                is_native = type(entry.gradient) is type(entry.native)
+                self._seen[position] = weakref.ref(entry.gradient) if is_native else None
                 self._entries[position] = None
         if self.count:
             self._cut_off()

@@ -83,6 +83,9 @@ class BackwardPass:
             self._auto = AutoThreshold()
         self._zeros.clear()
         self._works.clear()
+        self._ends.label = communicator.label
+        self._ends.whose = f'an AllreduceCallback("{self.reduction.op.value}") of group {communicator.recorder.group!r}'
+        communicator.lifetime.tell_end(self)
         self._guard = GradientGuard(communicator) if communicator.debug else None
         self._communicator = communicator
 
@@ -127,7 +130,7 @@ class BackwardPass:
         if entry is None:
             if not self.is_under_way:
                 self.ensure_memory(communicator)
-            entry = plan.admit(param, grad, communicator)
+            entry = plan.admit(param, grad, communicator, self._ends)
             complete = plan.planner.add(entry.spec, entry.position)
             self._works.renew(plan.planner.placed_in)
         else:
@@ -141,6 +144,9 @@ class BackwardPass:
             tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=plan.arrivals.count == 1)
         end, guard = self._ends[number], self._guard
         future = GradientFuture(entry.spec.name, end, entry.result) if guard is None else guard.take(entry, end)
+        if (lock := entry.lock) is not None:
+            end.locks.append(lock)  # first: what is interrupted here is put back too
+            lock.set_writeable(False)
         if complete:
             self._reduce_all(complete, communicator)
             places = plan.known_places
@@ -214,7 +220,7 @@ class BackwardPass:
 
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done get."""
-        ends, self._ends = self._ends, BucketEnds()
+        ends, self._ends = self._ends, BucketEnds(self._ends.label, self._ends.whose)
         self._flushed_itself = False
         self.reduction.fail()
         self._end_step()
@@ -265,6 +271,9 @@ class BackwardPass:
             completion = self.reduction.reduce(work, communicator, self._producers.get(bucket.number, ()), end)
             if self._guard is not None and not self.reduction.is_hooked:
                 self._guard.note_results([slot.position for slot in bucket.slots], completion)
+            if not self.reduction.is_hooked:
+                for part in parts:
+                    self._ends.unlock(part.number, completion)
         except BaseException as error:
             self.note_told(error)
             self.fail(error)
@@ -285,6 +294,15 @@ class BackwardPass:
         self._producers.clear()
         self._reduced.clear()
         self._groups = None
+
+    def unlock_waiting(self) -> None:
+        """Makes the gradients writeable again that have come and were not reduced."""
+        self._ends.unlock_waiting()
+
+    def communicator_ended(self, communicator: Communicator) -> None:
+        """See Observer of lifetime.py: nobody will reduce what waits."""
+        if communicator is self._communicator:
+            self._ends.unlock_waiting()
 
     def waiting(self) -> list[PendingGradient]:
         """Returns the gradients that have come and were not reduced."""

@@ -64,6 +64,11 @@ class AllreduceCallback(WithBlocks):
         clip_norm: the Euclidean norm of all reduced gradients of a step that they are scaled down to where it is
             larger; float("inf") only computes it. `norm` has what it was. Who looks before the flush, a done-callback
             too, sees what is not clipped.
+        lock_gradients: NumPy gradients are read-only from their hand-over until their future is done, so that
+            `gradient += ...` in between raises ValueError ("assignment destination is read-only") instead of being
+            averaged in, or lost. Only arrays whose flag can surely be put back are locked: those that own their memory,
+            or are views of one that does. The array that a gradient is a view of, and older views, can still be written
+            to. False leaves all as they are. Ranks need not agree on it.
         strategy: "flat" packs a bucket; "group" has NCCL reduce its gradients where they lie, in one group of calls.
             Elsewhere than on NCCL the two are the same.
 
@@ -90,6 +95,7 @@ class AllreduceCallback(WithBlocks):
         postscale: float = 1.0,
         nonfinite: str = "off",
         clip_norm: float | None = None,
+        lock_gradients: bool = True,
         strategy: str = "flat",
     ) -> None:
         self.op = parse_reduce_method(reduce_method)
@@ -109,6 +115,7 @@ class AllreduceCallback(WithBlocks):
             WireFormat(compression, prescale, postscale),
             nonfinite,
             clip_norm,
+            lock_gradients,
         )
         super().__init__(group, BackwardPass(options))
         self.statistics = self._step.statistics
@@ -125,7 +132,8 @@ class AllreduceCallback(WithBlocks):
         """Hands over one gradient; reduces the bucket that it completes.
 
         Every rank must call it for the same parameters, without `parameters` in the same order. Until the future is
-        done the gradient belongs to gradsync: do not write to it.
+        done the gradient belongs to gradsync: do not write to it. A NumPy gradient is read-only meanwhile; see
+        lock_gradients.
 
         Args:
             param: whose gradient it is: any hashable name, or an array (known by identity, and across ranks by its
@@ -139,7 +147,8 @@ class AllreduceCallback(WithBlocks):
 
         Raises:
             InvalidArgument: the parameter was handed over before in this step, is not hashable, no array came, or
-                one that shares memory with an earlier gradient of the step; or within no_sync().
+                one that shares memory with an earlier gradient of the step, or that another callback has in flight; or
+                within no_sync().
             UnsupportedDtype: e.g. the mean of integers.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """

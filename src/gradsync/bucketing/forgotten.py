@@ -11,8 +11,9 @@ _log = logging.getLogger("gradsync")
 
 
 def tell_forgotten(backward: BackwardPass) -> None:
-    """Warns when a callback goes, or the program ends, with gradients that were never reduced."""
+    """Warns when a callback goes, or the program ends, with gradients that were never reduced, and unlocks those."""
     waiting = backward.waiting()
+    backward.unlock_waiting()
     if waiting and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
         _log.warning(
             "warning: %s handed over and never reduced, beginning with that of %s: end each backward pass with flush() "

@@ -35,11 +35,14 @@ class Options:
     wire: WireFormat
     nonfinite: str
     clip_norm: float | None
+    lock_gradients: bool
 
     def __post_init__(self) -> None:
         _check_word("strategy", self.strategy, ("flat", "group"))
         _check_word("missing", self.missing, ("error", "zero"))
         _check_word("nonfinite", self.nonfinite, POLICIES)
+        if not isinstance(self.lock_gradients, bool):
+            raise InvalidArgument(f"lock_gradients must be True or False, got {self.lock_gradients!r}")
         if self.clip_norm is not None:
             try:
                 clip_factor(1.0, self.clip_norm)

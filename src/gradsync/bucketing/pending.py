@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+from gradsync.bucketing.gradient_lock import Lock
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.base import Communicator
@@ -23,7 +24,7 @@ class PendingGradient(NamedTuple):
         parameter: held as long as this is, so that its identity stays its own.
         key: what tells it apart from the others of this process.
         gradient: what was handed over.
-        native: the same, as the communicator's array.
+        native: the same, as the communicator's array; of one that is locked, a view that stays writeable.
         state: what must not have changed where the array comes again; see ArrayKind.state.
         spec: what ranks agree on about it.
         source: flat, on the communicator's device.
@@ -31,6 +32,7 @@ class PendingGradient(NamedTuple):
         write_back: where the target's values go afterwards: other layouts, other devices; None where they are there.
         result: what the future gives.
         recurs: whether it is kept for the next step: the last one had this very array here, and it is reduced in place.
+        lock: makes it read-only while it is in flight; None where that is not done.
     """
 
     position: int
@@ -45,6 +47,7 @@ class PendingGradient(NamedTuple):
     write_back: Array | None
     result: Any
     recurs: bool
+    lock: Lock | None
 
 
 class Destination(NamedTuple):

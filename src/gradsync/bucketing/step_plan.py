@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gradsync.bucketing.arrivals import Arrivals
 from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
 from gradsync.bucketing.fixed_plan import FixedPlanner
+from gradsync.bucketing.gradient_lock import Holder, lock_of
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import KnownParameter, known_parameters
 from gradsync.bucketing.pending import Destination, PendingGradient, accept, destination, display_name, key_of
@@ -119,8 +122,13 @@ class StepPlan:
         if wanted and isinstance(self.planner, FixedPlanner):
             self.memory = BucketMemory(self.planner, communicator)
 
-    def admit(self, param: Any, grad: Any, communicator: Communicator) -> PendingGradient:
+    def admit(self, param: Any, grad: Any, communicator: Communicator, holder: Holder) -> PendingGradient:
         """Takes a gradient whose array is not known from the last step; what fails here leaves no trace.
+
+        Args:
+            param, grad: what was handed over.
+            communicator: where it is to be reduced.
+            holder: of the callback's gradients in flight.
 
         Raises:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
@@ -128,15 +136,22 @@ class StepPlan:
         arrivals, arrays = self.arrivals, communicator.arrays
         position = arrivals.place_of(param)
         native = self.check(param, grad, position, communicator)
-        spec = arrivals.spec(position, display_name(param, position), native, dtype_name(native.dtype))
+        name = display_name(param, position)
+        spec = arrivals.spec(position, name, native, dtype_name(native.dtype))
+        lock = None
+        is_itself = native is grad
+        if isinstance(grad, np.ndarray):
+            lock = lock_of(grad, name, holder, is_on=self._options.lock_gradients)
+            if lock is not None and is_itself:
+                native = grad.view()  # for our own writing; one of a subclass is a view already
         goes = self._destination(grad, native, position, communicator)
         # Else the result is a new array each time, or the values are copied first.
-        recurs = goes.result is grad is native and goes.target is goes.source and goes.write_back is None
-        recurs = recurs and arrivals.has_seen(position, native)
+        recurs = is_itself and goes.result is grad and goes.target is goes.source and goes.write_back is None
+        recurs = recurs and arrivals.has_seen(position, grad)
         state = arrays.state(native) if recurs else None
         if self.memory is not None and goes.result is not grad:  # copied already: what is written to is the place
-            native = self.memory.views[position]
-        entry = PendingGradient(position, param, key_of(param), grad, native, state, spec, *goes, recurs)
+            native, lock = self.memory.views[position], None
+        entry = PendingGradient(position, param, key_of(param), grad, native, state, spec, *goes, recurs, lock)
         arrivals.add(entry, arrays)
         return entry
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.claimed_memory import ClaimedMemory
+from gradsync.bucketing.gradient_lock import refuse_in_flight
 from gradsync.bucketing.pending import Destination, destination
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
 from gradsync.bucketing.trees import Unfit, is_array, leaves_of, with_leaves
@@ -224,6 +225,8 @@ def _as_given(leaf: Leaf, result: Any) -> Any:
 
 def _native(leaf: Leaf, op: ReduceOp, communicator: Communicator) -> Array:
     native: Array = communicator.native_array(leaf.array, f"{_WHAT}, {leaf.path}")
+    if isinstance(native, np.ndarray) and not native.flags.writeable:
+        refuse_in_flight(native, f"{communicator.label}: {_WHAT}, {leaf.path}")
     try:
         check_operation(op, native.dtype)
     except UnsupportedDtype as error:

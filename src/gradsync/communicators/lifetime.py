@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from sys import _getframe as frame_of
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from gradsync.collective_end import pending
 from gradsync.communicators.agreement import Agreement
@@ -29,6 +29,13 @@ from gradsync.errors import (
 
 if TYPE_CHECKING:
     from gradsync.communicators.base import Communicator
+
+
+class Observer(Protocol):
+    """Wants to hear of a communicator's end."""
+
+    def communicator_ended(self, communicator: Communicator) -> None:
+        """It cannot be used any more. Comes on any thread, and may come more than once; must not raise."""
 
 
 class Lifetime:
@@ -59,6 +66,7 @@ class Lifetime:
         self._released = False
         self.ended_because: str | None = None
         self._untold: BaseException | None = None  # a failure that no call has raised yet
+        self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         with _registering:
             _of_this_process.add(self)
 
@@ -125,6 +133,17 @@ class Lifetime:
             self.was_told = True
             self._untold = None
 
+    def tell_end(self, observer: Observer) -> None:
+        """Has an observer hear of the end, for as long as it lives."""
+        with self._claiming:
+            self._observers.add(observer)
+
+    def _tell_observers(self) -> None:
+        with self._claiming:
+            observers = list(self._observers)
+        for observer in observers:
+            observer.communicator_ended(self._communicator)
+
     def _make_locks(self) -> None:
         # Reentrant: a signal's handler may come while its own thread holds them.
         self._claiming = threading.RLock()
@@ -153,6 +172,7 @@ class Lifetime:
         self._make_locks()
         self._released = True  # what there is to release is the parent's
         self.last_job = None  # the thread that would run it is not here
+        self._tell_observers()
 
     def enter(self, frame: FrameType, what: str, agreement: Agreement) -> None:
         """Begins a collective, and its entry in the flight recorder.
@@ -254,6 +274,7 @@ class Lifetime:
 
     def _end_use(self) -> None:
         """Fails what was submitted and has not begun, and releases."""
+        self._tell_observers()
         try:
             if pending:
                 fail_submitted(self)

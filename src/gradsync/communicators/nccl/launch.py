@@ -72,6 +72,7 @@ class Launch:
         self._timeout_seconds = timeout_seconds
         self._memory: list[Any] = []  # what the GPU reads or writes: not given to others before its end
         self._host_results: list[tuple[Any, Any]] = []  # (bytes in pinned memory, NumPy array)
+        self._last_things: list[Callable[[], None]] = []  # to be done before anybody hears of its end
         self._callbacks: list[Callable[[BaseException | None], None]] = []
         self._error: BaseException | None = None
         self._over = False
@@ -143,6 +144,14 @@ class Launch:
                 time.sleep(_SLEEP_SECONDS)
         self._raise_error()
 
+    def before_done(self, function: Callable[[], None]) -> None:
+        """See Completion."""
+        with self._lock:
+            if not self._over:
+                self._last_things.append(function)
+                return
+        function()
+
     def when_done(self, function: Callable[[BaseException | None], None]) -> None:
         """See Completion."""
         with self._lock:
@@ -205,6 +214,8 @@ class Launch:
             if self._over:
                 return
             self._error = error or self._bring_home()
+            last = self._do_last_things()
+            self._error = self._error or last
             self._over = True
             if self.recorded is not None:
                 finish(self.recorded, failed=self._error is not None)
@@ -220,6 +231,17 @@ class Launch:
         except Exception as error:  # the caller has made the array read-only, or resized it
             return NcclError(f"{self.name}: its result could not be put into the host array: {describe(error)}")
         return None
+
+    def _do_last_things(self) -> BaseException | None:
+        """Calls what is to come before its end; returns what one of them has raised."""
+        failed: BaseException | None = None
+        for function in self._last_things:
+            try:
+                function()
+            except GradsyncError as error:
+                failed = failed or error
+        self._last_things.clear()
+        return failed
 
     def _raise_failure(self) -> None:
         self._raise_error()
