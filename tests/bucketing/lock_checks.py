@@ -118,13 +118,12 @@ def lock_each_layout(comm: Any, _kit: str) -> None:
         for array, _ in made.values():
             if is_writeable(array):
                 array[...] = step + comm.rank
-        with flags_kept(*[array for array, _ in made.values()]):
-            with sync.backward():
-                futures = {name: sync(name, array) for name, (array, _) in made.items()}
-                for name, (array, is_locked) in made.items():
-                    assert is_writeable(array) == (not is_locked and name not in ("read-only", "broadcast")), name
-                    if is_locked:
-                        expect_locked(array)
+        with flags_kept(*[array for array, _ in made.values()]), sync.backward():
+            futures = {name: sync(name, array) for name, (array, _) in made.items()}
+            for name, (array, is_locked) in made.items():
+                assert is_writeable(array) == (not is_locked and name not in ("read-only", "broadcast")), name
+                if is_locked:
+                    expect_locked(array)
         for name, (array, _) in made.items():
             wanted = (step if is_writeable(array) else 1) + (comm.world_size - 1) / 2 * is_writeable(array)
             assert (np.asarray(futures[name].result()) == wanted).all(), name
@@ -209,8 +208,8 @@ def use_every_knob(comm: Any, _kit: str) -> None:
         ({"postscale": 0.5, "prescale": 4.0}, 2 * world),
         ({"nonfinite": "skip"}, world),
         ({"first_bucket_bytes": 4}, world),
-        ({"parameters": {name: ((3, 4), "float32") for name in "abc"}, "missing": "zero"}, world),
-        ({"parameters": {name: ((3, 4), "float32") for name in "ab"}}, world),
+        ({"parameters": dict.fromkeys("abc", ((3, 4), "float32")), "missing": "zero"}, world),
+        ({"parameters": dict.fromkeys("ab", ((3, 4), "float32"))}, world),
         ({"threshold_bytes": "auto"}, world),
         ({"strategy": "group"}, world),
     ]
@@ -431,7 +430,7 @@ def fail_together(comm: Any, _kit: str) -> None:
             if comm.world_size > 1:
                 expect(gs.PlanMismatch, lambda sync=sync: step(sync, "abc" if comm.rank else "acb"))
             step(sync, "abc")
-            known = {name: ((SIZE,), "float32") for name in gradients}
+            known = dict.fromkeys(gradients, ((SIZE,), "float32"))
             told = gs.AllreduceCallback("sum", comm, parameters=known, **options)
             expect(gs.MissingGradient, lambda told=told: step(told, "ab"))
             step(told, "abc")
