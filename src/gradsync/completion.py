@@ -36,7 +36,7 @@ class Completion(Protocol):
         """
 
     def before_done(self, function: Callable[[], None]) -> None:
-        """Calls function() once it has ended and before done() says so, on any thread; at once where it does already.
+        """Calls function() once it has ended, before done() is True, on any thread; at once where it is True already.
 
         What function raises is what the collective has failed with.
         """

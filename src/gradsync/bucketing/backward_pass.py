@@ -85,7 +85,7 @@ class BackwardPass:
         self._works.clear()
         self._ends.label = communicator.label
         self._ends.whose = f'an AllreduceCallback("{self.reduction.op.value}") of group {communicator.recorder.group!r}'
-        communicator.lifetime.tell_end(self)
+        communicator.lifetime.observe_end(self)
         self._guard = GradientGuard(communicator) if communicator.debug else None
         self._communicator = communicator
 

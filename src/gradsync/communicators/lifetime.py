@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Wants to hear of a communicator's end."""
+    """Is called when a communicator ends."""
 
     def communicator_ended(self, communicator: Communicator) -> None:
-        """It cannot be used any more. Comes on any thread, and may come more than once; must not raise."""
+        """The communicator cannot be used any more. Called on any thread, perhaps more than once; must not raise."""
 
 
 class Lifetime:
@@ -133,12 +133,12 @@ class Lifetime:
             self.was_told = True
             self._untold = None
 
-    def tell_end(self, observer: Observer) -> None:
-        """Has an observer hear of the end, for as long as it lives."""
+    def observe_end(self, observer: Observer) -> None:
+        """Calls an observer at the end, for as long as it lives."""
         with self._claiming:
             self._observers.add(observer)
 
-    def _tell_observers(self) -> None:
+    def _notify_observers(self) -> None:
         with self._claiming:
             observers = list(self._observers)
         for observer in observers:
@@ -172,7 +172,7 @@ class Lifetime:
         self._make_locks()
         self._released = True  # what there is to release is the parent's
         self.last_job = None  # the thread that would run it is not here
-        self._tell_observers()
+        self._notify_observers()
 
     def enter(self, frame: FrameType, what: str, agreement: Agreement) -> None:
         """Begins a collective, and its entry in the flight recorder.
@@ -274,7 +274,7 @@ class Lifetime:
 
     def _end_use(self) -> None:
         """Fails what was submitted and has not begun, and releases."""
-        self._tell_observers()
+        self._notify_observers()
         try:
             if pending:
                 fail_submitted(self)
