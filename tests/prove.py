@@ -90,6 +90,12 @@ PROOFS = (
         ("tests/fuzz/run.py", "all", "--seconds", "60"),
         ("all", "--seconds", "1"),
     ),
+    Proof(
+        "differential",
+        "same bits and same errors as the first edition",
+        ("tests/differential.py", "--programs", "1000"),
+        ("--programs", "20"),
+    ),
     Proof("matrix", "fault x phase x victim", ("benchmarks/fault_matrix.py",), ("--quick",), "fault_matrix"),
     Proof(
         "proxy",
