@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch
 from gradsync.reduction import Array
-
-# What a GPU's array takes of host memory at a time.
-_PIECE_BYTES = 32 * 1024**2
 
 
 class _Print(NamedTuple):
@@ -76,24 +70,7 @@ def _named(named_arrays: Any, communicator: Communicator) -> dict[str, Array]:
 
 
 def _print_of(native: Array, communicator: Communicator) -> _Print:
-    return _Print(native.shape, str(native.dtype), _digest(native, communicator))
-
-
-def _digest(native: Array, communicator: Communicator) -> str:
-    """Returns the digest of the elements in C order, whatever the layout."""
-    hasher = hashlib.sha256()
-    if isinstance(native, np.ndarray):
-        hasher.update(_as_bytes(np.ascontiguousarray(native)))
-        return hasher.hexdigest()
-    flat: Any = communicator.arrays.flat(native)
-    step = max(1, _PIECE_BYTES // flat.dtype.itemsize)
-    for begin in range(0, flat.size, step):
-        hasher.update(_as_bytes(flat[begin : begin + step].get()))
-    return hasher.hexdigest()
-
-
-def _as_bytes(contiguous: Array) -> memoryview:
-    return contiguous.reshape(-1).view(np.uint8).data
+    return _Print(native.shape, str(native.dtype), communicator._digest_of_values(native))
 
 
 def _difference(communicator: Communicator, different: list[str], count: int, by_rank: list[_Prints]) -> PlanMismatch:

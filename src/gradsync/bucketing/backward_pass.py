@@ -18,7 +18,7 @@ from gradsync.bucketing.gradient_guard import GradientGuard
 from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.parameter_specs import known_parameters
+from gradsync.bucketing.parameter_specs import known_parameters, warn_of_unequal_values
 from gradsync.bucketing.pending import PendingGradient
 from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
@@ -49,6 +49,7 @@ class BackwardPass:
         self.filled: dict[Any, Any] = {}
         self._options = options
         self._told = options.parameters
+        self._has_compared = options.parameters is None  # the parameters' values over the ranks: once
         self._zeros = Zeros()
         self._auto = AutoThreshold() if options.threshold_bytes == "auto" else None
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
@@ -118,6 +119,17 @@ class BackwardPass:
             self.note_told(error)
             raise
 
+    def compare_parameters(self, gradient: Any, communicator: Communicator) -> None:
+        """Warns, before the first step, where the values of the parameters differ. Collective, at the first call."""
+        if self._has_compared or communicator.world_size == 1:
+            return
+        self._has_compared = True
+        try:
+            warn_of_unequal_values(self.plan.told, self._options.parameters, gradient, communicator)
+        except BaseException as error:
+            self.note_told(error)
+            raise
+
     def hand_over(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
         """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback."""
         if communicator is not self._communicator:
@@ -130,6 +142,7 @@ class BackwardPass:
         if entry is None:
             if not self.is_under_way:
                 self.ensure_memory(communicator)
+                self.compare_parameters(grad, communicator)
             entry = plan.admit(param, grad, communicator, self._ends)
             complete = plan.planner.add(entry.spec, entry.position)
             self._works.renew(plan.planner.placed_in)

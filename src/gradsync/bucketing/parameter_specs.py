@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+import hashlib
+import logging
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradsync.bucketing.pending import display_name, key_of
 from gradsync.bucketing.plan import GradientSpec
+from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import ReduceOp, check_operation, dtype_name, dtype_of
+
+_log = logging.getLogger("gradsync")
+
+_COMPARISON = "the comparison of the parameters' values before the first step"
+_AGREEMENT = Agreement(digest_of(_COMPARISON), lambda: _COMPARISON)
 
 
 class KnownParameter(NamedTuple):
@@ -81,3 +89,58 @@ def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, commun
         ) from error
     check_operation(op, dtype)
     return GradientSpec(name, shape, dtype_name(dtype), dtype.itemsize)
+
+
+def warn_of_unequal_values(
+    known: Sequence[KnownParameter], parameters: Any, gradient: Any, communicator: Communicator
+) -> None:
+    """Logs a warning, on one rank, where the ranks hold different values of the parameters. Every rank must call it.
+
+    Values count by their bytes. Nothing is compared where a rank has no arrays to compare: it gave shapes and dtypes,
+    arrays that cannot be written to (the program may have others by now), or the arrays in which its gradients are.
+
+    Args:
+        known: the parameters.
+        parameters: as the caller gave them.
+        gradient: the first that was handed over, or None.
+        communicator: whose ranks are compared.
+
+    Raises:
+        RankFailed, CollectiveTimeout, CommunicatorClosed: from the exchange.
+    """
+    by_name = isinstance(parameters, Mapping)
+    given = {each.spec.name: parameters.get(each.parameter) if by_name else each.parameter for each in known}
+    arrays = {name: array for name, array in given.items() if hasattr(array, "dtype")}
+    digests: dict[str, str] = {}
+    if not any(_shares_memory(array, gradient) for array in arrays.values()):
+        natives = {name: communicator.native_array(array, f"parameter {name}") for name, array in arrays.items()}
+        if all(communicator.arrays.writeable(native) for native in natives.values()):
+            digests = {name: communicator._digest_of_values(native) for name, native in natives.items()}
+    whole = int.from_bytes(hashlib.sha256(repr(digests).encode()).digest()[:8], "little", signed=True)
+    shared = communicator.share_numbers(_COMPARISON, [len(digests), whole], _AGREEMENT)
+    if len({tuple(numbers) for numbers in shared}) == 1 or not all(count for count, _ in shared):
+        return
+    by_rank: list[dict[str, str]] = communicator.objects.all_gather_for(_COMPARISON, digests)
+    different = [name for name in digests if len({digests_there.get(name) for digests_there in by_rank}) > 1]
+    if communicator.rank == 0 and different:
+        first = different[0]
+        other = next(rank for rank, there in enumerate(by_rank) if there.get(first) != digests[first])
+        _log.warning(
+            "%s: the parameters differ between the ranks before the first step, first %s: rank %d has other values "
+            "than rank %d; %d of %d arrays differ. Gradients are averaged, parameters are not: call "
+            "gs.bcast_list_(arrays, root=0) with all parameters before the first step",
+            *(
+                communicator.label,
+                first,
+                communicator.ranks[other],
+                communicator.ranks[0],
+                len(different),
+                len(digests),
+            ),
+        )
+
+
+def _shares_memory(array: Any, gradient: Any) -> bool:
+    if array is gradient:
+        return True
+    return isinstance(array, np.ndarray) and isinstance(gradient, np.ndarray) and np.may_share_memory(array, gradient)

@@ -35,6 +35,7 @@ class StepPlan:
         planner: says which gradients complete a bucket.
         memory: where gradients live in the buckets; None where they do not.
         threshold_bytes: size that a bucket of several gradients never exceeds; between steps it may be changed.
+        told: `parameters` of the options, once they have been taken.
     """
 
     def __init__(self, options: Options) -> None:
@@ -46,7 +47,7 @@ class StepPlan:
         self._accepted_dtypes: set[Any] = set()
         self._failed_specs: list[GradientSpec] = []  # of the last step, where that has failed
         self._is_learned = False  # whether the places are those of an earlier step
-        self._is_told = False  # whether `parameters` of the options have been taken
+        self.told: list[KnownParameter] = []
 
     def begin_with(self, communicator: Communicator) -> None:
         """Forgets what was known for another communicator, and takes the parameters that the caller has told."""
@@ -59,12 +60,10 @@ class StepPlan:
         self.arrivals.label = communicator.label
         self.memory = None
         self._accepted_dtypes.clear()
-        if self._options.parameters is not None and not self._is_told:
-            self.fix(
-                known_parameters(self._options.parameters, "AllreduceCallback", self._options.op, communicator),
-                "the callback's parameters",
-            )
-            self._is_told = True
+        if self._options.parameters is not None and not self.told:
+            known = known_parameters(self._options.parameters, "AllreduceCallback", self._options.op, communicator)
+            self.fix(known, "the callback's parameters")
+            self.told = known
 
     def fix(self, parameters: list[KnownParameter], origin: str) -> None:
         """Gives each parameter its place for good; errors say where they come from."""

@@ -120,6 +120,7 @@ class WithBlocks(ABC):
         communicator = self._communicator()
         self._backward.begin_with(communicator)
         self._backward.ensure_memory(communicator)  # now: ranks without batches come no further
+        self._backward.compare_parameters(None, communicator)
         joined = self._step.roll_call = Join(self._backward, communicator, parameters)
         try:
             yield joined

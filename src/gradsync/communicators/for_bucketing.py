@@ -5,6 +5,7 @@ Its arguments are trusted: the bucketing layer has checked them, and tells what 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from gradsync.communicators.resident import ResidentMemory
 from gradsync.completion import Completion
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import Array, ReduceOp
+
+# What a GPU's array takes of host memory at a time, where its values are read.
+_PIECE_BYTES = 32 * 1024**2
 
 
 class Wire(Protocol):
@@ -186,6 +190,22 @@ class ForBucketing(CollectiveBase):
             CollectiveCall(what, agreement, lambda _launch: self._share_numbers(numbers, agreement)), None
         )
         return shared
+
+    def _digest_of_values(self, native: Array) -> str:
+        """Returns the SHA-256 of an array's elements in C order, whatever its layout; for gradsync's own use.
+
+        Elements count by their bytes. A GPU's array passes through host memory in pieces, after what the current stream
+        has still to do with it.
+        """
+        hasher = hashlib.sha256()
+        if isinstance(native, np.ndarray):
+            hasher.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)
+            return hasher.hexdigest()
+        flat: Any = self.arrays.flat(native)
+        step = max(1, _PIECE_BYTES // flat.dtype.itemsize)
+        for begin in range(0, flat.size, step):
+            hasher.update(flat[begin : begin + step].get().view(np.uint8).data)
+        return hasher.hexdigest()
 
     def mark_work(self) -> Any:
         """For bucketing: returns what a stream can wait for to come after the caller's work; None on the CPU."""
