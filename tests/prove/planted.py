@@ -3,6 +3,7 @@
     python tests/prove/planted.py draw --seed 18 --count 100    # writes planted_drawn.json
     python tests/prove/planted.py run [--shard 0/2] [--room bucketing] [--only NAME] [--limit 5]
     python tests/prove/planted.py table
+    python tests/prove/planted.py check    # which of them the source has outgrown: change or draw these anew
 
 Defects are of two kinds: drawn from the source by a seed (planted_drawn.json), and written by hand, at least one for
 each row of the list of failures (planted_by_hand.json). A defect is a replacement of one piece of text in one file. The
@@ -243,8 +244,26 @@ def load() -> list[Defect]:
 
 
 def check_applies(defect: Defect) -> None:
-    """Raises LookupError where the source has changed so that a defect cannot be planted any more."""
-    replaced((ROOT / defect.file).read_text(), defect)
+    """Makes sure that a defect can be planted in the source as it is now.
+
+    Raises:
+        LookupError, OSError: its text, or its file, is not there any more.
+        SyntaxError: what results is no Python.
+    """
+    ast.parse(replaced((ROOT / defect.file).read_text(), defect))
+
+
+def check() -> int:
+    """Prints the defects that can no longer be planted; fails where there are any."""
+    defects, outgrown = load(), 0
+    for defect in defects:
+        try:
+            check_applies(defect)
+        except (LookupError, OSError, SyntaxError) as error:
+            outgrown += 1
+            print(f"{defect.name:24} {error}")
+    print(f"{len(defects) - outgrown} of {len(defects)} defects can be planted")
+    return 1 if outgrown else 0
 
 
 def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any]:
@@ -354,12 +373,15 @@ def main() -> int:
     running.add_argument("--workers", type=int, default=2)
     running.add_argument("--limit-seconds", type=float, default=900.0)
     commands.add_parser("table")
+    commands.add_parser("check")
     arguments = parser.parse_args()
     if arguments.command == "draw":
         drawn = draw(arguments.seed, arguments.count, arguments.room)
         DRAWN.write_text(json.dumps([defect._asdict() for defect in drawn], indent=1) + "\n")
         print(f"seed {arguments.seed}: {len(drawn)} defects", dict(Counter(defect.kind for defect in drawn)))
         return 0
+    if arguments.command == "check":
+        return check()
     return run(arguments) if arguments.command == "run" else table()
 
 
