@@ -1,4 +1,4 @@
-# gradsync run -n 2 --backend shm {}
+# GRADSYNC_BACKEND=local python {}
 import numpy as np
 
 import gradsync as gs
