@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import GenericAlias, ModuleType
 from typing import Any
 
 import click
@@ -98,7 +98,9 @@ def lines_of_module(name: str, module: ModuleType) -> Iterator[str]:
     own = [n for n, v in vars(module).items() if not n.startswith("_") and inspect.getmodule(v) is module]
     for member in getattr(module, "__all__", own):
         value = getattr(module, member)
-        if inspect.isclass(value) and value.__name__ != member:
+        if isinstance(value, GenericAlias):  # a class for inspect, with Python 3.10
+            yield f"{name}.{member}"
+        elif inspect.isclass(value) and value.__name__ != member:
             yield f"{name}.{member} is {value.__name__}"
         elif inspect.ismodule(value):
             yield from lines_of_module(f"{name}.{member}", value)
