@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -222,7 +223,13 @@ class Caller(NamedTuple):
     """A line of the user's program; keeps nothing alive but its code."""
 
     code: CodeType
-    line: int
+    instruction: int
+
+    @property
+    def line(self) -> int:
+        """Its number; looked up only here, as that takes long in long files."""
+        lines = (line for begin, end, line in self.code.co_lines() if begin <= self.instruction < end)
+        return next(lines, None) or self.code.co_firstlineno
 
     def __str__(self) -> str:
         """Returns "train.py:41 in step", in one line of bounded length."""
@@ -242,16 +249,26 @@ def caller(thread: int | None = None) -> Caller | None:
     frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     of_package: FrameType | None = None
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE):
-            if name.startswith(_LAUNCHING):  # from here on out it is what called the user's code
-                break
-        elif _PACKAGES[0] in name or _PACKAGES[1] in name:
+        code = frame.f_code
+        kind = _kind_of(code.co_filename)
+        if kind == "program":
+            return Caller(code, frame.f_lasti)
+        if kind == "launching":  # from here on out it is what called the user's code
+            break
+        if kind == "package":
             of_package = of_package or frame
-        elif not name.startswith((_STANDARD_LIBRARY, "<frozen ")):
-            return Caller(frame.f_code, frame.f_lineno or 0)
         frame = frame.f_back
-    return None if of_package is None else Caller(of_package.f_code, of_package.f_lineno or 0)
+    return None if of_package is None else Caller(of_package.f_code, of_package.f_lasti)
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(file: str) -> str:
+    """Returns whose code a file has: "gradsync", "launching" in it, "python", a "package", or the "program"."""
+    if file.startswith(_PACKAGE):
+        return "launching" if file.startswith(_LAUNCHING) else "gradsync"
+    if any(folder in file for folder in _PACKAGES):
+        return "package"
+    return "python" if file.startswith((_STANDARD_LIBRARY, "<frozen ")) else "program"
 
 
 def _within(name: str) -> str:
