@@ -6,7 +6,8 @@ and for its bucket, is taken as it is. Else it is looked at from all sides first
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradsync import tracing
@@ -15,6 +16,7 @@ from gradsync.bucketing.bucket_ends import BucketEnds
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.gradient_guard import GradientGuard
+from gradsync.bucketing.gradient_lock import LockedGradients, register
 from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
@@ -24,9 +26,11 @@ from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.step_works import StepWorks
-from gradsync.collective_end import check_may_call, pending
+from gradsync.collective_end import CollectiveEnd, check_may_call, pending
 from gradsync.communicators.base import Communicator
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
+
+_log = logging.getLogger("gradsync")
 
 
 class BackwardPass:
@@ -60,8 +64,10 @@ class BackwardPass:
         self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
         self._works = StepWorks(self.plan, self.reduction)
         self._reduced: list[Bucket] = []
+        self._unlocked: set[int] = set()  # places of gradients that were unlocked because nobody will reduce them
         self._groups: LaunchGroups | None = None  # of the step that is under way
         self._guard: GradientGuard | None = None  # in debug mode
+        register(self)
 
     @property
     def is_under_way(self) -> bool:
@@ -84,8 +90,6 @@ class BackwardPass:
             self._auto = AutoThreshold()
         self._zeros.clear()
         self._works.clear()
-        self._ends.label = communicator.label
-        self._ends.whose = f'an AllreduceCallback("{self.reduction.op.value}") of group {communicator.recorder.group!r}'
         communicator.lifetime.observe_end(self)
         self._guard = GradientGuard(communicator) if communicator.debug else None
         self._communicator = communicator
@@ -143,7 +147,7 @@ class BackwardPass:
             if not self.is_under_way:
                 self.ensure_memory(communicator)
                 self.compare_parameters(grad, communicator)
-            entry = plan.admit(param, grad, communicator, self._ends)
+            entry = plan.admit(param, grad, communicator, self)
             complete = plan.planner.add(entry.spec, entry.position)
             self._works.renew(plan.planner.placed_in)
         else:
@@ -157,9 +161,8 @@ class BackwardPass:
             tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=plan.arrivals.count == 1)
         end, guard = self._ends[number], self._guard
         future = GradientFuture(entry.spec.name, end, entry.result) if guard is None else guard.take(entry, end)
-        if (lock := entry.lock) is not None:
-            end.locks.append(lock)  # first: what is interrupted here is put back too
-            lock.set_writeable(False)
+        if (set_writeable := entry.set_writeable) is not None:
+            set_writeable(False)
         if complete:
             self._reduce_all(complete, communicator)
             places = plan.known_places
@@ -233,7 +236,8 @@ class BackwardPass:
 
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done get."""
-        ends, self._ends = self._ends, BucketEnds(self._ends.label, self._ends.whose)
+        self.unlock_waiting()
+        ends, self._ends = self._ends, BucketEnds()
         self._flushed_itself = False
         self.reduction.fail()
         self._end_step()
@@ -280,13 +284,15 @@ class BackwardPass:
         try:
             if self._guard is not None:
                 self._guard.check_handed_over([slot.position for slot in bucket.slots])
-            work = self._works.of(bucket, communicator)
+            work = self._works.of(bucket, communicator, self)
             completion = self.reduction.reduce(work, communicator, self._producers.get(bucket.number, ()), end)
             if self._guard is not None and not self.reduction.is_hooked:
                 self._guard.note_results([slot.position for slot in bucket.slots], completion)
-            if not self.reduction.is_hooked:
-                for part in parts:
-                    self._ends.unlock(part.number, completion)
+            if work.locked is not None and not self.reduction.is_hooked:
+                if completion is None:
+                    work.locked.put_back()
+                else:
+                    completion.before_done(work.locked.put_back)
         except BaseException as error:
             self.note_told(error)
             self.fail(error)
@@ -306,16 +312,52 @@ class BackwardPass:
             self._guard.clear()
         self._producers.clear()
         self._reduced.clear()
+        self._unlocked.clear()
         self._groups = None
 
+    @property
+    def label(self) -> str:
+        """See Holder of gradient_lock.py."""
+        return "" if self._communicator is None else self._communicator.label
+
+    @property
+    def whose(self) -> str:
+        """See Holder of gradient_lock.py."""
+        group = "" if self._communicator is None else f" of group {self._communicator.recorder.group!r}"
+        return f'an AllreduceCallback("{self.reduction.op.value}"){group}'
+
+    def locked(self) -> list[PendingGradient]:
+        """See Holder of gradient_lock.py; those too whose reduction has been launched and has not ended."""
+        return self._locked_until(CollectiveEnd.is_over)
+
     def unlock_waiting(self) -> None:
-        """Makes the gradients writeable again that have come and were not reduced."""
-        self._ends.unlock_waiting()
+        """Makes the gradients writeable again whose reduction has not ended or been launched. Any thread may call it.
+
+        What was launched does that by itself.
+        """
+        waiting = self._locked_until(lambda end: not end.is_pending)
+        # Another thread may be locking one now: that one finds it here again when its step fails.
+        if all(end.is_completed_by_caller() for end in list(self._ends.values())):
+            self._unlocked.update([entry.position for entry in waiting])
+        try:
+            LockedGradients(waiting, self).put_back()
+        except InvalidArgument as error:
+            _log.error("%s", error)
 
     def communicator_ended(self, communicator: Communicator) -> None:
         """See Observer of lifetime.py: nobody will reduce what waits."""
         if communicator is self._communicator:
-            self._ends.unlock_waiting()
+            self.unlock_waiting()
+
+    def _locked_until(self, is_past: Callable[[CollectiveEnd], bool]) -> list[PendingGradient]:
+        """Returns the gradients of this step that are locked, but for those of buckets whose end is past."""
+        free = set(self._unlocked)
+        for bucket in list(self._reduced):
+            end = self._ends.get(bucket.number)  # buckets that were reduced as one have ends of their own
+            if end is None or is_past(end):
+                free.update([slot.position for slot in bucket.slots])
+        entries = self.plan.arrivals.of_step()
+        return [entry for entry in entries if entry.set_writeable is not None and entry.position not in free]
 
     def waiting(self) -> list[PendingGradient]:
         """Returns the gradients that have come and were not reduced."""

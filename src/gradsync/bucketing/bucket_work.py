@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradsync.bucketing.bucket_memory import BucketMemory
+from gradsync.bucketing.gradient_lock import Holder, LockedGradients
 from gradsync.bucketing.pending import PendingGradient
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.backend import PreparedList
@@ -21,6 +22,7 @@ class BucketWork(NamedTuple):
         write_backs: pairs of a target and the native array that gets its values afterwards.
         results: native arrays that hold the reduced values in the end.
         prepared: what the communicator has worked out for these very arrays.
+        locked: those of the gradients that are read-only until then; None where there are none.
         memory: where the gradients live in the bucket: the memory, of which `sources` and `targets` are one flat view.
     """
 
@@ -30,17 +32,19 @@ class BucketWork(NamedTuple):
     write_backs: list[tuple[Array, Array]]
     results: list[Any]
     prepared: PreparedList | None = None
+    locked: LockedGradients | None = None
     memory: BucketMemory | None = None
 
 
-def work_of(bucket: Bucket, entries: Sequence[PendingGradient]) -> BucketWork:
-    """Returns the work for a bucket, given its gradients by slot."""
+def work_of(bucket: Bucket, entries: Sequence[PendingGradient], holder: Holder) -> BucketWork:
+    """Returns the work for a bucket, given its gradients by slot, and who has them in flight."""
     return BucketWork(
         bucket,
         [entry.source for entry in entries],
         [entry.target for entry in entries],
         [(entry.target, entry.write_back) for entry in entries if entry.write_back is not None],
         [entry.target if entry.write_back is None else entry.write_back for entry in entries],
+        locked=LockedGradients(entries, holder) or None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Gradients in flight are read-only: which can be locked, how their flag is put back, and who has one in flight.
+"""Gradients in flight are read-only: which can be locked, how they are put back, and who has one in flight.
 
 NumPy sets the WRITEABLE flag of an array that does not own its memory only while an array of its base chain is
 writeable, or never. So a gradient is locked only where its flag can surely be put back. What gradsync itself writes
@@ -8,45 +8,100 @@ through are views made before: a view keeps its flag.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, Protocol
 
 import numpy as np
 
+from gradsync.bucketing.pending import PendingGradient
 from gradsync.communicators.host_arrays import HostArrays
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
 
 _host = HostArrays()
-
-
-class Lock(NamedTuple):
-    """One gradient's flag.
-
-    Attributes:
-        set_writeable: the array's own setflags, bound: the cheapest way, twice for each gradient of a step.
-        array: what was handed over.
-        name: of the gradient, as ranks know it.
-    """
-
-    set_writeable: Callable[[bool], None]
-    array: Array
-    name: str
+_set_flags: Callable[..., None] = np.ndarray.setflags
+_exhaust = deque[Any](maxlen=0).extend
 
 
 class Holder(Protocol):
-    """A callback's gradients in flight.
+    """A callback that has gradients in flight.
 
     Attributes:
         label: begins errors: which rank it is.
         whose: names the callback in errors of others.
     """
 
-    label: str
-    whose: str
+    @property
+    def label(self) -> str: ...
 
-    def locked(self) -> list[Lock]:
+    @property
+    def whose(self) -> str: ...
+
+    def locked(self) -> list[PendingGradient]:
         """Returns the gradients that are locked now; any thread may ask."""
+
+
+class LockedGradients:
+    """Gradients that are locked together and put back together: those of a bucket.
+
+    Args:
+        entries: gradients; those that are not locked are left out.
+        holder: of whom.
+    """
+
+    def __init__(self, entries: Sequence[PendingGradient], holder: Holder) -> None:
+        self._entries = [entry for entry in entries if entry.set_writeable is not None]
+        self._arrays = [entry.gradient for entry in self._entries]
+        self._holder = weakref.ref(holder)  # which may keep this from step to step
+
+    def __bool__(self) -> bool:
+        return bool(self._arrays)
+
+    def put_back(self) -> None:
+        """Makes them writeable again, each of them, also where NumPy refuses at first.
+
+        It does so where the array that a gradient is a view of has become read-only meanwhile: by the program, or
+        because another callback has that in flight.
+
+        Raises:
+            InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
+        """
+        try:
+            _exhaust(map(_set_flags, self._arrays, repeat(True)))  # a loop in C: once for each gradient of a step
+        except ValueError:
+            self._put_back_one_by_one()
+
+    def _put_back_one_by_one(self) -> None:
+        failed: InvalidArgument | None = None
+        for entry in self._entries:
+            try:
+                _set_flags(entry.gradient, True)
+            except ValueError as error:
+                try:
+                    self._put_back_view(entry, error)
+                except InvalidArgument as refusal:
+                    failed = failed or refusal
+        if failed is not None:
+            raise failed
+
+    def _put_back_view(self, entry: PendingGradient, error: ValueError) -> None:
+        owner = _owner(entry.gradient)
+        holder = self._holder()
+        what = f"{holder.label if holder else 'a callback that is gone'}: the gradient of {entry.spec.name}"
+        if owner is None or owner is entry.gradient:
+            raise InvalidArgument(
+                f"{what} stays read-only after its reduction ({error}): hand over an array that owns its memory, or "
+                "use AllreduceCallback(lock_gradients=False)"
+            ) from error
+        was_writeable = owner.flags.writeable
+        owner.setflags(write=True)
+        try:
+            _set_flags(entry.gradient, True)
+        finally:
+            owner.setflags(write=was_writeable)
+        refuse_in_flight(entry.gradient, what, holder)
 
 
 _holders: dict[int, weakref.ref[Any]] = {}  # of this process, by id
@@ -58,14 +113,14 @@ def register(holder: Holder) -> None:
     _holders[key] = weakref.ref(holder, lambda _: _holders.pop(key, None))
 
 
-def lock_of(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> Lock | None:
-    """Returns what locks a gradient; None where its flag could not surely be put back, or is not to be touched.
+def lock_of(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> Callable[[bool], None] | None:
+    """Returns what sets a gradient's flag; None where that could not surely be put back, or is not to be touched.
 
     Args:
         gradient: a NumPy array, of any subclass.
         name: of the gradient.
-        holder: of the callback that takes it.
-        is_on: whether the callback locks gradients.
+        holder: who takes it.
+        is_on: whether the holder locks gradients.
 
     Raises:
         InvalidArgument: another callback has it in flight.
@@ -78,7 +133,8 @@ def lock_of(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> Lock 
         return None
     if not is_on or not gradient.size:  # there is nothing to write to in an empty one
         return None
-    return Lock(np.ndarray.setflags.__get__(gradient), gradient, name)
+    set_flags: Callable[[bool], None] = np.ndarray.setflags.__get__(gradient)
+    return set_flags
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:
@@ -87,57 +143,21 @@ def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> No
     Args:
         array: which is read-only, or a view of memory that is.
         who: begins the error.
-        holder: of the callback that asks; None for other functions.
+        holder: who asks; None for other functions.
 
     Raises:
         InvalidArgument: it is in flight.
     """
-    for other in _others(holder):
-        for lock in other.locked():
-            if _host.share_memory(array, lock.array):
+    others = [reference() for reference in list(_holders.values())]
+    for other in others:
+        if other is None or other is holder:
+            continue
+        for entry in other.locked():
+            if _host.share_memory(array, entry.gradient):
                 raise InvalidArgument(
-                    f"{who} is in flight already: {other.whose} has it as the gradient of {lock.name} and has not "
-                    "reduced it yet: flush that callback first, or hand over a copy"
+                    f"{who} is in flight already: {other.whose} has it as the gradient of {entry.spec.name} and has "
+                    "not reduced it yet: flush that callback first, or hand over a copy"
                 )
-
-
-def put_back(locks: Iterable[Lock], holder: Holder) -> None:
-    """Makes gradients writeable again, each of them, also where NumPy refuses at first.
-
-    It does so where the array that a gradient is a view of has become read-only meanwhile: by the program, or because
-    another callback has that in flight.
-
-    Raises:
-        InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
-    """
-    failed: InvalidArgument | None = None
-    for lock in locks:
-        try:
-            lock.set_writeable(True)
-        except ValueError as error:
-            try:
-                _put_back_view(lock, holder, error)
-            except InvalidArgument as refusal:
-                failed = failed or refusal
-    if failed is not None:
-        raise failed
-
-
-def _put_back_view(lock: Lock, holder: Holder, error: ValueError) -> None:
-    owner = _owner(lock.array)
-    what = f"{holder.label}: the gradient of {lock.name}"
-    if owner is None or owner is lock.array:
-        raise InvalidArgument(
-            f"{what} stays read-only after its reduction ({error}): hand over an array that owns its memory, or use "
-            "AllreduceCallback(lock_gradients=False)"
-        ) from error
-    was_writeable = owner.flags.writeable
-    owner.setflags(write=True)
-    try:
-        lock.set_writeable(True)
-    finally:
-        owner.setflags(write=was_writeable)
-    refuse_in_flight(lock.array, what, holder)
 
 
 def _owner(array: Array) -> Array | None:
@@ -148,8 +168,3 @@ def _owner(array: Array) -> Array | None:
             return None
         array = base
     return array
-
-
-def _others(holder: Holder | None) -> list[Holder]:
-    found = [reference() for reference in list(_holders.values())]
-    return [other for other in found if other is not None and other is not holder]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gradsync.bucketing.bucket_ends import BucketEnd
 from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of
 from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.flat_buffer import array_module
+from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.reduction import Array, ReduceOp
 
@@ -23,7 +23,7 @@ class _UnderWay(NamedTuple):
     value: Any
     mark: Any  # of the work that the hook has queued
     mean_over: int | None
-    end: BucketEnd
+    end: CollectiveEnd
     watch: BucketWatch | None
 
 
@@ -48,7 +48,7 @@ class HookedBuckets:
         op: ReduceOp,
         mean_over: int | None,
         producers: Sequence[Any],
-        end: BucketEnd,
+        end: CollectiveEnd,
         watch: BucketWatch | None,
     ) -> None:
         """Packs a bucket, scaled, and hands it to the hook.
@@ -83,7 +83,8 @@ class HookedBuckets:
             self._deliver(reduced, work, communicator)
             if watch is not None:
                 watch.after(work.targets)
-            end.put_back()
+            if work.locked is not None:
+                work.locked.put_back()
             end.finish(None, None, communicator.mark_end())
 
     def reset(self) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from gradsync.bucketing.gradient_lock import Lock
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.base import Communicator
@@ -32,7 +31,7 @@ class PendingGradient(NamedTuple):
         write_back: where the target's values go afterwards: other layouts, other devices; None where they are there.
         result: what the future gives.
         recurs: whether it is kept for the next step: the last one had this very array here, and it is reduced in place.
-        lock: makes it read-only while it is in flight; None where that is not done.
+        set_writeable: sets the flag of a gradient that is read-only while it is in flight; None of others.
     """
 
     position: int
@@ -47,7 +46,7 @@ class PendingGradient(NamedTuple):
     write_back: Array | None
     result: Any
     recurs: bool
-    lock: Lock | None
+    set_writeable: Callable[[bool], None] | None
 
 
 class Destination(NamedTuple):

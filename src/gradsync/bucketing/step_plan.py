@@ -127,7 +127,7 @@ class StepPlan:
         Args:
             param, grad: what was handed over.
             communicator: where it is to be reduced.
-            holder: of the callback's gradients in flight.
+            holder: who has it in flight then.
 
         Raises:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
@@ -140,7 +140,8 @@ class StepPlan:
         lock = None
         is_itself = native is grad
         if isinstance(grad, np.ndarray):
-            lock = lock_of(grad, name, holder, is_on=self._options.lock_gradients)
+            is_on = self._options.lock_gradients and self.memory is None  # else ranks share it, or it is copied now
+            lock = lock_of(grad, name, holder, is_on=is_on)
             if lock is not None and is_itself:
                 native = grad.view()  # for our own writing; one of a subclass is a view already
         goes = self._destination(grad, native, position, communicator)
@@ -149,7 +150,7 @@ class StepPlan:
         recurs = recurs and arrivals.has_seen(position, grad)
         state = arrays.state(native) if recurs else None
         if self.memory is not None and goes.result is not grad:  # copied already: what is written to is the place
-            native, lock = self.memory.views[position], None
+            native = self.memory.views[position]
         entry = PendingGradient(position, param, key_of(param), grad, native, state, spec, *goes, recurs, lock)
         arrivals.add(entry, arrays)
         return entry

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradsync.bucketing.bucket_ends import BucketEnd, BucketEnds
 from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.bucket_watch import BucketWatch
@@ -21,6 +20,7 @@ from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.bucketing.step_values import StepValues
+from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
 from gradsync.errors import CommunicatorClosed, InvalidArgument
@@ -100,7 +100,7 @@ class StepReduction:
         self.agreements.change_settings(", ".join(filter(None, [self._options.settings(), name])))
 
     def reduce(
-        self, work: BucketWork, communicator: Communicator, producers: Sequence[Any], end: BucketEnd
+        self, work: BucketWork, communicator: Communicator, producers: Sequence[Any], end: CollectiveEnd
     ) -> Completion | None:
         """Reduces a bucket, or has the hook begin to, which then brings about the end by itself.
 
@@ -205,7 +205,7 @@ class StepReduction:
             self.begin_step()
 
     def _reduce_zeros(self, work: BucketWork, communicator: Communicator) -> None:
-        completion = self.reduce(work, communicator, [communicator.mark_work()], BucketEnds()[work.bucket.number])
+        completion = self.reduce(work, communicator, [communicator.mark_work()], CollectiveEnd())
         if self._hooked is not None:
             self._hooked.finish()
         if completion is not None:

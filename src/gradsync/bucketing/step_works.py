@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradsync.bucketing.bucket_work import BucketWork, resident_work, work_of
+from gradsync.bucketing.gradient_lock import Holder
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
@@ -29,8 +30,8 @@ class StepWorks:
         """Notes that an array has come for a bucket that the last step did not have there."""
         self._renewed.add(number)
 
-    def of(self, bucket: Bucket, communicator: Communicator) -> BucketWork:
-        """Returns the work for a bucket whose gradients have come."""
+    def of(self, bucket: Bucket, communicator: Communicator, holder: Holder) -> BucketWork:
+        """Returns the work for a bucket whose gradients have come, and are the holder's."""
         number = bucket.number
         known = self._known.get(number)
         if known is not None and known.bucket is bucket and (known.memory is not None or number not in self._renewed):
@@ -39,7 +40,7 @@ class StepWorks:
             work = self._known[number] = resident_work(bucket, self._plan.memory)
             return work
         entries = [self._plan.arrivals.entry(slot.position) for slot in bucket.slots]
-        work = work_of(bucket, entries)
+        work = work_of(bucket, entries, holder)
         if not all(entry.recurs for entry in entries):
             self._known.pop(number, None)
             return work
