@@ -1,0 +1,97 @@
+"""One rank of a checkout that against.py compares: started with PYTHONPATH at that checkout, asleep unless asked.
+
+It takes of gradsync only public names that every edition has, and nothing else of this repository: what is timed may be
+older or newer than the script that asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client
+
+import numpy as np
+
+import gradsync as gs
+
+Shapes = list[tuple[int, ...]]
+
+
+class Rank:
+    """What the controller may ask for, by method name."""
+
+    def __init__(self) -> None:
+        self._communicator = gs.init_process_group("shm")
+        self._run: Callable[[], object] = int
+
+    def hello(self) -> dict[str, object]:
+        versions = {"python": platform.python_version(), "numpy": np.__version__, "gradsync": str(gs.__file__)}
+        return {"rank": self._communicator.rank, "pid": os.getpid(), "versions": versions}
+
+    def prepare(self, kind: str, shapes: Shapes) -> None:
+        """Makes what is to be timed, and makes sure that it computes what it should."""
+        arrays = [np.empty(shape, np.float32) for shape in shapes]
+        if kind == "all_reduce":
+            (array,) = arrays
+            self._run = lambda: self._communicator.all_reduce(array, "mean")
+        else:
+            callback = gs.AllreduceCallback("mean", gradient_as_bucket_view=kind == "bucket views")
+            if kind == "bucket views":
+                parameters = {index: (array.shape, "float32") for index, array in enumerate(arrays)}
+                arrays = list(callback.gradient_buffers(parameters).values())
+            self._run = lambda: _step(callback, arrays)
+        for _ in range(3):  # the second and the third time other paths are taken
+            for array in arrays:
+                array.fill(self._communicator.rank)
+            self._run()
+            if not all((array == (self._communicator.world_size - 1) / 2).all() for array in arrays):
+                raise RuntimeError(f"{kind} of {len(arrays)} arrays is wrong")
+
+    def time(self, warm_up: int, rounds: int, calls: int) -> list[float]:
+        """Returns the seconds of one call, round by round."""
+        seconds = []
+        for _ in range(warm_up + rounds):
+            self._communicator.barrier()
+            began = time.perf_counter()
+            for _ in range(calls):
+                self._run()
+            seconds.append((time.perf_counter() - began) / calls)
+        return seconds[warm_up:]
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self._run = int
+
+
+def _step(callback: gs.AllreduceCallback, gradients: list[np.ndarray]) -> None:
+    """Every gradient handed over, the flush, every result asked for."""
+    with callback.backward():
+        futures = [callback(index, gradient) for index, gradient in enumerate(gradients)]
+    for future in futures:
+        future.result()
+
+
+def main(address: str) -> None:
+    """Does what it is asked until the controller hangs up; see gradsync.bench.crew for what is sent."""
+    with Client(address, "AF_UNIX") as connection:
+        try:
+            rank = Rank()
+            connection.send(("hello", rank.hello()))
+            with contextlib.suppress(EOFError):
+                while True:
+                    method, *arguments = connection.recv()
+                    connection.send(("answer", getattr(rank, method)(*arguments)))
+            gs.destroy_process_group()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                connection.send(("failure", traceback.format_exc()))
+            os._exit(1)  # an orderly exit would wait for a rank that is not coming
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
