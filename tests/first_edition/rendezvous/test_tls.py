@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+from certificates import Authority, Variables, environment
 from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ranks, run_threads
 from wiretaps import Tap, in_the_middle, narrow, relay, small_buffers
 
-from certificates import Authority, Variables, environment
 from gradsync.errors import AuthenticationError, RankFailed, RendezvousError
 from gradsync.rendezvous import dialling, event_loop, tls
 from gradsync.rendezvous.client import RendezvousClient

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 def test_a_sweep_over_two_gpus_has_no_packing_alone(tmp_path):
     (tmp_path / "sweep.py").write_text(ON_GPUS)
-    stand_in = str(Path(__file__).parents[1] / "stand_in")
+    stand_in = str(Path(__file__).parents[2] / "stand_in")
     done = subprocess.run(
         [sys.executable, str(tmp_path / "sweep.py")],
         env=os.environ

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rendezvous_ranks import SECRET, connect
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 from gradsync.bench.rendezvous.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID
 from gradsync.bench.rendezvous.crowd import Crowd

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from certificates import Authority, environment
 from cryptography.hazmat.primitives import serialization
 from rendezvous_ranks import SECRET
 
-from certificates import Authority, environment
 from gradsync.environment import TLS_CA, TLS_CERTIFICATE, TLS_KEY
 from gradsync.errors import InvalidArgument
 from gradsync.rendezvous.server import RendezvousServer

@@ -5,10 +5,10 @@ import re
 
 import command
 import pytest
+from certificates import Authority
 from node_commands import Nodes
 
 import gradsync as gs
-from certificates import Authority
 
 MEETING = """
 import gradsync as gs, numpy, sys
