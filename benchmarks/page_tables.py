@@ -98,7 +98,10 @@ METHODS = {
     "proof_simulation": ("Played", _AS_PROVEN),
     "proof_kills": ("Run", _AS_PROVEN),
     "proof_restarts": ("Three ranks", _AS_PROVEN),
-    "contract": ("Noted by the checks of `tests/contract*.py` as they ran", "made by `python tests/coverage_table.py`"),
+    "contract": (
+        "Noted by the checks of `tests/contract*.py` as they ran",
+        "made by `python tests/prove/pages/coverage_table.py`",
+    ),
 }
 
 

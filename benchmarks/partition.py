@@ -33,12 +33,12 @@ from rich.table import Table
 from measurement import provenance
 
 FOLDER = Path(__file__).parent
-sys.path[:0] = [str(FOLDER.parent / "tests"), str(FOLDER.parent / "tests" / "launching")]
-
-from node_commands import Nodes  # noqa: E402
+_TESTS = FOLDER.parent / "tests"
+sys.path[:0] = [str(_TESTS / folder) for folder in (".", "launching", "prove/tools", "prove/partitions")]
 
 import namespaces  # noqa: E402
 from mpi_machines import MpiJob  # noqa: E402
+from node_commands import Nodes  # noqa: E402
 
 ROUNDS = 7
 # 3 s by the heartbeats, and two of them across hosts.

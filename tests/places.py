@@ -11,6 +11,19 @@ from kits import end_together
 from rank_processes import Outcome, run_ranks, run_ranks_for_outcomes
 
 
+def why_no_gpu() -> str | None:
+    """Returns why GPU tests cannot run here, or None when they can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy cannot be imported: {error}"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"no usable GPU: {error}"
+    return None if count else "CuPy sees no GPU"
+
+
 class Place(NamedTuple):
     """A backend and its arrays.
 

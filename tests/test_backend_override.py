@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +15,7 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
-from places import SHM, STAND_IN
+from places import SHM, STAND_IN, why_no_gpu
 from rank_processes import run_ranks
 
 
@@ -33,18 +32,6 @@ def test_unknown_names_are_told(name: str, text: str) -> None:
         raise AssertionError("it was entered")
 
 
-def stay_as_it_is(comm: Any) -> None:
-    with gs.override_backend("shm") as same:
-        assert same is comm
-        assert gs.get_communicator() is gs.WORLD is comm
-        assert total(1) == comm.world_size
-    assert process_group._siblings._made == {}
-
-
-def test_the_backend_of_the_world_is_the_world() -> None:
-    run_ranks(2, stay_as_it_is, backend="shm")
-
-
 def be_refused(comm: Any) -> list[str]:
     texts = []
     for name, error in (("nccl", gs.BackendUnavailable), ("mpi", gs.BackendUnavailable), ("local", gs.InvalidArgument)):
@@ -59,8 +46,6 @@ def be_refused(comm: Any) -> list[str]:
 
 
 def test_what_cannot_run_is_refused_on_all_ranks() -> None:
-    from conftest import why_no_gpu
-
     if why_no_gpu() is None:
         pytest.skip("there is a GPU here")
     for nccl, mpi, local in run_ranks(2, be_refused, backend="shm"):
@@ -202,47 +187,6 @@ def test_group_barrier_wants_a_communicator() -> None:
     gs.group_barrier()  # nothing is initialised
     with pytest.raises(gs.InvalidArgument, match="got str"):
         gs.group_barrier("world")  # type: ignore[arg-type]
-
-
-def find_no_memory(comm: Any) -> tuple[str, float]:
-    from gradsync.communicators.shared_memory import segment
-
-    if comm.rank == 0:
-        segment._available_memory_bytes = lambda: 0.0
-    started = time.monotonic()
-    error = expect(gs.BackendUnavailable, gs.override_backend("shm").__enter__)
-    assert total(1) == comm.world_size  # nothing has happened
-    return str(error).partition(": ")[2], time.monotonic() - started
-
-
-def test_what_one_rank_finds_out_is_told_to_all() -> None:
-    environment = {"GRADSYNC_LOCAL_WORLD_SIZE": "2"}
-    outcomes = STAND_IN.run(2, find_no_memory, timeout_seconds=30.0, environment=environment)
-    assert outcomes[0][0] == outcomes[1][0]
-    assert "backend 'shm' cannot join these ranks: rank 0: cannot allocate" in outcomes[0][0]
-    assert max(seconds for _, seconds in outcomes) < 20  # the ranks have 30 s
-
-
-def fail_once_agreed(comm: Any) -> str:
-    from gradsync.communicators.shared_memory import communicator as shared_memory
-
-    if comm.rank == 1:
-
-        def refuse(ticket: bytes, seconds: float) -> int:
-            raise gs.BackendUnavailable("no descriptor is left")
-
-        shared_memory.take_segment = refuse
-    error = expect(gs.GradsyncError, gs.override_backend("shm").__enter__)
-    with contextlib.suppress(gs.RankFailed):  # the world has ended with it, and may be the first to tell
-        gs.destroy_process_group()
-    return str(error)
-
-
-def test_what_fails_after_that_is_reported() -> None:
-    first, second = STAND_IN.run(2, fail_once_agreed, timeout_seconds=30.0)
-    assert "rank 1" in first
-    assert "in override_backend: BackendUnavailable: no descriptor is left" in first
-    assert second == "no descriptor is left"
 
 
 def come_again_after_an_abort(comm: Any) -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +11,10 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync import tracing
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump_files import read_dumps
-from places import SHM, STAND_IN, Place, on
-from rank_processes import run_ranks
 
 Event = dict[str, Any]
-SMALL, LARGE, STEPS = 1000, 3_000_000, 3
 
 
 def check_format(trace: Any) -> None:
@@ -83,137 +74,8 @@ def check_flow(arrows: list[Event], tracks: dict[tuple[int, int], list[Event]]) 
         assert any(one["ts"] <= arrow["ts"] <= one["ts"] + one["dur"] + 0.001 for one in slices)
 
 
-def train(comm: gs.Communicator, folder: str, **options: Any) -> None:
-    gradients = [np.ones(size, np.float32) for size in (SMALL, SMALL, LARGE, SMALL)]
-    sync = gs.AllreduceCallback("mean", threshold_bytes=1024**2, **options)
-    with gs.trace(folder):
-        for _ in range(STEPS):
-            with sync.backward():
-                for number, gradient in enumerate(gradients):
-                    sync(f"p{number}", gradient)
-        comm.objects.all_gather("an object")
-        if comm.rank < 2:
-            comm.exchange(np.ones(3), dest=1 - comm.rank, out=np.empty(3), source=1 - comm.rank)
-
-
 def slices(trace: Any, category: str, rank: int = 0) -> Iterator[Event]:
     return (e for e in trace["traceEvents"] if e.get("cat") == category and e["ph"] == "X" and e["pid"] == rank)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_each_bucket_has_its_phases(tmp_path: Path, ranks: int) -> None:
-    run_ranks(ranks, train, str(tmp_path))
-    found, _ = read_dumps([tmp_path])
-    assert [dump.rank for dump in found] == list(range(ranks))
-    trace = chrome_trace(found)
-    check_format(trace)
-    for rank in range(ranks):
-        buckets = [event for event in slices(trace, "collective", rank) if "bucket" in event["args"]]
-        assert len(buckets) == 2 * STEPS
-        phases: dict[int, dict[str, float]] = {}
-        for phase in slices(trace, "phase", rank):
-            of_bucket = phases.setdefault(phase["args"]["collective"], {})
-            of_bucket[phase["name"]] = of_bucket.get(phase["name"], 0.0) + phase["dur"]
-        for bucket in buckets:
-            told = phases[bucket["args"]["number"]]
-            wanted = {"packing", "waiting", "reducing"}
-            # A single small gradient is reduced into itself.
-            if bucket["args"]["count"] == LARGE or len(bucket["args"]["gradients"]) > 1:
-                wanted |= {"splitting"}
-            assert told.keys() == wanted
-            assert sum(told.values()) <= bucket["dur"] + 0.1
-        steps = list(slices(trace, "step", rank))
-        assert [step["args"]["gradients"] for step in steps] == [4] * STEPS
-        arrivals = [e for e in trace["traceEvents"] if e.get("cat") == "gradient" and e["pid"] == rank]
-        assert [arrival["name"] for arrival in arrivals] == ["p0", "p1", "p2", "p3"] * STEPS
-        assert len(list(slices(trace, "message", rank))) == (rank < 2)
-    arrows = [event for event in trace["traceEvents"] if event["ph"] == "s"]
-    assert len(arrows) >= 3 * STEPS
-
-
-def test_gradients_in_buckets_are_reduced_where_they_lie(tmp_path: Path) -> None:
-    run_ranks(2, train_in_buckets, str(tmp_path))
-    trace = chrome_trace(read_dumps([tmp_path])[0])
-    check_format(trace)
-    assert {phase["name"] for phase in slices(trace, "phase")} >= {"waiting", "reducing"}
-
-
-def train_in_buckets(comm: gs.Communicator, folder: str) -> None:
-    train(comm, folder, gradient_as_bucket_view=True)
-
-
-def train_two_dtypes_in_buckets(comm: gs.Communicator, folder: str) -> None:
-    """Has buckets of each of three dtypes reduced as one."""
-    sync = gs.AllreduceCallback("mean", threshold_bytes=1024, gradient_as_bucket_view=True)
-    gradients = {
-        f"{dtype}{number}": np.full(200, comm.rank, dtype)
-        for dtype in ("float64", "float32", "float16")
-        for number in range(4)
-    }
-    with gs.trace(folder):
-        for _ in range(STEPS):
-            with sync.backward():
-                futures = [sync(name, gradient) for name, gradient in gradients.items()]
-            assert all((future.result() == (comm.world_size - 1) / 2).all() for future in futures)
-
-
-@pytest.mark.parametrize(("place", "n"), [*on(SHM, 2, 3), *on(STAND_IN, 2)])
-def test_a_dump_with_merged_buckets_is_read(tmp_path: Path, place: Place, n: int) -> None:
-    place.run(n, train_two_dtypes_in_buckets, str(tmp_path))
-    dumps, earlier = read_dumps([tmp_path])
-    assert (len(dumps), earlier) == (n, [])
-    trace = chrome_trace(dumps)
-    check_format(trace)
-    buckets = [event["args"]["bucket"] for event in slices(trace, "collective") if "bucket" in event["args"]]
-    if place is SHM:  # elsewhere than on the CPU buckets are not merged
-        assert min(buckets) == -3
-    command = [sys.executable, "-m", "gradsync", "trace", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_over_nccl_the_phases_are_the_hosts(tmp_path: Path) -> None:
-    STAND_IN.run(2, train, str(tmp_path))
-    trace = chrome_trace(read_dumps([tmp_path])[0])
-    check_format(trace)
-    assert {phase["name"] for phase in slices(trace, "phase")} == {"waiting", "packing", "launching", "splitting"}
-
-
-def test_over_mpi_the_reduction_is_all_of_mpis(tmp_path: Path) -> None:
-    mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
-    if not mpiexec.exists():
-        pytest.skip("there is no mpiexec beside this Python")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import numpy as np, gradsync as gs\n"
-        "with gs.init_process_group('mpi') as comm:\n"
-        "    sync = gs.AllreduceCallback('mean')\n"
-        "    with sync.backward():\n"
-        "        sync('a', np.ones(100)), sync('b', np.ones(100))\n"
-    )
-    command = [str(mpiexec), "-n", "2", sys.executable, str(script)]
-    environ = os.environ | {"GRADSYNC_TRACE": str(tmp_path / "traced")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
-    assert done.returncode == 0, done.stderr
-    trace = chrome_trace(read_dumps([tmp_path / "traced"])[0])
-    check_format(trace)
-    for rank in range(2):
-        phases = [phase["name"] for phase in slices(trace, "phase", rank)]
-        assert phases[-4:] == ["waiting", "packing", "reducing", "splitting"]
-
-
-def test_a_traced_block_ends_with_its_dump_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with LocalCommunicator() as comm:
-        with gs.trace(tmp_path / "a.json"):
-            assert tracing.active is not None
-            with pytest.raises(gs.InvalidArgument, match="traced already"), gs.trace(tmp_path / "b.json"):
-                pass
-            for _ in range(200):
-                comm.barrier()
-        assert tracing.active is None
-        [dump], _ = read_dumps([tmp_path])
-        assert len(dump.groups[comm.recorder.group].calls) >= 200
-    check_format(chrome_trace([dump]))
 
 
 def test_a_step_after_one_that_failed_begins_with_its_own_first_gradient(tmp_path: Path) -> None:
@@ -227,34 +89,6 @@ def test_a_step_after_one_that_failed_begins_with_its_own_first_gradient(tmp_pat
     [dump], _ = read_dumps([tmp_path])
     [step] = dump.steps
     assert [arrival.name for arrival in dump.arrivals if arrival.at >= step.began] == ["w", "v"]
-
-
-def test_a_trace_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_MAX_EVENTS", 3)
-    with LocalCommunicator() as comm, gs.trace(tmp_path):
-        sync = gs.AllreduceCallback("mean", comm)
-        with sync.backward():
-            for number in range(5):
-                sync(number, np.ones(3))
-    [dump], _ = read_dumps([tmp_path])
-    assert (len(dump.arrivals), dump.left_out) == (3, 2)
-
-
-def test_other_machines_are_laid_beside_by_the_wall_clock(tmp_path: Path) -> None:
-    with LocalCommunicator() as comm, gs.trace(tmp_path):
-        comm.barrier()
-    [here], _ = read_dumps([tmp_path])
-    there = here._replace(rank=1, machine="another boot", host="elsewhere", at=here.at + 500)
-    group = {
-        name: group._replace(
-            calls=tuple(c._replace(began=c.began + 500, ended=(c.ended or 0) + 500) for c in group.calls)
-        )
-        for name, group in there.groups.items()
-    }
-    trace = chrome_trace([here, there._replace(groups=group)])
-    check_format(trace)
-    begins = {e["pid"]: e["ts"] for e in trace["traceEvents"] if e["ph"] == "X"}
-    assert begins[0] == pytest.approx(begins[1], abs=1)
 
 
 GOOD = {"ph": "X", "name": "a", "pid": 0, "tid": 1, "ts": 1.0, "dur": 2.0, "cat": "step", "args": {}}

@@ -8,14 +8,12 @@ import re
 import runpy
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cross_check_launch import run_on_gradsync
 from places import SHM, Place, on
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -171,17 +169,6 @@ def check_a_loop(shown: str) -> None:
     losses = losses_in(shown)
     assert losses[0] > 0.6
     assert losses[-1] < 0.35
-
-
-@pytest.mark.skipif(find_spec("jax") is None, reason="no JAX: pip install jax")
-def test_the_loop_of_jax() -> None:
-    code, shown, told = run(EXAMPLES / "jax_loop.py")
-    assert (code, told) == (0, "")
-    check_a_loop(shown)
-
-
-def test_the_loop_of_pytorch(torch_python: str, tmp_path: Path) -> None:
-    check_a_loop(run_on_gradsync(2, tmp_path, str(EXAMPLES / "torch_loop.py"), python=torch_python))
 
 
 def test_every_example_is_in_the_table() -> None:

@@ -72,8 +72,8 @@ def test_blocks_that_something_runs_are_let_through() -> None:
 
 #: Files that need a library, which a user of the page may not have.
 RUN_ELSEWHERE = {
-    "examples/torch_loop.py": "run by tests/test_examples.py::test_the_loop_of_pytorch",
-    "examples/jax_loop.py": "run by tests/test_examples.py::test_the_loop_of_jax",
+    "examples/torch_loop.py": "run by tests/prove/adapters/test_example_loops.py::test_the_loop_of_pytorch",
+    "examples/jax_loop.py": "run by tests/prove/adapters/test_example_loops.py::test_the_loop_of_jax",
 }
 
 

@@ -18,6 +18,7 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import environment
+from places import why_no_gpu
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -109,8 +110,6 @@ def test_bad_arguments_are_told_at_once(arguments: dict[str, Any], error: type, 
 
 
 def test_nccl_without_a_gpu_says_why() -> None:
-    from conftest import why_no_gpu
-
     if why_no_gpu() is None:
         pytest.skip("there is a GPU here")
     with pytest.raises(gs.BackendUnavailable, match="'nccl' cannot run here: .+ use 'shm'"):

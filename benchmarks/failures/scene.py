@@ -20,7 +20,7 @@ from failures.leftovers import await_end, describe_process, files_of_runs, marke
 
 _BENCHMARKS = Path(__file__).parent.parent
 _TESTS = _BENCHMARKS.parent / "tests"
-_IMPORTED = (_BENCHMARKS, _TESTS, _TESTS / "proof")  # what a scene's processes import from
+_IMPORTED = (_BENCHMARKS, _TESTS, _TESTS / "prove" / "partitions")  # what a scene's processes import from
 _LIMIT_SECONDS = 40.0  # far above what any failure takes; a hang takes longer
 _LEAVE_SECONDS = 5.0  # from the end of the run: what is there afterwards is left behind
 _KILLED_SECONDS = 2.0  # for the ends of all that was killed

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.bucketing.auto_threshold import AutoThreshold
-from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.local import LocalCommunicator
 
 SHAPES = {"a": ((3,), "float32"), "b": ((2, 2), "float32")}
@@ -77,24 +75,6 @@ def test_a_group_that_has_ended_does_not_hold_the_callback() -> None:
     assert (again.result() == 1).all()
 
 
-def test_an_empty_step_leaves_what_is_known() -> None:
-    callback, gradients = gs.AllreduceCallback("mean", LocalCommunicator()), [np.ones(5) for _ in range(4)]
-
-    def step() -> tuple[Any, ...]:
-        for number, gradient in enumerate(gradients):
-            callback(number, gradient)
-        agreements, works = callback._step.agreements, callback._backward._works
-        callback.flush()
-        return tuple(agreements._known), works._known.get(0)
-
-    for _ in range(3):
-        known = step()
-    callback.flush()
-    again = step()
-    assert all(one is other for (_, one), (_, other) in zip(known[0], again[0], strict=True))
-    assert again[1] is known[1]
-
-
 def test_figures_of_the_last_step_go_with_a_failed_one() -> None:
     callback = gs.AllreduceCallback("sum", LocalCommunicator(), clip_norm=float("inf"), nonfinite="raise")
     callback("w", np.array([3.0, 4.0]))
@@ -120,14 +100,6 @@ def test_views_of_a_place_in_another_form_are_that_place() -> None:
     assert row.result().base is views["row"].base
     assert (row.result() == 7).all()
     assert [future.result().tolist() for future in copies] == [[2, 2], [2, 2]]
-
-
-def test_a_search_for_a_threshold_ends_where_the_gradients_change_again_and_again() -> None:
-    search, communicator = AutoThreshold(), LocalCommunicator()
-    lists = [[GradientSpec(f"'{name}'", (2**20,), "float32", 4)] * 8 for name in ("generator", "discriminator")]
-    thresholds = [search.next_threshold(lists[number % 2], communicator) for number in range(20)]
-    assert set(thresholds[6:]) == {gs.AllreduceCallback("sum", communicator).threshold_bytes}
-    assert search._is_over
 
 
 def test_what_a_hook_has_lost_of_other_gradients_is_not_added() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gradsync as gs
-from gradsync.bucketing.flat_buffer import FlatBuffer
 
 array_lists = st.sampled_from(["f4", "f8", "i2", "c8", "?"]).flatmap(
     lambda dtype: st.lists(
@@ -30,26 +29,6 @@ def test_split_is_the_inverse_of_concat(arrays, change_layout) -> None:
     for original, view in zip(arrays, gs.param_pack_split(flat, offsets, shapes), strict=True):
         np.testing.assert_array_equal(view, original)
         assert view.size == 0 or np.shares_memory(view, flat)
-
-
-@given(array_lists)
-def test_flat_buffer_round_trip(arrays) -> None:
-    buffer = FlatBuffer(np)
-    flats = [array.reshape(-1) for array in arrays]
-    for _ in range(2):
-        targets = [np.empty_like(flat) for flat in flats]
-        packed = buffer.pack(flats)
-        buffer.split(packed, targets)
-        for flat, target in zip(flats, targets, strict=True):
-            np.testing.assert_array_equal(flat, target)
-
-
-def test_flat_buffer_is_reused() -> None:
-    buffer = FlatBuffer(np)
-    large, small = [np.zeros(10), np.ones(5)], [np.ones(3)]
-    first = buffer.pack(large)
-    assert np.shares_memory(buffer.pack(small), first)
-    assert np.shares_memory(buffer.pack(large), first)
 
 
 def test_offsets() -> None:

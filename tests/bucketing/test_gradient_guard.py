@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync import process_group
-from gradsync.bucketing import gradient_guard
 from gradsync.communicators.local import LocalCommunicator
 from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, on
 from rank_processes import run_ranks, run_ranks_for_outcomes
@@ -70,16 +68,6 @@ def test_layouts_and_dtypes(array: np.ndarray) -> None:
             sync("p", array)
 
 
-def test_without_the_debug_mode_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_guard.GradientGuard, "take", None)
-    with LocalCommunicator() as comm:
-        sync = gs.AllreduceCallback("sum", comm, lock_gradients=False)
-        gradient = np.ones(3)
-        with sync.backward():
-            sync("p", gradient)
-            gradient += 1
-
-
 # -- The setting ---------------------------------------------------------------------------------------------------
 
 
@@ -97,21 +85,6 @@ def test_it_is_asked_for_by_argument_or_variable() -> None:
 def test_a_word_is_no_setting() -> None:
     for outcome in run_ranks_for_outcomes(1, is_in_debug_mode, environment={"GRADSYNC_DEBUG": "yes"}):
         assert isinstance(outcome.error, gs.InvalidArgument)
-
-
-def init_with_own_setting(comm: gs.Communicator) -> None:
-    address, rank = process_group._client._requests._connection.address, comm.rank
-    gs.destroy_process_group()
-    gs.init_process_group("shm", rank=rank, world_size=2, address=address, debug=rank == 1)
-
-
-def test_ranks_with_different_settings_do_not_begin() -> None:
-    first, second = run_ranks_for_outcomes(2, init_with_own_setting, backend="shm")
-    text = "rank 1/2: rank 0 has debug=False, this rank debug=True: it has to be the same on all ranks"
-    assert isinstance(second.error, gs.InvalidArgument)
-    assert str(second.error).startswith(text)
-    assert isinstance(first.error, gs.RankFailed)
-    assert text in str(first.error)
 
 
 def repeat_itself(comm: gs.Communicator) -> int:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import assert_identical, dtype_of, expect
-from gradsync.communicators.shared_memory.layout import CHUNK_BYTES
+from contract import assert_identical, dtype_of
 from rank_processes import run_ranks
 
 # More than a chunk of the stream, so small that many go together, none at all, and a bucket that is reduced at once.
@@ -105,32 +104,6 @@ def test_what_is_told_is_what_is_so(world_size: int, dtypes: tuple[str, ...]) ->
     told = run_ranks(world_size, check_ways, dtypes, timeout=200)
     assert all(of_rank == told[0] for of_rank in told)
     assert world_size == 1 or all(any("overflowed" in text for text in texts) for texts in told[0].values())
-
-
-def spoil_every_chunk(comm: Any) -> None:
-    """Each chunk of a large array in turn, and the same one on several ranks, or another one later."""
-    size, ranks = 12 * CHUNK_BYTES // 4 + 5, range(comm.world_size)
-    callback = gs.AllreduceCallback("mean", comm, nonfinite="raise")
-    array = np.empty(size, np.float32)
-    for step in range(24):
-        at = step * (CHUNK_BYTES // 8) + 3
-        bad = [rank for rank in ranks if (rank + step) % comm.world_size == 0 or step % 5 == 0]
-        for later in (0, size // 3):
-            array[...] = 1.0
-            if comm.rank in bad:
-                array[at] = np.nan
-            if later and comm.rank not in bad:
-                array[(at + later) % size] = np.inf
-            error = expect(gs.NonFiniteGradient, lambda: reduce_all(callback, [array]))
-            assert error.parameters == dict.fromkeys(ranks if later else bad, "w0")
-        array[...] = 1.0
-        reduce_all(callback, [array])
-        assert (array == 1.0).all()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_chunk_is_looked_at(world_size: int) -> None:
-    run_ranks(world_size, spoil_every_chunk, timeout=200)
 
 
 def reduce_nothing(comm: Any) -> None:

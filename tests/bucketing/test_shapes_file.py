@@ -1,83 +1,12 @@
 """A file of shapes comes back as it was written; what is wrong with one is told, with the entry."""
 
 import json
-import os
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.bucketing.plan import GradientSpec
-from gradsync.bucketing.shapes_file import itemsize_of, read_shapes, write_shapes
 from gradsync.communicators.local import LocalCommunicator
-
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-SHAPES = st.lists(st.integers(0, 10**6), max_size=4).map(tuple)
-DTYPES = st.sampled_from(["float32", "float16", "bfloat16", "complex128", "int64"])
-
-
-@given(st.lists(st.tuples(NAMES, SHAPES, DTYPES), min_size=1, max_size=10))
-def test_what_is_written_is_read(tmp_path_factory, entries):
-    path = tmp_path_factory.mktemp("shapes") / "shapes.json"
-    # A plan holds the repr of a name, so that 1 and "1" differ.
-    write_shapes(path, [GradientSpec(repr(name), shape, dtype, 0) for name, shape, dtype in entries])
-    assert read_shapes(path) == [GradientSpec(name, shape, d, itemsize_of(d)) for name, shape, d in entries]
-
-
-@pytest.mark.parametrize("name", ["#3", "7", "('block', 2)", "'half", "'a' + b"])
-def test_other_names_are_kept_as_they_are(tmp_path, name):
-    write_shapes(tmp_path / "shapes.json", [GradientSpec(name, (1,), "float32", 4)])
-    assert read_shapes(tmp_path / "shapes.json")[0].name == name
-
-
-def test_without_a_dtype_it_is_float32(tmp_path):
-    (tmp_path / "shapes.json").write_text('[["w", [2, 3]], ["b", [], null]]')
-    assert read_shapes(tmp_path / "shapes.json") == [
-        GradientSpec("w", (2, 3), "float32", 4),
-        GradientSpec("b", (), "float32", 4),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("[", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("{}", "needs a list of at least one gradient, got one dict"),
-        ("[]", "needs a list of at least one gradient, got an empty one"),
-        ('[["w", [1]], "b"]', "entry 1 needs to be [name, shape] or [name, shape, dtype], got 'b'"),
-        ('[["w"]]', "entry 0 needs to be"),
-        ("[[3, [1]]]", "entry 0 needs a string as name, got 3"),
-        ('[["w", 3]]', "entry 0, 'w', needs a shape of integers >= 0, got 3"),
-        ('[["w", [2, -1]]]', "needs a shape of integers >= 0, got [2, -1]"),
-        ('[["w", [true]]]', "needs a shape of integers >= 0, got [True]"),
-        ('[["w", [1.0]]]', "needs a shape of integers >= 0, got [1.0]"),
-        ('[["w", [1], "float31"]]', "entry 0, 'w', has dtype 'float31': use float16"),
-        ('[["w", [1], "bool"]]', "entry 0, 'w', has dtype 'bool'"),
-        ('[["w", [1], ["float32"]]]', "has dtype ['float32']"),
-    ],
-)
-def test_a_malformed_file_is_told(tmp_path, text, told):
-    path = tmp_path / "shapes.json"
-    path.write_text(text)
-    with pytest.raises(gs.InvalidArgument) as caught:
-        read_shapes(path)
-    assert told in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert "callback.dump_shapes(path) writes one" in str(caught.value)
-
-
-def test_bytes_that_are_no_text_are_told(tmp_path):
-    (tmp_path / "shapes.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(gs.InvalidArgument, match="is not JSON"):
-        read_shapes(tmp_path / "shapes.json")
-
-
-def test_a_file_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(gs.InvalidArgument, match=f"cannot be read: {os.strerror(2)}"):
-        read_shapes(tmp_path / "none.json")
 
 
 def test_a_callback_writes_its_last_step_in_arrival_order(tmp_path):

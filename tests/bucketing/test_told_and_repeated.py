@@ -131,16 +131,6 @@ def test_an_array_whose_dtype_changes_in_place_is_another_one() -> None:
     assert run_ranks(2, change_in_place) == [[-3.0] * 6] * 2
 
 
-def test_a_learned_plan_and_threshold_go_with_their_group() -> None:
-    callback = gs.AllreduceCallback("sum", gradient_as_bucket_view=True)
-    for name in ("old", "new"):
-        with gs.init_process_group("local", rank=0, world_size=1):
-            for _ in range(2):
-                callback(name, np.ones(3))
-                callback.flush()
-    assert callback._backward.plan.known_places is not None
-
-
 def test_parameters_that_are_none_are_refused() -> None:
     with pytest.raises(gs.InvalidArgument, match="the callback's parameters are none: name at least one"):
         gs.AllreduceCallback("sum", LocalCommunicator(), parameters={})

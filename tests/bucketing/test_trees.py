@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import tree_checks as checks
-from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.bucketing.trees import Difference, arrays_along, layout_of, rebuilt
 from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, on
 
 
@@ -53,13 +49,6 @@ def test_two_values_for_one_memory_are_refused(place: Place, world_size: int) ->
     assert "rank 1: b/c: memory of its own against memory shared with a" in first
 
 
-# -- What needs no second process ---------------------------------------------------------------------------------
-
-
-def native(array: Any, path: str) -> Any:
-    return np.asarray(array)
-
-
 keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers()), st.none())
 leaves = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.builds(lambda n: np.arange(n), st.integers(0, 4)))
 trees = st.recursive(
@@ -69,25 +58,3 @@ trees = st.recursive(
     ),
     max_leaves=12,
 )
-
-
-@given(trees)
-def test_a_tree_follows_its_own_layout(tree: Any) -> None:
-    layout = layout_of(tree, native)
-    arrays = [array for _, array in arrays_along(layout, tree, native)]
-    whole = rebuilt(layout, tree)
-    assert repr(whole) == repr(tree)
-    assert [id(array) for _, array in arrays_along(layout, whole, native)] == [id(array) for array in arrays]
-
-
-@given(trees, trees)
-def test_two_trees_are_the_same_or_differ_somewhere(one: Any, other: Any) -> None:
-    layout = layout_of(one, native)
-    try:
-        arrays = list(arrays_along(layout, other, native))
-    except Difference as found:
-        assert ": " in str(found)
-        assert " against " in str(found)
-    else:
-        mine = [(path, array.shape, array.dtype) for path, array in arrays_along(layout, one, native)]
-        assert [(path, array.shape, array.dtype) for path, array in arrays] == mine

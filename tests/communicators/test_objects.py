@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import threading
-import time
 from contextlib import closing
 from typing import Any
 
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from contract import expect
-from gradsync import process_group
 from rank_pool import RankPool
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
@@ -244,150 +241,6 @@ def interrupt(comm: Any) -> list[int]:
 
 def test_an_interrupt_while_pickling_comes_before_the_collective() -> None:
     assert run_ranks(2, interrupt) == [[0, 1], [0, 1]]
-
-
-# Between GPUs, on the stand-in: beside them, and through the server's store.
-
-
-def go_through_the_store() -> None:
-    from gradsync.communicators.nccl import path_beside_gpu
-
-    path_beside_gpu.machine_identity = lambda: ""  # as for a rank that cannot tell where it is
-
-
-def count_maps() -> int:
-    with open("/proc/self/maps") as maps:
-        return sum("memfd:gradsync" in line for line in maps)
-
-
-def move_beside_gpu(comm: Any, through_store: bool) -> tuple[int, int]:
-    import cupy
-
-    if through_store:
-        go_through_the_store()
-    n = comm.world_size
-    assert count_maps() == 0
-    array = cupy.full(1000, float(comm.rank))
-    for _ in range(3):  # beside what the GPU does; repeated, and so predicted
-        comm.all_reduce(array)
-        move_trees(comm, [[{"rank": rank}, "x" * rank][:1] + [None] * 3 for rank in range(4)])
-    move_trees(comm, [[b"", [1], bytes(200_000), {2}], [np.float64(1), 2, (), "é" * 70_000]])
-    values = comm.objects.all_gather(np.arange(100_000.0) * comm.rank)
-    assert [value[-1] for value in values] == [99_999.0 * rank for rank in range(n)]
-    refused = expect(gs.InvalidArgument, lambda: comm.objects.all_gather((lambda: 0) if comm.rank == n - 1 else 1))
-    assert f"rank {n - 1}: its object does not pickle" in str(refused)
-    if n > 1:
-        odd = comm.rank == 0
-        expect(gs.PlanMismatch, lambda: comm.objects.all_gather(1) if odd else comm.objects.broadcast(1))
-    assert comm.objects.all_gather(comm.rank) == list(range(n))
-    mapped = count_maps()
-    comm.objects.all_gather("before anyone closes")
-    comm.close()
-    return mapped, count_maps()
-
-
-@pytest.mark.parametrize("through_store", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_objects_between_gpus(n: int, through_store: bool) -> None:
-    mapped = 0 if through_store or n == 1 else 1
-    results = run_ranks(n, move_beside_gpu, through_store, backend="nccl", stand_in=True)
-    assert results == [(mapped, 0)] * n
-
-
-def abort_while_waiting(comm: Any, through_store: bool) -> str:
-    if through_store:
-        go_through_the_store()
-    comm.objects.all_gather(1)
-    comm.objects.all_gather(1)
-    for _ in range(6):  # now the next one is predicted: nobody asks before it begins
-        comm.objects.all_gather(1)
-    if comm.rank == 0:
-        timer = threading.Timer(0.2, comm.abort, ["the disk is full"])
-        timer.start()
-        started = time.monotonic()
-        error = expect(gs.GradsyncError, lambda: comm.objects.all_gather(1))
-        assert time.monotonic() - started < 10
-        timer.join()
-        return str(error)
-    deadline = time.monotonic() + 20
-    while not comm.closed and time.monotonic() < deadline:  # rank 0 waits meanwhile
-        time.sleep(0.05)
-    return str(expect(gs.GradsyncError, lambda: comm.objects.all_gather(1)))
-
-
-@pytest.mark.parametrize("through_store", [False, True])
-def test_an_abort_wakes_who_waits_beside_the_gpu(through_store: bool) -> None:
-    own, other = run_ranks(2, abort_while_waiting, through_store, backend="nccl", stand_in=True)
-    assert "the disk is full" in own
-    assert "the disk is full" in other
-
-
-def close_while_needed(comm: Any, through_store: bool) -> str:
-    if through_store:
-        go_through_the_store()
-    for _ in range(8):
-        comm.objects.all_gather(1)
-    if comm.rank == 1:
-        comm.close()
-        process_group._client.get("rank 0 has been told", timeout_seconds=20)
-        return ""
-    error = expect(gs.RankFailed, lambda: comm.objects.all_gather(1))
-    process_group._client.set("rank 0 has been told", b"")
-    return str(error)
-
-
-@pytest.mark.parametrize("through_store", [False, True])
-def test_a_rank_that_has_closed_is_named_beside_the_gpu(through_store: bool) -> None:
-    told, _ = run_ranks_for_outcomes(2, close_while_needed, through_store, backend="nccl", stand_in=True)
-    assert "rank 1 closed the communicator" in str(told.result), told.traceback_text
-
-
-def go_astray(comm: Any, through_store: bool) -> bool:
-    if through_store:
-        go_through_the_store()
-    for _ in range(8):
-        comm.objects.all_gather(1)
-    begun = comm.recorder.begun
-
-    def tell() -> None:
-        while comm.recorder.begun == begun:
-            time.sleep(0.01)
-        time.sleep(0.3)  # by then it has gone ahead
-        process_group._client.set("rank 0 waits", b"")
-
-    telling = threading.Thread(target=tell)
-    if comm.rank == 0:  # does as before, and so begins without asking; it waits in vain
-        telling.start()
-    else:
-        process_group._client.get("rank 0 waits", timeout_seconds=20)
-    error = expect(gs.PlanMismatch, lambda: comm.objects.broadcast(1) if comm.rank == 1 else comm.objects.all_gather(1))
-    if comm.rank == 0:
-        telling.join()
-    assert comm.closed
-    assert error.descriptions == {0: "objects.all_gather", 1: "objects.broadcast (root 0)"}
-    return error.broken
-
-
-@pytest.mark.parametrize("through_store", [False, True])
-def test_a_rank_that_went_ahead_beside_the_gpu_is_told(through_store: bool) -> None:
-    assert run_ranks(2, go_astray, through_store, backend="nccl", stand_in=True) == [True, True]
-
-
-def wait_for_an_absent_rank(comm: Any, through_store: bool) -> tuple[Any, bool]:
-    if through_store:
-        go_through_the_store()
-    for _ in range(8):
-        comm.objects.all_gather(1)
-    if comm.rank == 1:
-        expect(gs.CollectiveTimeout, lambda: process_group._client.get("nothing", timeout_seconds=20))
-        return expect(gs.CollectiveTimeout, lambda: comm.objects.all_gather(1)).missing_ranks, comm.closed
-    return expect(gs.CollectiveTimeout, lambda: comm.objects.all_gather(1)).missing_ranks, comm.closed
-
-
-@pytest.mark.parametrize("through_store", [False, True])
-def test_an_absent_rank_is_named_beside_the_gpu(through_store: bool) -> None:
-    options = {"backend": "nccl", "stand_in": True, "collective_timeout_seconds": 2.5}
-    assert run_ranks(2, wait_for_an_absent_rank, through_store, **options) == [((1,), True)] * 2
 
 
 def test_pickles_of_this_test_are_what_they_seem() -> None:

@@ -6,6 +6,5 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[1:1] = [
-    str(TESTS / folder) for folder in ["prove/tools", "bucketing", "communicators", "launching", "rendezvous"]
-]
+SHARED = ["prove/tools", "bucketing", "communicators", "launching", "rendezvous"]
+sys.path[1:1] = [str(TESTS / folder) for folder in [*SHARED, "first_edition/rendezvous"]]

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import weakref
 
 import command
 import numpy as np
@@ -10,10 +9,7 @@ import pytest
 import rank_functions
 
 import gradsync as gs
-from gradsync.launching.in_rank import report_pipe
-from gradsync.launching.in_rank.rank_result import BOUNDS, Returned
 from gradsync.launching.launch import WorkerError
-from gradsync.launching.return_value import FiledReturnValue
 
 
 def assert_same(got, want):
@@ -66,68 +62,3 @@ def test_a_rank_that_dies_while_it_returns_leaves_nothing_and_takes_no_other_res
     assert 1 not in caught.value.results
     del caught
     assert not command.opened_since(descriptors)
-
-
-def filed(result):
-    """Returns what a rank has filed of a result, as its launcher gets it."""
-    file, (reader, writer) = os.memfd_create("result", os.MFD_ALLOW_SEALING), os.pipe()
-    os.set_blocking(reader, False)
-    Returned(result).send(writer, file)
-    ((kind, told),) = report_pipe.FrameReader(reader).read()
-    os.close(reader)
-    os.close(writer)
-    assert kind == report_pipe.FILED_RESULT
-    return FiledReturnValue(file, told), file
-
-
-def test_a_value_that_is_loaded_twice_is_two():
-    value, _ = filed(np.zeros(300_000))
-    first, second = value.load(), value.load()
-    first[:] = 1.0
-    assert (second == 0.0).all()
-    assert (value.load() == 0.0).all()
-
-
-def test_memory_and_descriptors_go_with_the_last_array():
-    value, file = filed(np.zeros(300_000))
-    descriptors = os.listdir("/proc/self/fd")
-    array = value.load()
-    value.forget()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file)
-    assert (array == 0.0).all()
-    assert not command.opened_since(descriptors)  # however many results a program keeps
-    mapping = weakref.ref(array.base.obj if isinstance(array.base, memoryview) else array)
-    del array
-    assert mapping() is None
-
-
-def test_what_cannot_be_mapped_is_no_value():
-    value, _ = filed(np.zeros(300_000))
-    value.forget()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        value.load()
-
-
-def test_the_file_cannot_shrink_under_a_reader():
-    _, file = filed(np.zeros(300_000))
-    with pytest.raises(PermissionError):
-        os.ftruncate(file, 0)
-
-
-@pytest.mark.parametrize(
-    ("told", "why"),
-    [
-        (b"", "0 bytes are no bounds"),
-        (b"x" * 17, "17 bytes are no bounds"),
-        (BOUNDS.pack(0, 101), "of 100 bytes does not hold bytes 0 to 101"),
-        (BOUNDS.pack(0, 2**63), "does not hold"),
-        (BOUNDS.pack(0, 50) + BOUNDS.pack(60, 50), "does not hold bytes 60 to 50"),
-    ],
-)
-def test_bounds_beyond_the_file_are_refused(told, why):
-    file = os.memfd_create("result", os.MFD_ALLOW_SEALING)
-    os.write(file, b"x" * 100)
-    with pytest.raises(ValueError, match=why):
-        FiledReturnValue(file, bytearray(told))
-    os.close(file)

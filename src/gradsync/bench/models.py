@@ -1,6 +1,6 @@
 """The gradients of well-known models, as lists of shapes in the order of the models' parameters.
 
-A backward pass produces them last first. tests/bench/test_models.py checks the counts against the published ones.
+A backward pass produces them last first. A test checks the counts against the published ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,623 @@
+"""Messages over shared memory: what is sent arrives, whole and in order, and what cannot is told to both ranks."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from test_verdicts import Client
+
+import gradsync as gs
+from contract import expect
+from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.backend import Message
+from gradsync.communicators.shared_memory import transfer as shared_transfer
+from gradsync.communicators.shared_memory import waiting as shared_waiting
+from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
+from gradsync.communicators.shared_memory.channels import SharedChannels
+from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS, Transfer
+from gradsync.communicators.verdicts import Verdicts
+from gradsync.flight_recorder import FlightRecorder
+
+BARRIER = agreement_on("barrier", (), None, "")
+SIZES = [0, 1, 7, 4096, PIECE_BYTES, PIECE_BYTES * SLOTS, PIECE_BYTES * SLOTS + 1, 2**20 + 3, 20 * 10**6]
+
+
+class Rank:
+    """One rank of a communicator that has nothing but messages and a barrier.
+
+    Attributes:
+        client: what it hears from the server.
+    """
+
+    def __init__(
+        self, memory: memoryview, rank: int, world_size: int, timeout_seconds: float, ranks: tuple[int, ...] | None
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.client = Client()
+        recorder = FlightRecorder("world")
+        recorder.begin(agreement_on("recv", (), None, ""))
+        told = Verdicts(self.client, recorder)  # type: ignore[arg-type]
+        header = header_bytes(world_size)
+        self.barrier = SharedBarrier(memory[:header], rank, world_size, timeout_seconds, told, ranks=ranks)
+        self.channels = SharedChannels(memory[header:], rank, world_size, self.barrier)
+
+    def send(self, data: Any, peer: int) -> None:
+        self.channels.move(message(data, peer), None)
+
+    def receive(self, data: Any, peer: int) -> Any:
+        self.channels.move(None, message(data, peer))
+        return data
+
+    def exchange(self, data: Any, to: int, into: Any, source: int) -> Any:
+        self.channels.move(message(data, to), message(into, source))
+        return into
+
+    def meet(self) -> None:
+        self.barrier.meet(BARRIER)
+
+
+def message(data: Any, peer: int) -> Message:
+    return Message(peer, data.view(np.uint8), agreement_on("message", data.shape, data.dtype, ""))
+
+
+def ranks_of(world_size: int, timeout_seconds: float = 30.0, ranks: tuple[int, ...] | None = None) -> list[Rank]:
+    memory = memoryview(mmap.mmap(-1, header_bytes(world_size) + SharedChannels.bytes_for(world_size)))
+    return [Rank(memory, rank, world_size, timeout_seconds, ranks) for rank in range(world_size)]
+
+
+def run(ranks: list[Rank], *functions: Callable[[Rank], Any]) -> list[Any]:
+    """Calls a function on every rank, each in a thread; one function alone is for all. Returns results or errors."""
+    outcomes: list[Any] = [None] * len(ranks)
+
+    def call(rank: Rank) -> None:
+        try:
+            outcomes[rank.rank] = functions[rank.rank % len(functions)](rank)
+        except Exception as error:
+            outcomes[rank.rank] = error
+
+    threads = [threading.Thread(target=call, args=[rank], daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return outcomes
+
+
+def until(holds: Callable[[], Any]) -> None:
+    """Returns once something holds that another thread is about to do."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
+def values(size: int, seed: int = 0) -> Any:
+    return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found while waiting must be certain, however early somebody looks."""
+    monkeypatch.setattr(shared_waiting, "_LOOK_FOR_FAILURES_EVERY_SECONDS", 0.0)
+
+
+# What is sent arrives.
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_byte_arrives(size: int) -> None:
+    _, received = run(
+        ranks_of(2),
+        lambda rank: rank.send(values(size), 1),
+        lambda rank: rank.receive(np.zeros(size, np.uint8), 0),
+    )
+    np.testing.assert_array_equal(received, values(size))
+
+
+def test_messages_keep_their_order() -> None:
+    sizes = [int(size) for size in np.random.default_rng(1).integers(0, 4 * PIECE_BYTES, 40)]
+
+    def send(rank: Rank) -> None:
+        for number, size in enumerate(sizes):
+            rank.send(values(size, number), 1)
+
+    def receive(rank: Rank) -> bool:
+        return all(
+            (rank.receive(np.zeros(size, np.uint8), 0) == values(size, number)).all()
+            for number, size in enumerate(sizes)
+        )
+
+    assert run(ranks_of(2), send, receive) == [None, True]
+
+
+def test_a_send_returns_when_all_was_taken() -> None:
+    sender, receiver = ranks_of(2)
+    has_returned = threading.Event()
+
+    def send() -> None:
+        sender.send(values(8), 1)
+        has_returned.set()
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    assert not has_returned.wait(0.05)
+    receiver.receive(np.zeros(8, np.uint8), 0)
+    assert has_returned.wait(30)
+    thread.join()
+
+
+@pytest.mark.parametrize("size", SIZES[:-1])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_exchange_in_a_ring(world_size: int, size: int) -> None:
+    def shift(rank: Rank) -> Any:
+        own = values(size, rank.rank)
+        for _ in range(world_size):  # once around
+            to, source = (rank.rank + 1) % world_size, (rank.rank - 1) % world_size
+            own = rank.exchange(own, to, np.zeros_like(own), source)
+        return (own == values(size, rank.rank)).all()
+
+    assert all(run(ranks_of(world_size), shift))
+
+
+def test_an_exchange_meets_plain_messages() -> None:
+    """Whichever comes first: neither rank may take the other for one that waits for it."""
+
+    def swap(rank: Rank) -> Any:
+        return [rank.exchange(values(10, 0), 1, np.zeros(10, np.uint8), 1)[0] for _ in range(200)]
+
+    def send_and_receive(rank: Rank) -> Any:
+        got = []
+        for number in range(200):
+            if number % 2:
+                rank.send(values(10, 1), 0)
+            got.append(rank.receive(np.zeros(10, np.uint8), 0)[0])
+            if not number % 2:
+                rank.send(values(10, 1), 0)
+        return got
+
+    assert run(ranks_of(2), swap, send_and_receive) == [[values(10, 1)[0]] * 200, [values(10, 0)[0]] * 200]
+
+
+# What disagrees.
+
+
+def told(errors: list[Any], *members: int) -> list[gs.PlanMismatch]:
+    """Checks that these ranks got the same PlanMismatch; returns theirs."""
+    mismatches = [errors[member] for member in members]
+    for error in mismatches:
+        assert isinstance(error, gs.PlanMismatch), errors
+        assert error.descriptions == mismatches[0].descriptions
+        assert str(error).partition(": ")[2] == str(mismatches[0]).partition(": ")[2]
+        assert not error.broken
+    return mismatches
+
+
+def is_usable(ranks: list[Rank]) -> None:
+    """Checks that messages still go both ways, and collectives too."""
+
+    def use(rank: Rank) -> bool:
+        to, source = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+        rank.meet()
+        right = rank.exchange(values(500_000, rank.rank), to, np.zeros(500_000, np.uint8), source)
+        left = rank.exchange(values(10, rank.rank), source, np.zeros(10, np.uint8), to)
+        rank.meet()
+        return bool((right == values(500_000, source)).all() and (left == values(10, to)).all())
+
+    assert run(ranks, use) == [True] * len(ranks)
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted"),
+    [
+        (np.zeros(3, np.float32), np.zeros(4, np.float32)),
+        (np.zeros(3, np.float32), np.zeros(3, np.int32)),
+        (np.zeros(0, np.float32), np.zeros(0, np.int32)),
+        (np.zeros(10**6, np.float32), np.zeros(0, np.float32)),
+        (np.zeros(0, np.float32), np.zeros(10**6, np.float32)),
+    ],
+)
+def test_both_ranks_hear_that_they_disagree(sent: Any, wanted: Any) -> None:
+    ranks = ranks_of(2, ranks=(5, 7))
+    for _ in range(3):
+        errors = run(ranks, lambda rank: rank.send(sent, 1), lambda rank: rank.receive(wanted, 0))
+        error = told(errors, 0, 1)[0]
+        assert error.descriptions == {
+            5: f"sends message of {sent.dtype}{list(sent.shape)}",
+            7: f"receives message of {wanted.dtype}{list(wanted.shape)}",
+        }
+        assert "ranks 5 and 7 disagree" in str(error)
+        assert (wanted == 0).all()
+    is_usable(ranks)
+
+
+def test_long_descriptions_are_cut_alike() -> None:
+    ranks = ranks_of(2)
+    fields = np.dtype([(f"field {number}", np.int32) for number in range(1000)])
+    errors = run(
+        ranks,
+        lambda rank: rank.send(np.zeros(2, fields), 1),
+        lambda rank: rank.receive(np.zeros(3, fields), 0),
+    )
+    error = told(errors, 0, 1)[0]
+    assert 3900 < len(error.descriptions[0]) < 4096
+    assert [line.startswith(f"{__file__}:") for line in error.places.values()] == [True, True]  # they come first
+    is_usable(ranks)
+
+
+def test_the_other_half_of_an_exchange_ends_first() -> None:
+    """Rank 0 sends to 1, which expects less, and receives from 2, which has nothing to do with that."""
+    received = np.zeros(10**6, np.uint8)
+    ranks = ranks_of(3)
+    errors = run(
+        ranks,
+        lambda rank: rank.exchange(values(100), 1, received, 2),
+        lambda rank: rank.receive(np.zeros(99, np.uint8), 0),
+        lambda rank: rank.send(values(10**6), 0),
+    )
+    told(errors, 0, 1)
+    assert errors[2] is None
+    assert (received == values(10**6)).all()
+    is_usable(ranks)
+
+
+@pytest.mark.parametrize("verb", ["send", "receive"])
+def test_two_ranks_that_wait_for_each_other_are_told(verb: str) -> None:
+    ranks = ranks_of(3, ranks=(2, 5, 8))
+    for size in (1, 7, 10**6):
+        errors = run(
+            ranks,
+            lambda rank, size=size: getattr(rank, verb)(values(size), 2),
+            lambda rank: None,
+            lambda rank: getattr(rank, verb)(values(3), 0),
+        )
+        error = told(errors, 0, 2)[0]
+        assert error.descriptions == {2: f"{verb}s message of uint8[{size}]", 8: f"{verb}s message of uint8[3]"}
+        assert "ranks 2 and 8 wait for each other" in str(error)
+    is_usable(ranks)
+
+
+def test_two_exchanges_may_wait_for_each_other_too() -> None:
+    """Ranks 0 and 1 send to each other, and each receives from rank 2 only: that half still comes."""
+
+    def serve(rank: Rank) -> None:
+        rank.send(values(10, 0), 0)
+        rank.send(values(10, 1), 1)
+
+    def swap(rank: Rank) -> Any:
+        into = np.zeros(10, np.uint8)
+        error = expect(gs.PlanMismatch, lambda: rank.exchange(values(5), 1 - rank.rank, into, 2))
+        assert (into == values(10, rank.rank)).all()
+        raise error
+
+    ranks = ranks_of(3)
+    told(run(ranks, swap, swap, serve), 0, 1)
+    is_usable(ranks)
+
+
+def test_an_exchange_of_which_one_half_is_over_may_wait_in_a_circle() -> None:
+    """Rank 1 sends twice; the first one arrives, for the second it waits, as rank 0 does for what it sends."""
+
+    def send_twice(rank: Rank) -> None:
+        rank.send(values(10), 0)
+        rank.send(values(7), 0)
+
+    ranks = ranks_of(2)
+    errors = run(ranks, lambda rank: rank.exchange(values(5), 1, np.zeros(10, np.uint8), 1), send_twice)
+    error = told(errors, 0, 1)[0]
+    assert error.descriptions == {0: "sends message of uint8[5]", 1: "sends message of uint8[7]"}
+    is_usable(ranks)
+
+
+@pytest.mark.parametrize("size", [0, 10])
+@pytest.mark.parametrize("then", ["send", "meet"])
+def test_a_peer_may_take_a_message_while_this_rank_looks(size: int, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 1 does next would be a deadlock, had it not taken the message meanwhile."""
+    mine, other = ranks_of(2)
+    later = threading.Thread(target=lambda: other.send(values(5), 0) if then == "send" else other.meet(), daemon=True)
+    looking, owner, name = {
+        "send": (mine.channels._open_outgoing(1), Transfer, "closes_circle"),
+        "meet": (mine.barrier, SharedBarrier, "is_ahead"),
+    }[then]
+    look = getattr(owner, name)
+
+    def look_late(who: Any, *args: Any) -> bool:
+        if who is looking and later.ident is None:
+            other.receive(np.zeros(size, np.uint8), 0)
+            later.start()
+            until(lambda: look(who, *args))
+        return bool(look(who, *args))
+
+    monkeypatch.setattr(owner, name, look_late)
+    mine.send(values(size), 1)
+    if then == "send":
+        mine.receive(np.zeros(5, np.uint8), 1)
+    else:
+        mine.meet()
+    later.join(30)
+    assert not later.is_alive()
+
+
+def test_an_exchange_that_has_only_begun_is_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 receives, and sees that rank 1 does so too, before it sees that rank 1 also sends."""
+    mine, other = ranks_of(2)
+    incoming, outgoing = mine.channels._open_incoming(1), mine.channels._open_outgoing(1)
+    is_awaiting_peer = incoming.is_awaiting_peer
+    looks = 0
+    has_looked = threading.Event()
+
+    def look() -> bool:
+        nonlocal looks
+        looks += incoming.closes_circle(outgoing)
+        is_awaiting = is_awaiting_peer()
+        if looks > 1:  # the look before this one saw that from its beginning
+            has_looked.set()
+        return is_awaiting
+
+    def copy_late(source: Any, target: Any) -> None:
+        assert has_looked.wait(30)
+        target[...] = source
+
+    monkeypatch.setattr(incoming, "is_awaiting_peer", look)
+    monkeypatch.setattr(shared_transfer, "copy_words", copy_late)
+    swapped = run(
+        [mine, other],
+        lambda rank: (rank.receive(np.zeros(5, np.uint8), 1), rank.send(values(7), 1))[0],
+        lambda rank: rank.exchange(values(5), 0, np.zeros(7, np.uint8), 0),
+    )
+    np.testing.assert_array_equal(swapped[0], values(5))
+    np.testing.assert_array_equal(swapped[1], values(7))
+
+
+def test_a_description_stands_until_it_was_read() -> None:
+    mine, other = ranks_of(2)
+    sending, receiving = mine.channels._open_outgoing(1), other.channels._open_incoming(0)
+    sending.begin(message(values(3), 1))
+    receiving.begin(message(values(4), 0))
+    for transfer in (sending, receiving):  # both write theirs, and the receiver finds what it can read
+        assert transfer.advance()
+    assert not receiving.advance()
+    assert not receiving.is_over
+    for transfer in (sending, receiving, sending):
+        assert transfer.advance()
+    assert sending.is_over
+    assert receiving.is_over
+
+
+def test_who_has_given_up_waits_for_nothing_else() -> None:
+    """Rank 1 has heard what rank 0 was about to do, and goes into a collective, before rank 0 has heard that."""
+    ranks = mine, other = ranks_of(2)
+    outgoing = [rank.channels._open_outgoing(1 - rank.rank) for rank in ranks]
+    for rank, transfer in zip(ranks, outgoing, strict=True):
+        transfer.begin(message(values(3), 1 - rank.rank))
+    for rank, transfer in zip(ranks, outgoing, strict=True):
+        rank.channels._look_for_deadlocks([transfer])
+    for transfer in (outgoing[0], outgoing[1], outgoing[1]):
+        assert transfer.advance()
+    assert outgoing[1].is_over
+    later = threading.Thread(target=other.meet, daemon=True)
+    later.start()
+    until(lambda: mine.barrier.is_ahead(1))
+    mine.channels._look_for_deadlocks(outgoing[:1])
+    assert outgoing[0].advance()
+    assert outgoing[0].is_over
+    assert outgoing[0].is_circle
+    mine.meet()
+    later.join(30)
+    assert not later.is_alive()
+
+
+@pytest.mark.parametrize("verb", ["send", "receive"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_message_and_a_collective_wait_for_each_other(world_size: int, verb: str) -> None:
+    ranks = ranks_of(world_size, ranks=(4, 5, 6)[:world_size])
+    for _ in range(2):
+        errors = run(
+            ranks,
+            lambda rank: getattr(rank, verb)(values(10), 1),
+            *[lambda rank: rank.meet()] * (world_size - 1),
+        )
+        error = told(errors, *range(world_size))[0]
+        assert error.descriptions == {4: "message of uint8[10]"} | dict.fromkeys((5, 6)[: world_size - 1], "barrier")
+    is_usable(ranks)
+
+
+def test_a_chain_of_messages_behind_a_collective_is_told_too() -> None:
+    """Rank 0 waits for 1, which waits for 2, which waits for all."""
+    ranks = ranks_of(3)
+    errors = run(
+        ranks,
+        lambda rank: rank.receive(values(1), 1),
+        lambda rank: rank.exchange(values(2), 2, values(1), 2),
+        lambda rank: rank.meet(),
+    )
+    assert told(errors, 0, 1, 2)[0].descriptions[2] == "barrier"
+    is_usable(ranks)
+
+
+def test_who_is_in_a_collective_does_not_stop_what_else_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sends to 1, which is in the barrier, and receives from 2, which comes late: that arrives first."""
+    received = np.zeros(10**6, np.uint8)
+    ranks = ranks_of(3)
+    look = ranks[0].channels._look_for_deadlocks
+    has_looked = threading.Event()
+
+    def look_and_tell(pending: Any) -> None:
+        is_ahead = ranks[0].barrier.is_ahead(1)
+        look(pending)
+        if is_ahead:
+            has_looked.set()
+
+    def come_late(rank: Rank) -> None:
+        assert has_looked.wait(30)
+        rank.send(values(10**6), 0)
+        rank.meet()
+
+    monkeypatch.setattr(ranks[0].channels, "_look_for_deadlocks", look_and_tell)
+    errors = run(ranks, lambda rank: rank.exchange(values(4), 1, received, 2), lambda rank: rank.meet(), come_late)
+    told(errors, 0, 1, 2)
+    assert (received == values(10**6)).all()
+    is_usable(ranks)
+
+
+def test_everything_at_random() -> None:
+    """Ranks draw the same steps and pause as they like: each ends as it must, and leaves no trace for the next."""
+
+    def play(rank: Rank) -> int:
+        shared, own = np.random.default_rng(11), np.random.default_rng([12, rank.rank])
+        mismatches = 0
+        for step in range(600):
+            first, second = (int(member) for member in shared.permutation(rank.world_size)[:2])
+            size = int(shared.choice([0, 1, 1000, 5 * PIECE_BYTES]))
+            kind = shared.choice(["message", "ring", "barrier", "size", "both send", "both receive", "in barrier"])
+            if own.random() < 0.2:
+                time.sleep(own.random() * 1e-3)
+            try:
+                take_part(rank, kind, first, second, size, step)
+            except gs.PlanMismatch:
+                assert kind not in ("message", "ring", "barrier")
+                mismatches += 1
+        return mismatches
+
+    counts = run(ranks_of(3), play)
+    assert all(isinstance(count, int) and count > 100 for count in counts), counts
+
+
+def take_part(rank: Rank, kind: str, first: int, second: int, size: int, step: int) -> None:
+    into = np.zeros(size, np.uint8)
+    if kind == "barrier" or (kind == "in barrier" and rank.rank != first):
+        rank.meet()
+    elif kind == "ring":
+        to, source = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+        rank.exchange(values(size, step + rank.rank), to, into, source)
+        assert (into == values(size, step + source)).all()
+    elif rank.rank == first:
+        if kind == "both receive" or (kind == "in barrier" and step % 2):
+            rank.receive(into, second)
+        else:
+            rank.send(values(size, step), second)
+    elif rank.rank == second:
+        if kind == "both send":
+            rank.send(values(size, step), first)
+        else:
+            rank.receive(np.zeros(size + 1, np.uint8) if kind == "size" else into, first)
+            assert kind == "message"
+            assert (into == values(size, step)).all()
+
+
+# What fails.
+
+
+@pytest.fixture(params=["send", "receive"])
+def verb(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def test_the_deadline_names_the_peer(verb: str) -> None:
+    ranks = ranks_of(3, timeout_seconds=0.1, ranks=(3, 4, 9))
+    expect(gs.CollectiveTimeout, lambda: getattr(ranks[0], verb)(values(10), 2))
+    (report,) = ranks[0].client.reports
+    assert report[3] >= 0.1
+    assert report[4] == [9]
+    # Who comes too late must not take what was left for a message.
+    ranks[2].client.failure = verdict = gs.CollectiveTimeout("the verdict", missing_ranks=(9,))
+    late = {"send": "receive", "receive": "send"}[verb]
+    assert expect(gs.CollectiveTimeout, lambda: getattr(ranks[2], late)(values(10), 0)) is verdict
+
+
+def test_the_clock_runs_only_while_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow receiver takes longer than the deadline for what is in flight, but not for any piece of it."""
+    data, received = values((SLOTS + 1) * PIECE_BYTES), np.zeros((SLOTS + 1) * PIECE_BYTES, np.uint8)
+
+    def copy_slowly(source: Any, target: Any) -> None:
+        if np.may_share_memory(target, received):
+            time.sleep(3.6 / SLOTS)
+        target[...] = source
+
+    monkeypatch.setattr(shared_transfer, "copy_words", copy_slowly)
+    ranks = ranks_of(2, timeout_seconds=3.0)
+    sent, taken = run(ranks, lambda rank: rank.send(data, 1), lambda rank: rank.receive(received, 0))
+    assert sent is None
+    assert (taken == data).all()
+
+
+def test_a_peer_that_dies_is_told_by_the_server(verb: str) -> None:
+    mine, _ = ranks_of(2)
+    mine.client.failure = verdict = gs.RankFailed("dead", rank=1)
+    mine.client.checks_before = 3
+    assert expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1)) is verdict
+
+
+def test_a_peer_that_closes_is_told(verb: str) -> None:
+    mine, other = ranks_of(2, ranks=(6, 8))
+    other.barrier.announce_closed()
+    error = expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1), "rank 8 closed the communicator")
+    assert error.rank == 8
+
+
+def test_a_peer_that_closes_because_of_a_verdict_leaves_the_telling_to_the_server(verb: str) -> None:
+    """Which tells one rank after the other: a peer may be gone before this one has heard."""
+    mine, other = ranks_of(2)
+    verdict = gs.RankFailed("rank 2 failed", rank=2)
+    other.client.failure = mine.client.failure = verdict
+    other.barrier.announce_closed()
+    mine.client.checks_before = 3
+    assert expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1)) is verdict
+
+
+def test_a_peer_may_close_after_its_part() -> None:
+    def send_and_close(rank: Rank) -> None:
+        rank.send(values(10**6), 1)
+        rank.barrier.announce_closed()
+
+    for _ in range(20):
+        outcome = run(ranks_of(2), send_and_close, lambda rank: rank.receive(np.zeros(10**6, np.uint8), 0))
+        np.testing.assert_array_equal(outcome[1], values(10**6))
+
+
+def test_any_abort_ends_a_wait(verb: str) -> None:
+    mine, _, third = ranks_of(3, ranks=(6, 8, 9))
+    third.barrier.announce_abort("the disk is full")
+    error = expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1), "rank 9 aborted: the disk is full")
+    assert error.rank == 9
+
+
+def test_another_thread_can_abort_a_wait(verb: str) -> None:
+    mine, _ = ranks_of(2)
+    timer = threading.Timer(0.05, mine.barrier.announce_abort, ["asked to"])
+    timer.start()
+    expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1), "closed or aborted during a collective")
+    timer.join()
+
+
+def test_the_barrier_names_ranks_as_the_world_does() -> None:
+    mine, _ = ranks_of(2, timeout_seconds=0.05, ranks=(6, 8))
+    expect(gs.CollectiveTimeout, mine.meet)
+    assert mine.client.reports[0][4] == [8]
+    mine, other = ranks_of(2, ranks=(6, 8))
+    other.barrier.announce_abort("the disk is full")
+    assert expect(gs.RankFailed, mine.meet, "rank 0/2: rank 8 aborted: the disk is full").rank == 8
+    mine, other = ranks_of(2, ranks=(6, 8))
+    other.barrier.announce_closed()
+    assert expect(gs.RankFailed, mine.meet, "rank 0/2: rank 8 closed").rank == 8
+    errors = run(ranks_of(2, ranks=(6, 8)), Rank.meet, lambda rank: rank.barrier.meet(agreement_on("x", (), None, "")))
+    assert told(errors, 0, 1)[0].descriptions == {6: "barrier", 8: "x"}
+
+
+def test_nothing_keeps_the_memory() -> None:
+    memory = mmap.mmap(-1, header_bytes(2) + SharedChannels.bytes_for(2))
+    view = memoryview(memory)
+    ranks = [Rank(view, rank, 2, 30.0, None) for rank in range(2)]
+    is_usable(ranks)
+    for rank in ranks:
+        rank.channels.release()
+        rank.barrier.release()
+    view.release()
+    memory.close()

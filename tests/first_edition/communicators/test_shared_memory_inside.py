@@ -1,0 +1,90 @@
+"""What goes wrong between the ranks of the shared-memory communicator, and that it is told at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from contract import expect
+from gradsync import process_group
+from gradsync.communicators.shared_memory import communicator as shared_memory
+from gradsync.communicators.shared_memory import platform_check
+from rank_processes import run_ranks
+
+
+def count_resources(comm: Any) -> list[tuple[int, int, int]]:
+    """Descriptors, memory maps and threads after each of several create-use-close cycles."""
+    counts = []
+    client = process_group._client
+    for cycle in range(12):
+        with shared_memory.connect_shared_memory(client, group=f"cycle {cycle}") as extra:
+            array = np.full(300_000, float(extra.rank))
+            extra.all_reduce(array)
+            del array
+        comm.barrier()
+        with open("/proc/self/maps") as maps:
+            mapped = sum("memfd:gradsync" in line for line in maps)
+        counts.append((len(os.listdir("/proc/self/fd")), mapped, threading.active_count()))
+    return counts
+
+
+def test_nothing_leaks() -> None:
+    for counts in run_ranks(2, count_resources):
+        assert len(set(counts[2:])) == 1, counts
+
+
+def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform_check.platform, "machine", lambda: "aarch64")
+    with pytest.raises(gs.BackendUnavailable, match="x86-64 only, this is linux on aarch64"):
+        platform_check.check_platform()
+
+
+def fail_while_joining(comm: Any) -> str:
+    gs.destroy_process_group()
+    if comm.rank == 1:
+
+        def refuse(descriptor: int) -> None:
+            os.close(descriptor)
+            raise gs.BackendUnavailable("no room")
+
+        shared_memory.map_segment = refuse
+    started = time.monotonic()
+    error = expect(gs.GradsyncError, gs.init_process_group)
+    assert time.monotonic() - started < 20  # the ranks have 30 s to meet
+    assert process_group._client is None
+    return f"{type(error).__name__}: {error}"
+
+
+def fail_while_handing_over(comm: Any) -> str:
+    """Rank 0 gives up when the others know where it offers the memory, and before any of them has it."""
+    gs.destroy_process_group()
+    if comm.rank == 0:
+
+        def give_up(*_: object) -> None:
+            raise gs.BackendUnavailable("no room")
+
+        shared_memory.SegmentOffer.serve = give_up
+    error = expect(gs.GradsyncError, gs.init_process_group)
+    return f"{type(error).__name__}: {error}"
+
+
+def test_who_cannot_reach_a_root_that_has_failed_is_told_of_its_failure() -> None:
+    """And not that the ranks are on several hosts."""
+    failed, *told = run_ranks(3, fail_while_handing_over)
+    assert failed == "BackendUnavailable: no room"
+    for text in told:
+        assert text.startswith("RankFailed: ")
+        assert "no room" in text
+
+
+def test_a_failure_inside_init_reaches_the_others() -> None:
+    told, failed = run_ranks(2, fail_while_joining)
+    assert failed == "BackendUnavailable: no room"
+    assert told.startswith("RankFailed")
+    assert "no room" in told

@@ -1,0 +1,286 @@
+"""Dumps hold what a look at a failed run needs; they appear when something fails, and where somebody asks for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from gradsync import dumps, environment
+from gradsync.communicators.local import LocalCommunicator
+from gradsync.diagnostics.dump_files import read_dump, read_dumps
+from hanging_files import hanging_files
+from rank_processes import run_ranks, run_ranks_for_outcomes
+
+
+@pytest.fixture(autouse=True)
+def unarmed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("_folder", "_traced_folder"):
+        monkeypatch.setattr(dumps, name, None)
+    for variable in (environment.DUMP_DIR, environment.TRACE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(dumps, "_interrupted_at", None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def call_of(group: dict[str, Any], content: dict[str, Any], place: int = -1) -> dict[str, Any]:
+    return content["calls"][group["entries"][place]["call"]]
+
+
+def test_a_dump_tells_what_each_collective_was(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with LocalCommunicator() as comm:
+        comm.broadcast(np.ones((2, 3), np.float32), root=0)
+        sync = gs.AllreduceCallback("mean", comm)
+        with sync.backward():
+            sync("weights", np.ones(5, np.float32))
+            sync("bias", np.ones((), np.float32))
+        path = gs.dump_flight_recorder(tmp_path / "folder")
+        assert path.name == f"gradsync-rank0-pid{os.getpid()}.json"
+        assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing half written beside it
+        content = json.loads(path.read_text())
+        # An earlier test may have left a communicator of the same name.
+        [group] = [g for g in content["groups"] if g["begun"] == 3 and g["entries"][-1]["began"] >= started]
+    assert (content["rank"], content["pid"], content["format"]) == (0, os.getpid(), dumps.FORMAT)
+    assert "test_dumps.py" in content["stacks"]
+    assert abs(content["monotonic_seconds"] - time.monotonic()) < 60
+    assert abs(content["wall_seconds"] - time.time()) < 60
+    entry = group["entries"][0]
+    assert (entry["number"], entry["state"]) == (1, "ended")
+    assert entry["began"] <= entry["ended"] <= content["monotonic_seconds"]
+    assert call_of(group, content, 0) == {
+        "what": "broadcast(root 0) float32[2, 3] 24 bytes",
+        "collective": "broadcast",
+        "detail": "root 0",
+        "dtype": "float32",
+        "shape": [2, 3],
+        "count": 6,
+        "description": ["broadcast of float32[2, 3] (root 0)"],
+    }
+    bucket = call_of(group, content, 1)
+    assert (bucket["bucket"], bucket["gradients"], bucket["count"]) == (0, ["weights", "bias"], 6)
+    assert call_of(group, content, 2)["collective"] == "flush"
+
+
+def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"format": "another"}', json.dumps({"format": dumps.FORMAT, "calls": {}})):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(gs.InvalidArgument, match=r"a\.json"):
+            read_dump(tmp_path / "a.json")
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(gs.InvalidArgument, match="there are no dumps"):
+        read_dumps([tmp_path])
+
+
+def test_recorders_of_ended_communicators_are_there_for_a_while() -> None:
+    comm = LocalCommunicator()
+    comm.barrier()
+    recorder = comm.recorder
+    comm.close()
+    del comm
+    assert recorder in dumps.recorders()
+
+
+def test_a_handler_of_the_program_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    came = []
+    for number in (signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda *_: came.append("mine"))
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    dumps.arm()
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGINT)
+    assert came == ["mine", "mine"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_signal_makes_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    dumps.arm()
+    signal.raise_signal(signal.SIGUSR2)
+    [file] = tmp_path.iterdir()
+    assert json.loads(file.read_text())["reason"] == "SIGUSR2 came"
+
+
+def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(folder: Path, reason: str, **_: bool) -> None:
+        made.append(reason)
+        if len(made) < 5:
+            signal.raise_signal(signal.SIGUSR2)
+
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    monkeypatch.setattr(dumps, "_write", make)
+    dumps.arm()
+    for _ in range(2):
+        signal.raise_signal(signal.SIGUSR2)
+    assert len(made) == 2
+
+
+def test_ctrl_c_makes_a_dump_that_what_fails_because_of_it_does_not_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason() -> str:
+        [file] = tmp_path.iterdir()
+        return str(json.loads(file.read_text())["reason"])
+
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    dumps.arm()
+    with LocalCommunicator() as comm:
+        comm.barrier()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        dumps.dump_because("it was interrupted")
+        assert reason() == "Ctrl-C came (SIGINT)"
+        signal.raise_signal(signal.SIGUSR2)  # who asks is answered
+        assert reason() == "SIGUSR2 came"
+        comm.barrier()
+        dumps.dump_because("it went on, and failed")
+        assert reason() == "it went on, and failed"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def interrupted(folder: Path, reason: str, **_: bool) -> None:
+        made.append(reason)
+        signal.raise_signal(signal.SIGINT)
+        made.append("waited")
+
+    monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
+    monkeypatch.setattr(dumps, "_write", interrupted)
+    dumps.arm()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert made == ["Ctrl-C came (SIGINT)"] * 2
+
+
+def test_ctrl_c_interrupts_though_not_even_a_warning_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setenv(environment.DUMP_DIR, "/")
+    monkeypatch.setattr(dumps, "_write", fail)
+    monkeypatch.setattr(dumps._log, "warning", fail)
+    dumps.arm()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_without_the_variable_nothing_is_changed() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    dumps.arm()
+    dumps.dump_because("nobody asked")
+    assert signal.getsignal(signal.SIGUSR2) == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert dumps._folder is None
+
+
+def test_a_dump_that_fails_is_no_second_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(dumps, "_folder", tmp_path / "file" / "folder")
+    dumps.dump_because("it is asked for")
+    assert "no dump of the flight recorder" in caplog.text
+
+
+def test_a_dump_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(dumps, "_folder", tmp_path)
+    monkeypatch.setattr(dumps, "_URGENT_SECONDS", 0.05)
+    monkeypatch.setattr(dumps, "_PATIENT_SECONDS", 0.05)
+    with hanging_files(tmp_path):
+        dumps.dump_because("it is asked for")
+        assert "the file system has not taken it within 0.05" in caplog.text
+        with pytest.raises(gs.InvalidArgument, match="has not taken an earlier file yet"):
+            gs.dump_flight_recorder(tmp_path)
+        with pytest.raises(gs.InvalidArgument, match="has not taken it within"), gs.trace(tmp_path / "folder"):
+            pass
+    assert list(tmp_path.glob("gradsync-rank*"))  # it goes on when the file system does
+
+
+# -- With ranks ----------------------------------------------------------------------------------------------------
+
+
+def disagree(comm: gs.Communicator, folder: str) -> None:
+    dumps._folder = Path(folder)
+    for _ in range(3):
+        comm.barrier()
+    with pytest.raises(gs.PlanMismatch):
+        comm.all_reduce(np.ones(2)) if comm.rank == 1 else comm.broadcast(np.ones(3, np.float32), root=0)
+
+
+def test_ranks_that_disagree_each_leave_a_dump(tmp_path: Path) -> None:
+    run_ranks(3, disagree, str(tmp_path))
+    found, _ = read_dumps([tmp_path])
+    assert [dump.rank for dump in found] == [0, 1, 2]
+    for dump in found:
+        assert dump.reason.startswith("PlanMismatch: rank ")
+        assert [call.state for call in dump.groups["world"].calls][-1] == "failed"
+
+
+def disagree_beside_a_file_system_that_hangs(comm: gs.Communicator, folder: str) -> list[str]:
+    told: list[str] = []
+    dumps._log.addFilter(lambda record: told.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
+    with hanging_files(Path(folder)) if comm.rank == 0 else contextlib.nullcontext():
+        disagree(comm, folder)
+    return told
+
+
+def test_a_file_system_that_hangs_holds_up_no_failure(tmp_path: Path) -> None:
+    told = run_ranks(2, disagree_beside_a_file_system_that_hangs, str(tmp_path))
+    assert ["no dump of the flight recorder: " in "".join(of_rank) for of_rank in told] == [True, False]
+
+
+def lose_a_rank(comm: gs.Communicator, folder: str) -> None:
+    dumps._folder = Path(folder)
+    comm.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 1:  # in no collective: it hears of the failure all the same
+        deadline = time.monotonic() + 20
+        while not list(Path(folder).glob("gradsync-rank1-*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return
+    with pytest.raises(gs.RankFailed):
+        comm.barrier()
+
+
+def test_the_ranks_that_outlive_another_leave_a_dump_wherever_they_are(tmp_path: Path) -> None:
+    run_ranks_for_outcomes(3, lose_a_rank, str(tmp_path))
+    found, _ = read_dumps([tmp_path])
+    assert [dump.rank for dump in found] == [0, 1]
+    assert "rank 2" in found[1].reason
+
+
+def gradsync(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradsync", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_difference_is_an_exit_code(tmp_path: Path) -> None:
+    run_ranks(3, disagree, str(tmp_path / "dumps"))
+    told = gradsync("trace", str(tmp_path / "dumps"))
+    assert told.returncode == 1
+    assert told.stdout.splitlines()[0] == (
+        "rank 1 called all_reduce(sum) float64[2] 16 bytes as #5 of group 'world', "
+        "where the others called broadcast(root 0) float32[3] 12 bytes"
+    )
+    assert gradsync("trace", str(tmp_path)).returncode == 2

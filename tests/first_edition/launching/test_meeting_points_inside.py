@@ -1,0 +1,145 @@
+import contextlib
+import os
+import secrets
+import socket
+import stat
+import threading
+
+import pytest
+
+import gradsync as gs
+from gradsync import environment
+from gradsync.launching import meeting_points
+from gradsync.launching.launcher_options import LauncherOptions
+from gradsync.launching.meeting_points import meeting_point
+from gradsync.meeting_file import Meeting, publish
+
+SECRET = secrets.token_hex(32)
+
+
+@pytest.fixture(autouse=True)
+def _own_runtime_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(environment, "_secret", None)
+
+
+def first(port=0, **options):
+    return LauncherOptions(n_gpus=1, world_size=2, port=port, **options)
+
+
+def second(port, **options):
+    return LauncherOptions(n_gpus=1, world_size=2, rank_start=1, port=port, **options)
+
+
+def secret_files(tmp_path):
+    return sorted(path for path in tmp_path.iterdir() if path.suffix == ".secret")
+
+
+def test_launchers_of_one_machine_find_the_secret_in_a_private_file(tmp_path):
+    port = gs.free_port()
+    with meeting_point(first(port), has_other_nodes=True) as hosted:
+        assert hosted.address == f"127.0.0.1:{port}"
+        (path,) = secret_files(tmp_path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with meeting_point(second(port), has_other_nodes=True) as found:
+            assert (found.address, found.secret, found.listener) == (hosted.address, hosted.secret, None)
+        assert secret_files(tmp_path) == [path]
+        assert SECRET not in repr(hosted)
+    assert secret_files(tmp_path) == []
+
+
+def test_a_run_of_one_machine_is_left_to_the_supervisor(tmp_path):
+    with meeting_point(first(), has_other_nodes=False) as hosted:
+        assert hosted is None
+        assert secret_files(tmp_path) == []
+
+
+def test_the_file_of_an_earlier_run_is_no_use(tmp_path):
+    port = gs.free_port()
+    publish(str(tmp_path / f"gradsync-127.0.0.1:{port}.secret"), Meeting(f"127.0.0.1:{port}", b"s" * 32))
+    looked = threading.Event()
+    found = []
+
+    def is_there(address, really=meeting_points._is_there):
+        answer = really(address)
+        looked.set()
+        return answer
+
+    def find():
+        with meeting_point(second(port), has_other_nodes=True) as point:
+            found.append(point.secret)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting_points, "_is_there", is_there)
+        thread = threading.Thread(target=find)
+        thread.start()
+        assert looked.wait(60)
+        with meeting_point(first(port), has_other_nodes=True) as hosted:
+            thread.join(60)
+    assert found == [hosted.secret]
+
+
+def test_a_first_node_that_does_not_come_is_told(monkeypatch):
+    monkeypatch.setattr(meeting_points, "_MEETING_SECONDS", 0.05)
+    port = gs.free_port()
+    with (
+        pytest.raises(gs.RendezvousTimeout, match=rf"rank_start 0 did not start hosting 127.0.0.1:{port}") as caught,
+        meeting_point(second(port), has_other_nodes=True),
+    ):
+        pass
+    assert caught.value.missing_ranks == (0,)
+
+
+@pytest.mark.parametrize("master_ip", ["0.0.0.0", "192.0.2.1", "node0", "::"])
+@pytest.mark.parametrize("make", [first, second])
+def test_no_secret_where_other_machines_can_come_is_refused(monkeypatch, make, master_ip):
+    monkeypatch.setattr(meeting_points, "own_listener", None)
+    options = make(4000, master_ip=master_ip)
+    with (
+        pytest.raises(gs.AuthenticationError, match="needs a secret.*GRADSYNC_SECRET_FILE.*or set GRADSYNC_SECRET"),
+        meeting_point(options, has_other_nodes=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("master_ip", ["0.0.0.0", "localhost"])
+def test_secret_of_the_environment(monkeypatch, tmp_path, master_ip):
+    path = tmp_path / "mine"
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    monkeypatch.setenv("GRADSYNC_SECRET_FILE", str(path))
+    port = gs.free_port()
+    with (
+        meeting_point(first(port, master_ip=master_ip), has_other_nodes=True) as hosted,
+        meeting_point(second(port), has_other_nodes=True) as found,
+    ):
+        assert hosted.secret == found.secret == bytes.fromhex(SECRET)
+        assert secret_files(tmp_path) == []
+
+
+def test_ipv6(monkeypatch):
+    port = gs.free_port()
+    try:
+        socket.create_server(("::1", port), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback: {error}")
+    with (
+        meeting_point(first(port, master_ip="::1"), has_other_nodes=True) as hosted,
+        meeting_point(second(port, master_ip="::1"), has_other_nodes=True) as found,
+    ):
+        assert hosted.address == found.address == f"[::1]:{port}"
+        assert hosted.secret == found.secret
+
+
+def test_a_port_that_the_kernel_chose_is_told(caplog):
+    with meeting_point(first(), has_other_nodes=True) as hosted:
+        port = hosted.address.rpartition(":")[2]
+    assert f"give port={port} to the launchers of the other nodes" in caplog.text
+
+
+def test_nothing_is_left_behind(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    with contextlib.suppress(ZeroDivisionError), meeting_point(first(), has_other_nodes=True):
+        _ = 1 / 0
+    assert os.listdir("/proc/self/fd") == before
+    assert secret_files(tmp_path) == []

@@ -1,0 +1,671 @@
+"""The pump with real pipes and terminals: what a person sees of ranks that print."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import re
+import select
+import threading
+import time
+import tty
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradsync.errors import InvalidArgument
+from gradsync.launching.output import pump as output_pump
+from gradsync.launching.output.log import prepare_log_directory
+from gradsync.launching.output.pump import OutputPump
+from gradsync.launching.output.screen import wants_colour
+from gradsync.launching.signal_inbox import own_descriptors
+
+
+class Ranks:
+    """A pump, and the write ends of its ranks' output."""
+
+    def __init__(self, count, stdout=None, stderr=None, *, prefix=True, started=True, **options):
+        self.before = set(os.listdir("/proc/self/fd"))
+        self.stdout, self.stderr = stdout or io.StringIO(), stderr or io.StringIO()
+        self.pump = OutputPump(self.stdout, self.stderr, prefix=prefix, **options)
+        self.writers = {}
+        for rank in range(count):
+            self.add(rank)
+        if started:
+            self.pump.start()
+
+    def add(self, rank):
+        readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+        self.pump.add(rank, *readers)
+        self.writers[rank] = list(writers)
+
+    def write(self, rank, data, stream=1):
+        os.write(self.writers[rank][stream - 1], data)
+
+    def end(self, rank):
+        for descriptor in self.writers.pop(rank):
+            os.close(descriptor)
+        assert self.pump.finish(rank, 20)
+
+    def close(self, timeout=20):
+        for rank in list(self.writers):
+            self.end(rank)
+        return self.pump.close(timeout)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for descriptors in self.writers.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self.pump.close(0)
+
+
+@contextlib.contextmanager
+def pipe_stream():
+    """Gives the read end of a pipe and a text stream into it."""
+    reader, writer = os.pipe()
+    with open(writer, "w", encoding="utf-8") as stream:
+        yield reader, stream
+    with contextlib.suppress(OSError):
+        os.close(reader)
+
+
+def read_all(reader, stream):
+    """Reads what a closed pump left in a pipe of less than its size."""
+    stream.close()
+    return b"".join(iter(lambda: os.read(reader, 65536), b""))
+
+
+def read_until(reader, pattern):
+    """Reads from a pipe or terminal until the pattern is in it."""
+    data = b""
+    while not re.search(pattern, data, re.DOTALL):
+        assert select.select([reader], [], [], 20)[0], f"{pattern!r} did not come, but {data!r}"
+        data += os.read(reader, 65536)
+    return data
+
+
+@contextlib.contextmanager
+def terminal():
+    """Gives both ends of a terminal that passes bytes as they are."""
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    with open(slave, "w", encoding="utf-8") as stream:
+        yield master, stream
+    os.close(master)
+
+
+@contextlib.contextmanager
+def patient_pump():
+    """Has the pump wait for the end of each line, however late the test's next words come."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output_pump, "_PARTIAL_LINE_SECONDS", 3600.0)
+        yield
+
+
+def write_until_closed(ranks, rank):
+    with contextlib.suppress(BrokenPipeError):
+        ranks.write(rank, b"x\n" * (1 << 20))
+
+
+def test_lines_of_two_ranks_are_never_mixed():
+    with patient_pump(), pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"he")
+        ranks.write(1, b"good bye\n")
+        assert read_until(reader, rb"\n") == b"[rank 1] good bye\n"
+        ranks.write(0, b"llo\nand more\n")
+        assert read_until(reader, rb"more\n") == b"[rank 0] hello\n[rank 0] and more\n"
+
+
+def test_streams_stay_apart():
+    ranks = Ranks(1)
+    ranks.write(0, b"out\n", 1)
+    ranks.write(0, b"err\n", 2)
+    assert ranks.close()
+    assert ranks.stdout.getvalue() == "[rank 0] out\n"
+    assert ranks.stderr.getvalue() == "[rank 0] err\n"
+
+
+def test_ranks_come_before_and_after_the_start_and_from_any_thread():
+    with Ranks(1) as ranks:
+        adding = threading.Thread(target=ranks.add, args=(10,))
+        adding.start()
+        adding.join()
+        ranks.write(10, b"there\n")
+        ranks.write(0, b"here\n")
+        assert ranks.close()
+        assert set(ranks.stdout.getvalue().splitlines()) == {"[rank 0]  here", "[rank 10] there"}
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.lists(st.sampled_from([b"a", b"bc ", b"\n", b"\r\n", "é".encode(), b"\xff"]), min_size=1).map(b"".join),
+        )
+    )
+)
+def test_nothing_is_lost_and_nothing_doubled(chunks):
+    with patient_pump(), pipe_stream() as (reader, stdout):
+        ranks = Ranks(3, stdout)
+        for rank, chunk in chunks:
+            ranks.write(rank, chunk)
+        assert ranks.close()
+        printed = read_all(reader, stdout)
+    for rank in range(3):
+        lines = re.findall(rb"^\[rank %d\] (.*\n)" % rank, printed, re.MULTILINE)
+        expected = b"".join(chunk for number, chunk in chunks if number == rank)
+        if expected and not expected.endswith(b"\n"):
+            expected += b"\n"
+        assert b"".join(lines) == expected
+    assert all(line.startswith(b"[rank ") for line in printed.splitlines())
+
+
+def test_progress_bars_pass():
+    ranks = Ranks(1)
+    for text in (b"10%\r", b"20%\r", b"done\r\n", b"next\n"):
+        ranks.write(0, text)
+    assert ranks.close()
+    assert ranks.stdout.getvalue() == "[rank 0] 10%\r[rank 0] 20%\r[rank 0] done\r\n[rank 0] next\n"
+
+
+def test_a_line_does_not_overwrite_the_progress_bar_of_another_rank():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"50%\r")
+        read_until(reader, rb"50%\r")
+        ranks.write(1, b"hello\n")
+        assert read_until(reader, rb"hello\n") == b"\n[rank 1] hello\n"
+
+
+def test_progress_bars_of_two_ranks_overwrite_each_other():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"50%\r")
+        read_until(reader, rb"50%\r")
+        ranks.write(1, b"40%\r")
+        assert read_until(reader, rb"40%\r") == b"[rank 1] 40%\r"
+
+
+def test_each_state_of_a_slow_progress_bar_is_shown_at_once_with_one_prefix():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        ranks.write(0, b"\r  0%")
+        assert read_until(reader, rb"0%") == b"[rank 0]   0%"
+        ranks.write(0, b"\r 50%")
+        assert read_until(reader, rb"50%") == b"\r[rank 0]  50%"
+        ranks.write(0, b"\r100%\n")
+        assert read_until(reader, rb"\n") == b"\r[rank 0] 100%\n"
+
+
+def test_slow_progress_bars_of_two_ranks_take_lines_of_a_file():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        for rank, state in [(0, b"\r 0%"), (1, b"\r 0%"), (0, b"\r50%"), (1, b"\r50%\n")]:
+            begin = b"" if state == b"\r 0%" and rank == 0 else b"\n"
+            ranks.write(rank, state)
+            assert read_until(reader, state[1:]) == begin + b"[rank %d] " % rank + state[1:]
+
+
+def test_on_a_terminal_whoever_comes_after_a_progress_bar_overwrites_it(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal() as (master, stdout), Ranks(2, stdout, colour=False) as ranks:
+        ranks.write(0, b"\r 0%")
+        assert read_until(master, rb"0%") == b"[rank 0]  0%"
+        ranks.write(1, b"\r 0%")
+        assert read_until(master, rb"0%") == b"\r\x1b[K[rank 1]  0%"
+        ranks.write(0, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 0] hello\n"
+        ranks.write(1, b"\n(Pdb) ")
+        assert read_until(master, rb"\(Pdb\) ") == b"[rank 1] \n[rank 1] (Pdb) "
+        ranks.write(0, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\n[rank 0] hello\n"  # a prompt is not overwritten
+
+
+def test_a_progress_bar_that_slows_down_is_still_one(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal() as (master, stdout), Ranks(2, stdout, colour=False) as ranks:
+        ranks.write(0, b"\r1%\r2%\r")
+        assert read_until(master, rb"2%\r") == b"[rank 0] 1%\r[rank 0] 2%\r"
+        ranks.write(1, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 1] hello\n"
+        ranks.write(0, b"3%")
+        assert read_until(master, rb"3%") == b"[rank 0] 3%"
+        ranks.write(1, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 1] hello\n"
+
+
+def test_a_terminal_that_cannot_erase_gets_new_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"\r 0%")
+        read_until(master, rb"0%")
+        ranks.write(1, b"hello\n")
+        assert read_until(master, rb"hello\n") == b"\n[rank 1] hello\n"
+
+
+def test_prompt_is_shown_and_continued():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        ranks.write(0, b"name? ")
+        assert read_until(reader, rb"\? ") == b"[rank 0] name? "
+        ranks.write(0, b"thanks\nbye\n")
+        assert read_until(reader, rb"bye\n") == b"thanks\n[rank 0] bye\n"
+
+
+def test_another_rank_begins_a_new_line_after_a_prompt():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"(Pdb) ")
+        read_until(reader, rb"\(Pdb\) ")
+        ranks.write(1, b"hello\n")
+        assert read_until(reader, rb"hello\n") == b"\n[rank 1] hello\n"
+        ranks.write(0, b"later\n")
+        assert read_until(reader, rb"later\n") == b"[rank 0] later\n"
+
+
+def test_prompt_on_one_terminal_for_both_streams():
+    with terminal() as (master, stdout), open(os.dup(stdout.fileno()), "w", encoding="utf-8") as stderr:
+        ranks = Ranks(1, stdout, stderr, colour=False)
+        ranks.write(0, b"name? ", 1)
+        read_until(master, rb"\? ")
+        ranks.write(0, b"a warning\n", 2)
+        assert read_until(master, rb"warning\n") == b"\n[rank 0] a warning\n"
+        assert ranks.close()
+
+
+def test_last_line_without_newline_gets_one_at_the_end_of_its_rank():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+        ranks.write(0, b"no newline")
+        ranks.end(0)
+        assert read_until(reader, rb"newline\n") == b"[rank 0] no newline\n"
+
+
+def test_invalid_utf_8_passes_unharmed():
+    data = bytes(set(range(256)) - {10, 13}) + b"\n"
+    with pipe_stream() as (reader, stdout):
+        ranks = Ranks(1, stdout)
+        ranks.write(0, data)
+        assert ranks.close()
+        assert read_all(reader, stdout) == b"[rank 0] " + data
+
+
+def test_text_streams_get_replacements():
+    ranks = Ranks(1)
+    ranks.write(0, "é".encode()[:1])
+    ranks.write(0, "é".encode()[1:] + b"\xff\n")
+    assert ranks.close()
+    assert ranks.stdout.getvalue() == "[rank 0] é\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_streams_of_captures_get_bytes():
+    with io.TextIOWrapper(io.BytesIO(), encoding="utf-8") as stdout:
+        stdout.write("first ")
+        ranks = Ranks(1, stdout)
+        ranks.write(0, b"\xff\n")
+        assert ranks.close()
+        assert stdout.buffer.getvalue() == b"first [rank 0] \xff\n"
+
+
+def test_without_prefix_bytes_pass_as_they_are():
+    data = b"one\r\ntwo\rthree"
+    with pipe_stream() as (reader, stdout):
+        ranks = Ranks(1, stdout, prefix=False)
+        ranks.write(0, data)
+        assert ranks.close()
+        assert read_all(reader, stdout) == data
+
+
+def test_without_prefix_lines_are_not_mixed_either():
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout, prefix=False) as ranks:
+        ranks.write(0, b"open")
+        read_until(reader, rb"open")
+        ranks.write(1, b"other\n")
+        assert read_until(reader, rb"other\n") == b"\nother\n"
+
+
+def test_without_prefix_a_rank_continues_its_own_line():
+    with terminal() as (master, stdout), open(os.dup(stdout.fileno()), "w", encoding="utf-8") as stderr:
+        ranks = Ranks(1, stdout, stderr, prefix=False)
+        ranks.write(0, b"loading ", 1)
+        read_until(master, b"loading ")
+        ranks.write(0, b"a warning", 2)
+        assert read_until(master, b"warning") == b"a warning"
+        ranks.end(0)
+        assert read_until(master, b"\n") == b"\n"  # on a terminal, what comes next begins a line
+        assert ranks.close()
+
+
+def test_endless_line_passes_in_pieces():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        data = b"x" * (3 << 20)
+        writing = threading.Thread(target=ranks.write, args=(0, data))  # os.write waits until all is taken
+        writing.start()
+        seen = 0
+        while seen < len(data) // 2:  # no newline, and yet it comes
+            seen += len(os.read(reader, 65536))
+        while seen < len(data) + len(b"[rank 0] "):
+            seen += len(os.read(reader, 65536))
+        writing.join()
+
+
+def test_tail_is_kept():
+    with Ranks(1, tail_lines=3) as ranks:
+        ranks.write(0, b"".join(b"line %d\n" % number for number in range(100)) + b"caf\xff")
+        ranks.end(0)
+        assert ranks.pump.tail(0) == ["line 98", "line 99", "caf\N{REPLACEMENT CHARACTER}"]
+        assert ranks.pump.tail(7) == []
+        assert ranks.pump.finish(7, 0)
+
+
+@pytest.mark.parametrize("end", ["stdout", "stderr"])
+def test_prefix_is_coloured_on_terminals_only(end, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with terminal() as (master, stream):
+        ranks = Ranks(1, **{end: stream})
+        number = ("stdout", "stderr").index(end) + 1
+        ranks.write(0, b"x\n", number)
+        ranks.write(0, b"x\n", 3 - number)
+        assert read_until(master, rb"\n") == b"\x1b[38;5;31m[rank 0]\x1b[0m x\n"
+        assert ranks.close()
+        assert {"stdout": ranks.stderr, "stderr": ranks.stdout}[end].getvalue() == "[rank 0] x\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "wanted"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+    ],
+)
+def test_environment_decides_on_colour(environment, is_terminal, wanted):
+    assert wants_colour(is_terminal, environment) is wanted
+
+
+def test_blocked_terminal_keeps_nobody_from_ending():
+    with terminal() as (_, stream), Ranks(1, stream) as ranks:
+        os.set_blocking(ranks.writers[0][0], False)
+        with pytest.raises(BlockingIOError):  # until nothing more fits anywhere
+            while select.select([], [ranks.writers[0][0]], [], 1)[1]:
+                ranks.write(0, b"x" * 4095 + b"\n")
+            ranks.write(0, b"x")
+        ranks.write(0, b"still seen\n", 2)
+        began = time.monotonic()
+        assert not ranks.pump.finish(0, 0.1)
+        ranks.pump.close(0.2)
+        assert time.monotonic() - began < 20
+        assert ranks.pump.tail(0)[0].startswith("xxx")
+
+
+def test_blocked_stdout_does_not_hold_up_stderr(monkeypatch):
+    monkeypatch.setattr(output_pump, "_JOIN_SECONDS", 20.0)
+    with pipe_stream() as (_, stdout), pipe_stream() as (reader, stderr), Ranks(1, stdout, stderr) as ranks:
+        writing = threading.Thread(target=write_until_closed, args=(ranks, 0))
+        writing.start()
+        ranks.write(0, b"help\n", 2)
+        assert read_until(reader, rb"\n") == b"[rank 0] help\n"
+        assert ranks.pump.close(0.1)  # a pipe never holds the thread
+        writing.join()
+
+
+def test_ranks_feel_that_the_reader_of_stdout_has_gone():
+    with pipe_stream() as (reader, stdout), pipe_stream() as (errors, stderr), Ranks(2, stdout, stderr) as ranks:
+        os.close(reader)
+        ranks.write(0, b"x\n")
+        with pytest.raises(BrokenPipeError):
+            while select.select([], [ranks.writers[1][0]], [], 20)[1]:
+                ranks.write(1, b"x\n")
+        ranks.write(1, b"still heard\n", 2)
+        told = b"gradsync: the reader of standard output has gone\n"
+        assert read_until(errors, rb"heard\n") == told + b"[rank 1] still heard\n"
+        assert ranks.close()
+        with contextlib.suppress(BrokenPipeError):
+            stdout.close()
+
+
+def test_stream_that_the_caller_has_closed_counts_as_gone():
+    stdout = io.StringIO()
+    stdout.close()
+    with Ranks(1, stdout) as ranks:
+        ranks.write(0, b"x\n")
+        with pytest.raises(BrokenPipeError):
+            while select.select([], [ranks.writers[0][0]], [], 20)[1]:
+                ranks.write(0, b"x\n")
+        ranks.write(0, b"still heard\n", 2)
+        assert ranks.close()
+        told = "gradsync: standard output cannot be written: I/O operation on closed file\n"
+        assert ranks.stderr.getvalue() == told + "[rank 0] still heard\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")
+def test_it_is_told_once_why_standard_output_cannot_be_written():
+    with open("/dev/full", "w") as stdout, Ranks(2, stdout) as ranks:
+        for rank in range(2):
+            write_until_closed(ranks, rank)
+        assert ranks.close()
+        told = "gradsync: standard output cannot be written: No space left on device\n"
+        assert ranks.stderr.getvalue() == told
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")
+@pytest.mark.parametrize("is_both", [False, True])
+def test_of_a_lost_stderr_nothing_is_told(is_both):
+    with open("/dev/full", "w") as stderr, Ranks(1, stderr if is_both else None, stderr) as ranks:
+        ranks.write(0, b"x\n", 2)
+        with pytest.raises(BrokenPipeError):
+            while select.select([], [ranks.writers[0][1]], [], 20)[1]:
+                ranks.write(0, b"x\n", 2)
+        if not is_both:
+            ranks.write(0, b"still heard\n")
+        assert ranks.close()
+        if not is_both:
+            assert ranks.stdout.getvalue() == "[rank 0] still heard\n"
+
+
+def test_streams_that_were_closed_at_the_start_take_everything():
+    pump = OutputPump(None, None, prefix=True)
+    readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+    pump.add(0, *readers)
+    pump.start()
+    for writer in writers:
+        os.write(writer, b"x\n")
+        os.close(writer)
+    assert pump.finish(0, 20)
+    assert pump.tail(0) == ["x", "x"]
+    assert pump.close(20)
+
+
+def test_end_of_a_rank_that_left_a_process_behind_is_not_awaited_for_ever():
+    ranks = Ranks(1)
+    ranks.write(0, b"last words\n")
+    assert not ranks.pump.finish(0, 0.05)  # the write ends are open still
+    assert ranks.pump.close(20)
+    assert ranks.stdout.getvalue() == "[rank 0] last words\n"
+    ranks.writers.clear()
+
+
+def test_close_passes_on_all_that_is_in_the_pipes():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        data = b"".join(b"line %d\n" % number for number in range(30_000))
+        fcntl.fcntl(ranks.writers[0][0], fcntl.F_SETPIPE_SZ, 1 << 20)
+        ranks.write(0, data)
+        closing = threading.Thread(target=ranks.pump.close, args=(20,))
+        closing.start()
+        printed = read_until(reader, rb"line 29999\n")
+        closing.join()
+        assert printed.replace(b"[rank 0] ", b"") == data
+
+
+def test_close_without_start_passes_on_what_there_is():
+    ranks = Ranks(1, started=False)
+    ranks.write(0, b"x\n")
+    assert ranks.pump.close(20)
+    assert ranks.pump.close(20)
+    assert ranks.stdout.getvalue() == "[rank 0] x\n"
+    for descriptor in ranks.writers.pop(0):
+        os.close(descriptor)
+
+
+def test_nothing_is_left_open():
+    owned = set(own_descriptors)
+    ranks = Ranks(3)
+    ranks.write(2, b"x\n")
+    assert len(own_descriptors - owned) == 7
+    assert ranks.close()
+    assert own_descriptors == owned
+    assert set(os.listdir("/proc/self/fd")) == ranks.before
+
+
+def test_rank_comes_once_and_before_the_end():
+    with Ranks(1) as ranks:
+        with pytest.raises(InvalidArgument, match="rank 0 was added before"):
+            ranks.pump.add(0, 0, 0)
+        ranks.close()
+        with pytest.raises(InvalidArgument, match="rank 1: this pump is closed"):
+            ranks.pump.add(1, 0, 0)
+
+
+def test_log_files_hold_the_bytes_of_both_streams(tmp_path):
+    directory = tmp_path / "deep" / "logs"
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout, log_dir=directory, colour=True) as ranks:
+        ranks.write(1, b"out \xff\r\n", 1)
+        read_until(reader, rb"\n")
+        ranks.write(1, b"err", 2)
+        assert ranks.close()
+    assert (directory / "rank-1.log").read_bytes() == b"out \xff\r\nerr"
+    assert (directory / "rank-0.log").read_bytes() == b""
+
+
+@pytest.mark.parametrize("attempt", [None, 0])
+def test_logs_of_an_earlier_run_are_removed(tmp_path, attempt):
+    for count in (3, 1):
+        for earlier in (2, 1, attempt):
+            with Ranks(count, log_dir=tmp_path, attempt=earlier) as ranks:
+                ranks.write(0, b"from a run of %d\n" % count)
+                assert ranks.close()
+    directory = tmp_path if attempt is None else tmp_path / "attempt-0"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [directory / "rank-0.log"]
+    assert (directory / "rank-0.log").read_bytes() == b"from a run of 1\n"
+    assert list(tmp_path.glob("attempt-*")) == ([] if attempt is None else [directory])
+
+
+def test_what_is_no_log_stays_in_the_log_directory(tmp_path):
+    kept = ["notes.txt", "rank-0.log.gz", "attempt-1/notes.txt", "attempt-1/rank-0.log", "attempt-x/rank-0.log"]
+    kept += ["old/rank-0.log", "rank-5.log/x", "attempt-2/deep/rank-0.log"]
+    for name in kept:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "rank-3.log").symlink_to("notes.txt")
+    (tmp_path / "attempt-3").symlink_to("old")
+    with Ranks(0, log_dir=tmp_path) as ranks:
+        assert ranks.close()
+    assert all((tmp_path / name).read_text() == "mine" for name in kept)
+    assert (tmp_path / "rank-3.log").is_symlink()
+    assert (tmp_path / "attempt-3").is_symlink()
+
+
+@pytest.mark.parametrize("attempt", [None, 0])
+def test_launchers_that_share_a_log_directory_leave_each_other_s_logs(tmp_path, attempt):
+    places = [tmp_path] if attempt is None else [tmp_path / "attempt-0", tmp_path / "attempt-1"]
+    for place in places:
+        place.mkdir(exist_ok=True)
+        for rank in range(4):
+            (place / f"rank-{rank}.log").touch()
+    elsewhere = {0, 2}
+    assert prepare_log_directory(tmp_path, attempt, elsewhere) == places[0]  # rank 3: of a larger run before
+    assert all(sorted(p.name for p in place.iterdir()) == ["rank-0.log", "rank-2.log"] for place in places)
+    prepare_log_directory(tmp_path, attempt, {1, 3})
+    assert [place.exists() for place in places] == [True, False][: len(places)]
+    assert not list(places[0].iterdir())
+
+
+def test_log_directory_that_cannot_be_cleared_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "rank-0.log").touch()
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(InvalidArgument, match="cannot be cleared of an earlier run's logs: Permission denied; choose"):
+        Ranks(0, log_dir=tmp_path)
+
+
+def test_each_attempt_has_log_files_of_its_own(tmp_path):
+    for attempt in range(2):
+        with Ranks(1, log_dir=tmp_path, attempt=attempt) as ranks:
+            ranks.write(0, b"attempt %d\n" % attempt)
+            assert ranks.close()
+    assert (tmp_path / "attempt-0" / "rank-0.log").read_bytes() == b"attempt 0\n"
+    assert (tmp_path / "attempt-1" / "rank-0.log").read_bytes() == b"attempt 1\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")
+def test_full_disk_is_told_once_and_stops_nobody(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.log").symlink_to("/dev/full")
+    with Ranks(2, log_dir=tmp_path) as ranks:
+        for _ in range(3):
+            ranks.write(0, b"x\n")
+            ranks.write(1, b"y\n")
+        assert ranks.close()
+        assert sorted(ranks.stdout.getvalue()) == sorted("[rank 0] x\n" * 3 + "[rank 1] y\n" * 3)
+        assert re.fullmatch(
+            r"gradsync: warning: log file \S*rank-[01].log cannot be written: No space left on device; "
+            r"the logs are incomplete from here on\n",
+            ranks.stderr.getvalue(),
+        )
+
+
+def test_log_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument, match="'/.*file/logs' cannot be made: Not a directory"):
+        Ranks(0, log_dir=tmp_path / "file" / "logs")
+
+
+def test_what_the_launcher_printed_before_comes_first():
+    with pipe_stream() as (reader, stdout):
+        print("from the launcher", file=stdout)
+        ranks = Ranks(1, stdout)
+        ranks.write(0, b"x\n")
+        assert ranks.close()
+        assert read_until(reader, rb"x\n") == b"from the launcher\n[rank 0] x\n"
+
+
+def test_quiet_pump_takes_no_time():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        ranks.write(0, b"prompt ")
+        read_until(reader, b"prompt ")
+        clock = time.pthread_getcpuclockid(ranks.pump._thread.ident)
+        before = time.clock_gettime(clock)
+        ranks.pump.finish(0, 0.5)
+        assert time.clock_gettime(clock) - before < 0.01
+
+
+def test_draining_waits_for_a_slow_reader_and_drops_nothing():
+    screen_reader, screen_writer = os.pipe()
+    fcntl.fcntl(screen_writer, fcntl.F_SETPIPE_SZ, 4096)
+    rank_reader, rank_writer = os.pipe()
+    other_reader, other_writer = os.pipe()
+    printed = b"".join(b"line %d\n" % number for number in range(5_000))  # fits the rank's pipe, not the screen's
+    assert os.write(rank_writer, printed) == len(printed)
+    os.close(rank_writer)
+    os.close(other_writer)
+    shown = b""
+    with open(screen_writer, "w") as screen:
+        pump = OutputPump(screen, screen, prefix=False)
+        pump.add(0, rank_reader, other_reader)
+        pump.start()
+        assert not pump.drain(0.2)
+        while not pump.drain(0.01):
+            shown += os.read(screen_reader, 1000)
+    with open(screen_reader, "rb") as rest:
+        assert shown + rest.read() == printed

@@ -1,0 +1,128 @@
+"""Everything deep, in parts: `make prove`, or `make prove PART="simulation kills"`.
+
+    python tests/prove                        # every part, one after the other (hours)
+    python tests/prove simulation kills       # these
+    python tests/prove --quick                # each much shortened; writes no results
+    python tests/prove --seeds 1000 simulation
+    python tests/prove --list
+
+A part is a folder beside this file: its tests run under pytest, then its scripts, named in SCRIPTS, in full. Each says
+what it did and how long it took; it fails when one of them does, and then so does this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FIRST_EDITION = "first_edition"
+ONLY_BY_NAME = ("planted",)  # takes a day
+_SHOWN_LINES = 30  # of the output of what fails
+
+
+class Script(NamedTuple):
+    """A script of a part: its options in full and with --quick, and the name of its result."""
+
+    path: str
+    full: tuple[str, ...]
+    quick: tuple[str, ...]
+    result: str | None = None
+
+
+SCRIPTS = {
+    "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--quick",), "proof_model_check")],
+    "simulation": [
+        Script(
+            "tests/prove/simulation/simulation_run.py", ("--seeds", "100000"), ("--seeds", "200"), "proof_simulation"
+        )
+    ],
+    "hostile": [
+        Script("tests/prove/hostile/transcripts.py", ("--count", "1000000"), ("--count", "5000"), "proof_transcripts"),
+        Script("tests/prove/hostile/hostile.py", (), ("--count", "500"), "proof_hostile"),
+    ],
+    "differential": [Script("tests/prove/differential/differential.py", ("--programs", "1000"), ("--programs", "20"))],
+    "planted": [Script("tests/prove/planted.py", ("run",), ("run", "--limit", "5"))],
+    "fuzz": [Script("tests/prove/fuzz/run.py", ("all", "--seconds", "60"), ("all", "--seconds", "1"))],
+    "fault_matrix": [Script("benchmarks/fault_matrix.py", (), ("--quick",), "fault_matrix")],
+    "partitions": [Script("tests/prove/partitions/chaos_runs.py", ("--seeds", "200"), ("--seeds", "5"))],
+    "kills": [
+        Script(
+            "tests/prove/kills/chaos.py", ("--rounds", "1000", "--at-a-time", "2"), ("--rounds", "8"), "proof_kills"
+        ),
+        Script("tests/prove/kills/restart_soak.py", ("--kills", "300"), ("--kills", "6"), "proof_restarts"),
+    ],
+    "soak": [
+        Script("tests/prove/soak/soak.py", (), ("--calls", "300")),
+        Script("tests/prove/soak/leaks.py", (), ("--cycles", "20")),
+    ],
+}
+
+
+def commands(part: str, options: argparse.Namespace) -> list[list[str]]:
+    """Returns what to run: the part's tests, then its scripts."""
+    folder = HERE.parent / FIRST_EDITION if part == FIRST_EDITION else HERE / part
+    found = []
+    if any(folder.rglob("test_*.py")):
+        found.append([sys.executable, "-m", "pytest", "-q", "--timeout", "900", str(folder), *options.pytest])
+    for script in SCRIPTS.get(part, []):
+        words = list(script.quick if options.quick else script.full)
+        if options.seeds and "--seeds" in words:
+            words[words.index("--seeds") + 1] = str(options.seeds)
+        if script.result and not options.quick and not options.seeds:
+            words += ["--json", str(RESULTS / f"{script.result}.json")]
+        found.append([sys.executable, script.path, *words])
+    return found
+
+
+def parts() -> list[str]:
+    folders = {path.name for path in HERE.iterdir() if path.is_dir() and path.name not in ("tools", "__pycache__")}
+    return [*sorted(folders | SCRIPTS.keys()), *([FIRST_EDITION] if (HERE.parent / FIRST_EDITION).is_dir() else [])]
+
+
+def run(part: str, options: argparse.Namespace) -> tuple[bool, float, str]:
+    """Runs a part to its end; shows the end of the output of what fails."""
+    holds, began, last = True, time.monotonic(), []
+    for command in commands(part, options):
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        lines = done.stdout.splitlines() or [""]
+        if done.returncode:
+            holds = False
+            print("\n".join(lines[-_SHOWN_LINES:]))
+        last.append(lines[-1].strip("= "))
+    return holds, time.monotonic() - began, "; ".join(last)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs the parts of `make prove`.")
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    parser.add_argument("--quick", action="store_true", help="each script much shortened; writes no results")
+    parser.add_argument("--seeds", type=int, help="of the simulation and of the proxy; writes no results")
+    parser.add_argument("--pytest", nargs="*", default=[], metavar="WORD", help="for pytest, as -n 2")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    there = parts()
+    if unknown := sorted(set(options.parts) - set(there)):
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(there)}")
+    if options.list:
+        print("\n".join(there))
+        return 0
+    failed = []
+    for part in options.parts or [part for part in there if part not in ONLY_BY_NAME]:
+        print(f"{part} ...", flush=True)
+        holds, seconds, what = run(part, options)
+        print(f"{part}: {'holds' if holds else 'FAILS'} after {seconds:.0f} s: {what}", flush=True)
+        failed += [] if holds else [part]
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The random kills of tests/prove/kills/chaos.py in a shortened form: nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+
+import chaos
+import pytest
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_kills_leave_nothing(seed: int) -> None:
+    # Between them, four seeds strike every kind of victim with every signal once or more.
+    generator = random.Random(seed)
+    kinds = [(victim, number) for victim in chaos.VICTIMS for number in chaos.SIGNALS]
+    for victim, number in kinds[seed::4]:
+        kill = chaos.run_round(generator, victim, number)
+        assert kill.faults == (), str(kill)
+
+
+def test_what_is_left_is_found() -> None:
+    mark = "a test of the marks"
+    process = subprocess.Popen(["sleep", "60"], env=os.environ | {chaos.MARK: mark})
+    try:
+        assert chaos.roles_in_round(mark) == {process.pid: "grandchild"}
+    finally:
+        process.kill()
+        process.wait()
+    assert chaos.roles_in_round(mark) == {}
