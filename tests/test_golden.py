@@ -45,6 +45,7 @@ MASKS = [
     (r"\bpid \d+", "pid N"),
     (rf"\bon {re.escape(socket.gethostname())}\b", "on HOST"),
     (r"0x[0-9a-f]+", "0xN"),
+    (r"rank (\d)(?:/\d \(pid N\) failed in phase '\w+'| aborted): ", r"rank \1 failed: "),  # the server, or the segment
     (r"gradsync: rank \d+ \(pid N\) also failed: gradsync\.RankFailed: .*\n", ""),  # if it is in time to say so
     (_SECONDS, "T"),
 ]
