@@ -48,6 +48,7 @@ SCRIPTS = {
         Script("tests/prove/hostile/hostile.py", (), ("--count", "500"), "proof_hostile"),
     ],
     "differential": [Script("tests/prove/differential/differential.py", ("--programs", "1000"), ("--programs", "20"))],
+    "random_training": [Script("tests/random_training.py", ("--programs", "2000"), ("--programs", "40"))],
     "planted": [Script("tests/prove/planted.py", ("run",), ("run", "--limit", "5"))],
     "fuzz": [Script("tests/prove/fuzz/run.py", ("all", "--seconds", "60"), ("all", "--seconds", "1"))],
     "fault_matrix": [Script("benchmarks/fault_matrix.py", (), ("--quick",), "fault_matrix")],
