@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,6 +69,16 @@ GPU_STAGED = Place("gpu, host arrays", "numpy", _GPU, (pytest.mark.gpu,))
 GPU_MIXED = Place("gpu, mixed arrays", "mixed", _GPU, (pytest.mark.gpu,))
 
 
+#: Whether tests run at all their places, as under `make prove PART=cross_checks`.
+IS_EVERYWHERE = bool(os.environ.get("GRADSYNC_TEST_PLACES"))
+_SIZES_OF_MAKE_TEST = {SHM.name: (1, 2, 3), STAND_IN.name: (2,), STAND_IN_MIXED.name: (2,)}
+
+
 def on(place: Place, *world_sizes: int) -> list[Any]:
-    """Returns test parameters (place, world_size)."""
-    return [pytest.param(place, n, id=f"{place.name}, {n}", marks=place.marks) for n in world_sizes]
+    """Returns test parameters (place, world_size): those that `make test` runs, or all with GRADSYNC_TEST_PLACES."""
+    some = _SIZES_OF_MAKE_TEST.get(place.name, world_sizes)
+    return [
+        pytest.param(place, n, id=f"{place.name}, {n}", marks=place.marks)
+        for n in world_sizes
+        if IS_EVERYWHERE or n in some
+    ]

@@ -9,6 +9,7 @@ import pytest
 
 import gradsync as gs
 from contract import assert_identical, dtype_of
+from places import IS_EVERYWHERE
 from rank_processes import run_ranks
 
 # More than a chunk of the stream, so small that many go together, none at all, and a bucket that is reduced at once.
@@ -99,7 +100,12 @@ def check_ways(comm: Any, dtypes: tuple[str, ...]) -> dict[str, list[str]]:
     return told
 
 
-@pytest.mark.parametrize(("world_size", "dtypes"), [(1, ("float32",)), (2, _DTYPES), (3, ("float32", "float16"))])
+_CASES: list[tuple[int, tuple[str, ...]]] = [(1, ("float32",)), (2, ("float32", "bfloat16"))]
+if IS_EVERYWHERE:
+    _CASES += [(2, ("float64", "float16", "complex64")), (3, ("float32", "float16"))]
+
+
+@pytest.mark.parametrize(("world_size", "dtypes"), _CASES)
 def test_what_is_told_is_what_is_so(world_size: int, dtypes: tuple[str, ...]) -> None:
     told = run_ranks(world_size, check_ways, dtypes, timeout=200)
     assert all(of_rank == told[0] for of_rank in told)

@@ -21,7 +21,7 @@ class Contract:
         self._ranks: RankPool | None = None
         self._which: Any = None
 
-    def run(self, part: str, world_size: int, kit: str, *, timeout: float = 60.0, **options: Any) -> None:
+    def run(self, part: str, world_size: int, kit: str, *, timeout: float = 100.0, **options: Any) -> None:
         if self._ranks is None or self._which != (world_size, options):
             self.close()
             self._ranks, self._which = RankPool(world_size, **options), (world_size, options)

@@ -13,6 +13,7 @@ what it did and how long it took; it fails when one of them does, and then so do
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIRST_EDITION = "first_edition"
+EVERYWHERE = {"GRADSYNC_TEST_PLACES": "all"}  # see tests/places.py
 ONLY_BY_NAME = ("planted",)  # takes a day
 _SHOWN_LINES = 30  # of the output of what fails
 
@@ -36,7 +38,15 @@ class Script(NamedTuple):
     result: str | None = None
 
 
+_PYTEST = ("pytest", "-q", "--timeout", "900")
+_OF_PLACES = ("tests/test_comm.py", "tests/test_consistency.py", "tests/test_hooks.py", "tests/test_done_callbacks.py")
 SCRIPTS = {
+    "cross_checks": [
+        # What make test runs at few places: here at all.
+        Script(
+            "-m", (*_PYTEST, "tests/bucketing", "tests/communicators", *_OF_PLACES), (*_PYTEST, "tests/test_hooks.py")
+        ),
+    ],
     "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--quick",), "proof_model_check")],
     "simulation": [
         Script(
@@ -71,7 +81,7 @@ def commands(part: str, options: argparse.Namespace) -> list[list[str]]:
     folder = HERE.parent / FIRST_EDITION if part == FIRST_EDITION else HERE / part
     found = []
     if any(folder.rglob("test_*.py")):
-        found.append([sys.executable, "-m", "pytest", "-q", "--timeout", "900", str(folder), *options.pytest])
+        found.append([sys.executable, "-m", *_PYTEST, str(folder), *options.pytest])
     for script in SCRIPTS.get(part, []):
         words = list(script.quick if options.quick else script.full)
         if options.seeds and "--seeds" in words:
@@ -92,7 +102,13 @@ def run(part: str, options: argparse.Namespace) -> tuple[bool, float, str]:
     holds, began, last = True, time.monotonic(), []
     for command in commands(part, options):
         done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            command,
+            cwd=ROOT,
+            env=os.environ | EVERYWHERE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
         )
         lines = done.stdout.splitlines() or [""]
         if done.returncode:
