@@ -282,6 +282,14 @@ def shown(value: object) -> str:
     return "an array: pass out= by name" if hasattr(value, "shape") and hasattr(value, "dtype") else repr(value)
 
 
+def uncaught_error() -> BaseException | None:
+    """Returns the exception by which this program, about to exit, ends; None where it ends without one.
+
+    At a prompt each exception was shown, and the program went on: none of them has ended it.
+    """
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
 def describe(error: BaseException) -> str:
     """Returns "ValueError: text" for telling other ranks; never raises, whatever the error's own __str__ does."""
     try:

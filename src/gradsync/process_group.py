@@ -10,11 +10,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterable
 
 from gradsync.bootstrap import Host, join
+from gradsync.bucketing import raise_forgotten, report_forgotten_at_exit
 from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.non_member import NonMember
@@ -28,7 +28,7 @@ from gradsync.communicators.world import (
     set_world,
 )
 from gradsync.dumps import arm, dump_at_exception, dump_because, write_trace
-from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe
+from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe, uncaught_error
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.settings import configure_logging
 from gradsync.world_connection import (
@@ -136,8 +136,9 @@ def destroy_process_group() -> None:
     process ends.
 
     Raises:
-        RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet; the
-            group has been left all the same.
+        InvalidArgument: gradients were handed over and never reduced: their backward pass was not ended with flush() or
+            `with callback.backward()`. As below, the group has been left all the same.
+        RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
     """
     global _settings
     communicator = get_initial_world()
@@ -154,6 +155,7 @@ def destroy_process_group() -> None:
     finally:
         _leave()
         write_trace()
+    raise_forgotten()
 
 
 def is_initialized() -> bool:
@@ -275,7 +277,8 @@ def _leave() -> None:
 def _leave_at_exit() -> None:
     """Leaves at interpreter exit; by an uncaught exception where there is one, so that the others are told."""
     try:
-        _destroy_because_of(getattr(sys, "last_value", None))
+        report_forgotten_at_exit()
+        _destroy_because_of(uncaught_error())
     finally:
         job_has_failed = has_job_failed()
         if job_has_failed:

@@ -359,7 +359,21 @@ class BackwardPass:
         entries = self.plan.arrivals.of_step()
         return [entry for entry in entries if entry.set_writeable is not None and entry.position not in free]
 
-    def waiting(self) -> list[PendingGradient]:
-        """Returns the gradients that have come and were not reduced."""
+    def forgotten(self) -> tuple[str, Communicator] | None:
+        """Returns in words, with their communicator, the gradients that wait for a flush; None where none does.
+
+        None as well where the communicator was ended by a failure: then that is why they were not reduced.
+        """
+        communicator = self._communicator
+        if not self.is_under_way or communicator is None or communicator.lifetime.has_failed:
+            return None
         reduced = {slot.position for bucket in self._reduced for slot in bucket.slots}
-        return [entry for entry in self.plan.arrivals.of_step() if entry.position not in reduced]
+        waiting = [entry for entry in self.plan.arrivals.of_step() if entry.position not in reduced]
+        if not waiting:
+            return None
+        count = "1 gradient was" if len(waiting) == 1 else f"{len(waiting)} gradients were"
+        text = (
+            f"{communicator.label}: {count} handed over and never reduced, beginning with that of "
+            f"{waiting[0].spec.name}: end each backward pass with flush() or `with callback.backward()`"
+        )
+        return text, communicator

@@ -8,14 +8,13 @@ with_blocks.py, and what happens when ranks run out of batches in join.py.
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
 from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.compression import WireFormat
-from gradsync.bucketing.forgotten import tell_forgotten
+from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.pending import display_name
@@ -76,7 +75,8 @@ class AllreduceCallback(WithBlocks):
             Elsewhere than on NCCL the two are the same.
 
     Raises:
-        InvalidArgument: an unknown word, a size below 1, knobs that exclude each other, or a group that is none.
+        InvalidArgument: an unknown word, a size below 1, knobs that exclude each other, or a group that is none. Later,
+            where the process group is left with gradients that were handed over and never reduced.
         BackendUnavailable: compression="bfloat16" without ml_dtypes.
 
     Source: bucketing as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), with the arrival order of MegEngine.
@@ -122,7 +122,7 @@ class AllreduceCallback(WithBlocks):
         )
         super().__init__(group, BackwardPass(options))
         self.statistics = self._step.statistics
-        weakref.finalize(self, tell_forgotten, self._backward)
+        watch(self, self._backward)
         if parameters is not None and (group is not None or get_world() is not None):
             self._backward.begin_with(self._communicator())  # else wrong ones were told with the first gradient
 

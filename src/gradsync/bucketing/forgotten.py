@@ -1,23 +1,122 @@
-"""The warning of gradients that were handed over and never reduced."""
+"""Gradients that were handed over and never reduced: an error where their group is left, and the program's exit code 1.
+
+The process group asks here when it ends, and at the program's exit; a rank that a function was started in asks when
+that has returned. Imported by the process group, so it imports next to nothing.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import sys
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.bucketing.backward_pass import BackwardPass
+from gradsync.errors import GradientCancelled, InvalidArgument, uncaught_error
+
+if TYPE_CHECKING:
+    from gradsync.bucketing.backward_pass import BackwardPass
+    from gradsync.communicators.base import Communicator
 
 _log = logging.getLogger("gradsync")
 
 
-def tell_forgotten(backward: BackwardPass) -> None:
-    """Warns when a callback goes, or the program ends, with gradients that were never reduced, and unlocks those."""
-    waiting = backward.waiting()
+class _Lost(NamedTuple):
+    """What a callback that has been collected has left behind."""
+
+    text: str
+    communicator: weakref.ref[Communicator]
+
+
+_watched: dict[BackwardPass, None] = {}  # of the callbacks that are alive, oldest first
+_lost: list[_Lost] = []
+exit_code = 0  # of the program, from its exit on; for a rank that does not end as the interpreter does
+
+
+def watch(callback: object, backward: BackwardPass) -> None:
+    """Has the gradients of a callback found where they are never reduced."""
+    _watched[backward] = None
+    weakref.finalize(callback, _collected, backward).atexit = False
+
+
+def raise_forgotten(*, everywhere: bool = False) -> None:
+    """Raises for gradients that can never be reduced; once.
+
+    Args:
+        everywhere: whether nothing will be reduced any more; else only those count whose communicator was closed.
+
+    Raises:
+        InvalidArgument: there are some; the text names this rank and the first parameter.
+    """
+    texts = _take(everywhere=everywhere)
+    if texts:
+        raise InvalidArgument(texts[0])
+
+
+def report_forgotten_at_exit() -> None:
+    """Logs at the program's exit what was never reduced, and sees to it that the exit code is not 0.
+
+    Not where the program ends by an exception: then that is the cause.
+    """
+    global exit_code
+    texts = _take(everywhere=True)
+    if texts and uncaught_error() is None:
+        for text in texts:
+            _log.error("error: %s", text)
+        exit_code = 1
+        _change_exit_code(exit_code)
+
+
+def _take(*, everywhere: bool) -> list[str]:
+    """Returns in words what was forgotten, oldest first, and forgets it; cancels the futures of that."""
+    texts = []
+    for lost in list(_lost):
+        communicator = lost.communicator()
+        if everywhere or communicator is None or communicator.closed:
+            _lost.remove(lost)
+            texts.append(lost.text)
+    for backward in list(_watched):
+        found = backward.forgotten()
+        if found is not None and (everywhere or found[1].closed):
+            texts.append(found[0])
+            backward.fail(GradientCancelled("the group was left before its backward pass had ended"))
+    return texts
+
+
+def _collected(backward: BackwardPass) -> None:
+    """Warns when a callback goes with gradients that were never reduced."""
+    if backward not in _watched:  # it is the process's that this one was forked from
+        return
+    del _watched[backward]
+    found = backward.forgotten()
     backward.unlock_waiting()
-    if waiting and getattr(sys, "last_value", None) is None:  # after an exception there is better to tell
-        _log.warning(
-            "warning: %s handed over and never reduced, beginning with that of %s: end each backward pass with flush() "
-            "or `with callback.backward()`",
-            "1 gradient was" if len(waiting) == 1 else f"{len(waiting)} gradients were",
-            waiting[0].spec.name,
-        )
+    if found is not None and uncaught_error() is None:
+        text, communicator = found
+        _lost.append(_Lost(text, weakref.ref(communicator)))
+        _log.warning("warning: %s", text)
+
+
+def _change_exit_code(code: int) -> None:
+    """Has this process, which is about to exit, end with another code.
+
+    An exception in an exit handler does not change it, and os._exit() there would skip the handlers still to come, and
+    MPI_Finalize. So C's exit() ends the process, after all that Python does at its end.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # None, closed, or a pipe that nobody reads
+            stream.flush()
+    libc = ctypes.CDLL(None)
+    with suppress(AttributeError):  # a C library without it
+        for function, argument in ((libc._exit, code), (libc.fflush, None)):  # the last one registered runs first
+            libc.__cxa_atexit(function, ctypes.c_void_p(argument), None)
+
+
+def _forget_after_fork() -> None:
+    """They are the parent's to reduce."""
+    _watched.clear()
+    _lost.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

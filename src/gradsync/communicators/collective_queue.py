@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from gradsync.collective_end import check_may_call, is_in_callback, pending, rai
 from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.lost_failures import tell_lost_at_exit
 from gradsync.communicators.queued_jobs import Job, QueuedFuture, here, jobs_not_over
-from gradsync.errors import CommunicatorClosed, caller, describe
+from gradsync.errors import CommunicatorClosed, caller, describe, uncaught_error
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime
@@ -165,7 +164,7 @@ def _end_before_process_group() -> None:
 
 def _end_at_exit() -> None:
     tell_lost_at_exit()
-    failure: BaseException | None = getattr(sys, "last_value", None)
+    failure = uncaught_error()
     deadline = time.monotonic() + (_LEAVING_SECONDS if failure is None else 0.0)
     for job in jobs_not_over():
         job.wait_until(deadline)

@@ -70,6 +70,11 @@ class Lifetime:
         with _registering:
             _of_this_process.add(self)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended otherwise than by close()."""
+        return self.ended_because is not None and not self._is_closed_only
+
     def turn(self, what: str, agreement: Agreement) -> Turn:
         """Returns a context that holds the communicator for one collective, named `what` in errors.
 

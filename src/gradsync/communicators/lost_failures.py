@@ -5,12 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from gradsync.errors import describe
+from gradsync.errors import describe, uncaught_error
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime
@@ -43,7 +42,7 @@ class LostFailure:
     def tell(self) -> None:
         """Logs it, once; not where the program ends with an exception: then there is better to tell."""
         text, self._text = self._text, ""
-        if text and getattr(sys, "last_value", None) is None:
+        if text and uncaught_error() is None:
             _log.error("%s", text)
 
     def is_of(self, lifetime: Lifetime) -> bool:

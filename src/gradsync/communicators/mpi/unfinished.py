@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from gradsync.communicators.mpi.library import is_mpi_of_parent, loaded_mpi
+from gradsync.errors import uncaught_error
 
 _EXIT_CODE_INTERRUPTED = 130
 
@@ -31,12 +32,12 @@ def has_job_failed() -> bool:
     collectives on which MPI still works.
     """
     mpi = loaded_mpi()
-    return mpi is not None and mpi.COMM_WORLD.Get_size() > 1 and (_last_error() is not None or bool(_unfinished))
+    return mpi is not None and mpi.COMM_WORLD.Get_size() > 1 and (uncaught_error() is not None or bool(_unfinished))
 
 
 def end_job() -> None:
     """Ends the whole job, which has failed, by MPI_Abort. For the very end: the traceback has been printed."""
-    if _last_error() is None:  # the exception that gave it up was caught
+    if uncaught_error() is None:  # the exception that gave it up was caught
         _log.error("this MPI job ends with an error: a collective was given up, which MPI cannot take back")
     _flush()
     loaded_mpi().COMM_WORLD.Abort(_exit_code())
@@ -44,21 +45,16 @@ def end_job() -> None:
 
 def end_forked_child() -> None:
     """Ends the child of a fork that is about to exit because of an exception; MPI_Finalize would wait for all ranks."""
-    if is_mpi_of_parent() and _last_error() is not None:
+    if is_mpi_of_parent() and uncaught_error() is not None:
         _flush()
         os._exit(_exit_code())
 
 
 def _exit_code() -> int:
-    return _EXIT_CODE_INTERRUPTED if isinstance(_last_error(), KeyboardInterrupt) else 1
+    return _EXIT_CODE_INTERRUPTED if isinstance(uncaught_error(), KeyboardInterrupt) else 1
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # None, closed, or a pipe that nobody reads: the end must not fail
             stream.flush()
-
-
-def _last_error() -> BaseException | None:
-    """Returns the exception that nobody has caught."""
-    return getattr(sys, "last_value", None)

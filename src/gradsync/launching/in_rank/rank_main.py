@@ -58,6 +58,8 @@ def _finish_forked(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        if (forgotten := sys.modules.get("gradsync.bucketing.forgotten")) is not None:
+            code = code or forgotten.exit_code
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:
@@ -82,6 +84,8 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         _runs_function = start["kind"] == "function"
         result = _RUNNERS[start["kind"]](start) if call is None else _run_forked(call)
         if result is not None and os.getpid() == process_id:
+            if (forgotten := sys.modules.get("gradsync.bucketing.forgotten")) is not None:
+                forgotten.raise_forgotten(everywhere=True)
             result.send(report, descriptors.result_file)
     except SystemExit as error:
         if error.code not in (None, 0):

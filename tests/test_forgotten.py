@@ -1,0 +1,260 @@
+"""Gradients that were handed over and never reduced: an error where the group is left, else exit code 1."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from gradsync.bucketing import forgotten
+from gradsync.communicators.local import LocalCommunicator
+from gradsync.errors import uncaught_error
+from places import SHM, STAND_IN, Place, on
+
+FORGOTTEN = "handed over and never reduced, beginning with that of 'weights': end each backward pass with flush()"
+
+SCRIPT = """
+import atexit, gc, os, sys
+atexit.register(lambda: print("registered first"))
+import numpy as np
+import gradsync as gs
+
+how = sys.argv[1]
+
+
+def train(comm):
+    sync = gs.AllreduceCallback()
+    if how == "a backward pass raises":
+        try:
+            with sync.backward():
+                sync("weights", np.ones(3))
+                raise KeyError("no such batch")
+        except KeyError:
+            return sync
+    sync("weights", np.ones(3))
+    sync("bias", np.ones(3))
+    if how == "flushed":
+        sync.flush()
+    if how == "aborted":
+        comm.abort("enough")
+    if how == "raises":
+        raise KeyError("lost")
+    if how == "closed":
+        comm.close()
+    if how == "destroyed, and caught":
+        try:
+            gs.destroy_process_group()
+        except gs.InvalidArgument as error:
+            print("caught", error)
+    if how == "forks":
+        pid = os.fork()
+        if pid == 0:
+            del sync
+            gc.collect()
+            sys.exit(0)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        sync.flush()
+    if how == "sys.exit(0)":
+        sys.exit(0)
+    if how == "is collected":
+        del sync
+        gc.collect()
+        return None
+    return sync
+
+
+if "with" in how:
+    with gs.init_process_group() as comm:
+        kept = train(comm)
+        if "collected" in how:
+            del kept
+else:
+    kept = train(gs.init_process_group())
+print("the last line")
+"""
+
+#: How a program ends, its exit code, and whether it says that gradients were forgotten.
+ENDINGS = {
+    "ends": (1, True),
+    "is collected": (1, True),
+    "sys.exit(0)": (1, True),
+    "closed": (1, True),
+    "with": (1, True),
+    "with, collected": (1, True),
+    "flushed": (0, False),
+    "aborted": (0, False),
+    "forks": (0, False),
+    "a backward pass raises": (0, False),
+    "destroyed, and caught": (0, False),
+    "raises": (1, False),
+}
+
+
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADSYNC_")}
+    return subprocess.run(
+        command, env={**kept, **variables}, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+    )
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_the_exit_code_of_a_script(how: str, tmp_path: Path) -> None:
+    """All that Python does at its end is done: handlers of earlier modules run, and what was printed is there."""
+    code, is_told = ENDINGS[how]
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run([sys.executable, str(script), how], GRADSYNC_BACKEND="local")
+    assert done.returncode == code, done
+    assert (f"rank 0/1: 2 gradients were {FORGOTTEN}" in done.stderr) == is_told, done
+    assert "registered first" in done.stdout
+    assert ("the last line" in done.stdout) == (how not in ("raises", "sys.exit(0)", "with", "with, collected"))
+    assert ("InvalidArgument" in done.stderr) == how.startswith("with")
+    assert ("KeyError: 'lost'" in done.stderr) == (how == "raises")
+    if how == "forks":
+        assert "child 0" in done.stdout
+    if code == 0:
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("how", ["ends", "is collected", "with", "flushed"])
+def test_the_exit_code_under_gradsync_run(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run([sys.executable, "-m", "gradsync", "run", "-n", "2", "--backend", "shm", str(script), how])
+    code, is_told = ENDINGS[how]
+    assert done.returncode == code, done
+    assert (f"/2: 2 gradients were {FORGOTTEN}" in done.stderr) == is_told, done
+
+
+@pytest.mark.parametrize("how", ["ends", "flushed"])
+def test_the_exit_code_of_ranks_that_another_launcher_starts(how: str, tmp_path: Path) -> None:
+    script, port = tmp_path / "script.py", str(gs.free_port())
+    script.write_text(SCRIPT)
+    of_launcher = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADSYNC_")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), how],
+            env={**kept, **of_launcher, "RANK": str(rank), "LOCAL_RANK": str(rank), "GRADSYNC_BACKEND": "shm"},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    code, is_told = ENDINGS[how]
+    assert [rank.returncode for rank in ranks] == [code, code], errors
+    for number, text in enumerate(errors):
+        assert (f"rank {number}/2: 2 gradients were {FORGOTTEN}" in text) == is_told, text
+
+
+FUNCTIONS = """
+import sys
+import numpy as np
+import gradsync as gs
+
+kept = []
+
+
+def in_group():
+    sync = gs.AllreduceCallback()
+    sync("weights", np.ones(3))
+    if "kept" in sys.argv:
+        kept.append(sync)
+
+
+def with_group_of_its_own(*_):
+    gs.init_process_group("shm")
+    in_group()
+
+
+if __name__ == "__main__":
+    how = sys.argv[1]
+    try:
+        if how == "launcher":
+            gs.launcher(in_group, world_size=2, backend="shm")()
+        elif how == "spawn":
+            gs.spawn(with_group_of_its_own, nprocs=2)
+        else:
+            gs.launch(with_group_of_its_own, (), 2)
+    except Exception as error:
+        print(type(error).__name__, error, getattr(error, "traceback_text", ""))
+"""
+
+
+@pytest.mark.parametrize("kept", ["", "kept"])
+@pytest.mark.parametrize("how", ["launcher", "spawn", "launch"])
+def test_a_function_s_rank_fails_with_a_typed_error(how: str, kept: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FUNCTIONS)
+    done = run([sys.executable, str(script), how, kept])
+    assert f"InvalidArgument: rank 0/2: 1 gradient was {FORGOTTEN}" in done.stdout or (
+        f"InvalidArgument: rank 1/2: 1 gradient was {FORGOTTEN}" in done.stdout
+    ), done
+
+
+def leave_a_group(comm: Any, kit_name: str) -> str:
+    """Every rank forgets its flush; a group that is closed by the program is left with them in it."""
+    from kits import make_kit
+
+    kit = make_kit(comm, kit_name)
+    sync = gs.AllreduceCallback("mean")
+    future = sync("weights", kit.put(np.ones(3)))
+    try:
+        gs.destroy_process_group()
+    except gs.InvalidArgument as error:
+        assert isinstance(future.exception(), gs.GradientCancelled)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2, 3), *on(STAND_IN, 2)])
+def test_leaving_a_group_raises(place: Place, world_size: int) -> None:
+    texts = place.run(world_size, leave_a_group, place.kit)
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank}/{world_size}: 1 gradient was {FORGOTTEN}"), text
+
+
+def test_an_error_at_a_prompt_does_not_hide_it() -> None:
+    lines = [
+        "import numpy as np, gradsync as gs",
+        "comm = gs.init_process_group('local')",
+        "1 / 0",
+        "sync = gs.AllreduceCallback()",
+        "future = sync('weights', np.ones(3))",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"], input="\n".join([*lines, ""]), capture_output=True, text=True, timeout=100
+    )
+    assert "ZeroDivisionError" in done.stderr
+    assert FORGOTTEN in done.stderr
+    assert done.returncode == 1
+
+
+def test_an_error_that_a_prompt_has_shown_has_not_ended_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = KeyError("lost")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    assert uncaught_error() is error
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert uncaught_error() is None
+
+
+def test_it_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgotten, "_watched", {})
+    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback("weights", np.ones(3))
+    forgotten.raise_forgotten()  # its communicator is open: it may yet be flushed
+    with pytest.raises(gs.InvalidArgument, match="never reduced"):
+        forgotten.raise_forgotten(everywhere=True)
+    forgotten.raise_forgotten(everywhere=True)
