@@ -233,8 +233,14 @@ class Caller(NamedTuple):
 
     def __str__(self) -> str:
         """Returns "train.py:41 in step", in one line of bounded length."""
-        file, function = _within(self.code.co_filename), _within(self.code.co_name)
-        return f"{file}:{self.line} in {function}"
+        return self._in(self.code.co_filename)
+
+    def short(self) -> str:
+        """Returns the same without the file's folder, which may be another one on another machine."""
+        return self._in(os.path.basename(self.code.co_filename))
+
+    def _in(self, file: str) -> str:
+        return f"{_within(file)}:{self.line} in {_within(self.code.co_name)}"
 
 
 def caller(thread: int | None = None) -> Caller | None:
@@ -259,6 +265,20 @@ def caller(thread: int | None = None) -> Caller | None:
             of_package = of_package or frame
         frame = frame.f_back
     return None if of_package is None else Caller(of_package.f_code, of_package.f_lasti)
+
+
+def callers() -> list[Caller]:
+    """Returns the lines of the user's program that this thread is in, the innermost first, chosen as `caller` does."""
+    found: dict[str, list[Caller]] = {"program": [], "package": []}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kind = _kind_of(frame.f_code.co_filename)
+        if kind == "launching":
+            break
+        if kind in found:
+            found[kind].append(Caller(frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return found["program"] or found["package"]
 
 
 @lru_cache(maxsize=1024)

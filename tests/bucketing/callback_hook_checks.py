@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,13 @@ def hook_two(bucket: Any) -> Any:
     return bucket.communicator.all_reduce(bucket.flat, bucket.op)
 
 
+# One name, and two functions.
+LAMBDAS = [
+    lambda bucket: bucket.communicator.all_reduce(bucket.flat * 2, bucket.op),
+    lambda bucket: bucket.communicator.all_reduce(bucket.flat * 3, bucket.op),
+]
+
+
 SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, {"compression": "float16"}, "(mean)", "(mean, in float16)"),
     ({"compression": "bfloat16"}, {"compression": "float16"}, "in bfloat16", "in float16"),
@@ -157,6 +165,8 @@ SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"strategy": "group"}, {}, 'strategy "group"', "(mean)"),
     ({"hook": hook_one}, {"hook": hook_two}, "hook hook_one", "hook hook_two"),
     ({"hook": hook_one}, {}, "hook hook_one", "(mean)"),
+    ({"hook": LAMBDAS[0]}, {"hook": LAMBDAS[1]}, "hook <lambda> with code", "hook <lambda> with code"),
+    ({"hook": partial(hook_one)}, {"hook": partial(hook_two)}, "hook partial(hook_one)", "hook partial(hook_two)"),
     ({"reduce_method": "sum"}, {}, "(sum)", "(mean)"),
     ({"threshold_bytes": 64}, {}, "", ""),
     ({"gradient_as_bucket_view": True}, {}, "gradient", "gradient"),

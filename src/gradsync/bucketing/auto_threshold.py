@@ -18,7 +18,7 @@ from gradsync.communicators.base import Communicator
 _log = logging.getLogger("gradsync")
 
 _EVENT = 'the choice of a threshold (threshold_bytes="auto")'
-_AGREEMENT = Agreement(digest_of(_EVENT), lambda: _EVENT)
+AUTO_THRESHOLD = Agreement(digest_of(_EVENT), lambda: _EVENT)
 
 _MOST_SEARCHES = 5
 
@@ -50,12 +50,15 @@ class AutoThreshold:
             reduction.await_launched()
             self._seconds = self._now(reduction) - self._began
 
-    def next_threshold(self, specs: Sequence[GradientSpec], communicator: Communicator) -> int:
+    def next_threshold(
+        self, specs: Sequence[GradientSpec], communicator: Communicator, agreement: Agreement = AUTO_THRESHOLD
+    ) -> int:
         """Returns the threshold of the step to come. Collective once all that counts has been measured.
 
         Args:
             specs: the gradients of the step that has ended.
             communicator: of the ranks that must agree.
+            agreement: what this rank believes all of them are about to do, should they tell their figures.
         """
         if self._is_over:
             return self._tuner.threshold_bytes
@@ -70,7 +73,7 @@ class AutoThreshold:
         else:
             self._tuner.add(self._seconds)
         if self._tuner.is_measured:
-            self._decide(communicator)
+            self._decide(communicator, agreement)
         return self._tuner.threshold_bytes
 
     def _now(self, reduction: StepReduction) -> float:
@@ -79,9 +82,9 @@ class AutoThreshold:
         """
         return time.perf_counter() if self._is_beside_host else reduction.statistics.communication_seconds
 
-    def _decide(self, communicator: Communicator) -> None:
+    def _decide(self, communicator: Communicator, agreement: Agreement) -> None:
         tuner = self._tuner
-        figures = communicator.share_numbers("threshold_bytes='auto'", tuner.figures(), _AGREEMENT)
+        figures = communicator.share_numbers("threshold_bytes='auto'", tuner.figures(), agreement)
         threshold = tuner.decide(figures)
         self._is_over, self._specs = True, []
         slowest = [max(of_ranks) / 1e6 for of_ranks in zip(*figures, strict=True)]

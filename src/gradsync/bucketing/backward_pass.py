@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradsync import tracing
-from gradsync.bucketing.auto_threshold import AutoThreshold
+from gradsync.bucketing.auto_threshold import AUTO_THRESHOLD, AutoThreshold
 from gradsync.bucketing.bucket_ends import BucketEnds
+from gradsync.bucketing.callback_identity import CallbackIdentity
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.gradient_guard import GradientGuard
@@ -38,6 +39,7 @@ class BackwardPass:
 
     Args:
         options: of the callback.
+        identity: of the callback.
 
     Attributes:
         plan: what is known of the gradients.
@@ -47,11 +49,13 @@ class BackwardPass:
         filled: after a flush: by parameter, the reduced gradients of those that this rank had none for.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, identity: CallbackIdentity) -> None:
         self.plan = StepPlan(options)
         self.reduction = StepReduction(options)
         self.filled: dict[Any, Any] = {}
         self._options = options
+        self._identity = identity
+        self._is_known = False  # the callback, to the other ranks of the communicator
         self._told = options.parameters
         self._has_compared = options.parameters is None  # the parameters' values over the ranks: once
         self._zeros = Zeros()
@@ -85,7 +89,9 @@ class BackwardPass:
                 )
             self.fail(GradientCancelled("the group ended before its backward pass did"))
         self.plan.begin_with(communicator)
-        self.reduction.begin_with()
+        known = self._identity.known_on(communicator)
+        self.reduction.begin_with(known)
+        self._is_known = known is not None or communicator.world_size == 1
         if self._auto is not None:
             self._auto = AutoThreshold()
         self._zeros.clear()
@@ -115,10 +121,19 @@ class BackwardPass:
         views = [] if self.plan.memory is None else self.plan.memory.views
         return dict(zip(self._told, views, strict=True)) if isinstance(self._told, Mapping) else list(views)
 
+    def meet(self, communicator: Communicator) -> None:
+        """Makes sure, at the first use, that the other ranks use the same callback. Collective, before all else."""
+        if not self._is_known:
+            self.reduction.agreements.change_callback(self._identity.meet(communicator))
+            self._is_known = True
+
     def ensure_memory(self, communicator: Communicator) -> None:
         """See StepPlan."""
+        if not self.plan.needs_memory:
+            return
         try:
-            self.plan.ensure_memory(communicator)
+            self.meet(communicator)
+            self.plan.ensure_memory(communicator, self.reduction.agreements.of_callback)
         except BaseException as error:
             self.note_told(error)
             raise
@@ -127,9 +142,11 @@ class BackwardPass:
         """Warns, before the first step, where the values of the parameters differ. Collective, at the first call."""
         if self._has_compared or communicator.world_size == 1:
             return
-        self._has_compared = True
         try:
-            warn_of_unequal_values(self.plan.told, self._options.parameters, gradient, communicator)
+            self.meet(communicator)
+            self._has_compared = True
+            agreed = self.reduction.agreements.of_callback
+            warn_of_unequal_values(self.plan.told, self._options.parameters, gradient, communicator, agreed)
         except BaseException as error:
             self.note_told(error)
             raise
@@ -190,6 +207,8 @@ class BackwardPass:
             return
         self.filled = {}
         try:
+            if not self._is_known:
+                self.meet(communicator)
             places = self.plan.known_places
             if places is not None and self._is_incomplete(places):
                 self._complete(places, communicator)  # and with it, the step
@@ -225,7 +244,8 @@ class BackwardPass:
         self.plan.learn()
         if self._auto is not None:
             arrivals = self.plan.arrivals
-            threshold = self._auto.next_threshold(arrivals.specs[: arrivals.count], communicator)
+            agreement = self.reduction.agreements.of_callback(AUTO_THRESHOLD)
+            threshold = self._auto.next_threshold(arrivals.specs[: arrivals.count], communicator, agreement)
             if threshold != self.plan.threshold_bytes:
                 self.plan.replan(threshold)
 
@@ -284,6 +304,8 @@ class BackwardPass:
         try:
             if self._guard is not None:
                 self._guard.check_handed_over([slot.position for slot in bucket.slots])
+            if not self._is_known:
+                self.meet(communicator)
             work = self._works.of(bucket, communicator, self)
             completion = self.reduction.reduce(work, communicator, self._producers.get(bucket.number, ()), end)
             if self._guard is not None and not self.reduction.is_hooked:

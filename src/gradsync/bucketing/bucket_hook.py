@@ -6,11 +6,14 @@ it calls on the bucket's communicator, every rank's hook must call alike. The sh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from gradsync.bucketing.flat_buffer import get_offsets, param_pack_split
+from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.base import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp
@@ -45,6 +48,34 @@ class GradientBucket:
 #: Returns the reduced values, an array of the size and dtype of `bucket.flat` (which it may be), or a future that gives
 #: one, such as `bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op)`.
 BucketHook = Callable[[GradientBucket], Any]
+
+
+def settings_of(hook: BucketHook) -> str:
+    """Returns what ranks must agree on about a hook: its `settings` where it has them, else its name.
+
+    To the name of a lambda, or of a function within another, which several may have, comes a digest of its code. What a
+    closure holds is not compared: a rank's number may be in it.
+    """
+    settings = getattr(hook, "settings", None)
+    if settings:
+        return str(settings)
+    if isinstance(hook, functools.partial):
+        return f"partial({settings_of(hook.func)})"
+    name = str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    code = getattr(hook, "__code__", None)
+    if "<" in name and isinstance(code, CodeType):
+        name += f" with code {_code_digest(code) >> 40:06x}"
+    return name
+
+
+def _code_digest(code: CodeType) -> int:
+    """Returns a digest of what a function does, the same on all ranks that run one version of Python."""
+    constants = [
+        _code_digest(each) if isinstance(each, CodeType) else each
+        for each in code.co_consts
+        if isinstance(each, (CodeType, str, bytes, int, float, complex))  # the order of a frozenset's repr differs
+    ]
+    return digest_of(code.co_code, code.co_names, constants)
 
 
 def result_of(value: Any, bucket: GradientBucket) -> Array:

@@ -6,7 +6,7 @@ so that what a program still holds can be read when the communicator is closed; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradsync.bucketing.fixed_plan import FixedPlanner
@@ -32,6 +32,7 @@ class BucketMemory:
     Args:
         planner: of the buckets.
         communicator: whose memory it is.
+        agreed: returns what the ranks agree on, given that for the plan.
 
     Attributes:
         memory: what the communicator reduces.
@@ -43,7 +44,12 @@ class BucketMemory:
         RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
     """
 
-    def __init__(self, planner: FixedPlanner, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        planner: FixedPlanner,
+        communicator: Communicator,
+        agreed: Callable[[Agreement], Agreement] = lambda agreement: agreement,
+    ) -> None:
         self._stretches: dict[int, Stretch] = {}
         self._parts: dict[int, list[Bucket]] = {}  # of merged buckets, by number
         self._merged: dict[tuple[int, int], Bucket] = {}  # by the numbers of the first and the last
@@ -54,7 +60,9 @@ class BucketMemory:
             self._stretches[bucket.number] = Stretch(begin, end)
         self._arrays = communicator.arrays
         self._label = communicator.label
-        self.memory: ResidentMemory = communicator.make_resident_memory(max(end, 1), _agreement(planner.buckets))
+        self.memory: ResidentMemory = communicator.make_resident_memory(
+            max(end, 1), agreed(_agreement(planner.buckets))
+        )
         self.views: list[Array] = [self.memory.bytes] * sum(len(bucket.slots) for bucket in planner.buckets)
         self._names: list[str] = [""] * len(self.views)
         for bucket in planner.buckets:

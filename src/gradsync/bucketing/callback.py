@@ -13,6 +13,7 @@ from typing import Any
 
 from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.bucket_hook import BucketHook
+from gradsync.bucketing.callback_identity import CallbackIdentity
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.future import GradientFuture
@@ -41,6 +42,9 @@ class AllreduceCallback(WithBlocks):
         reduce_method: "sum" or "mean", in any case. "mean" needs floating or complex gradients.
         group: the communicator; None is the world's, looked up at each call.
         backend: None or "auto", or the backend that the communicator must have.
+        name: what this callback is called, on all ranks alike: ranks that use callbacks of other names, or in another
+            order, get PlanMismatch, which shows them. Without one it is known by the line that made it; where a program
+            has several callbacks and makes them at different lines on different ranks, or in threads, name each.
         threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone. "auto"
             tries some in the first 20 steps, and then all ranks take the one that was fastest.
         first_bucket_bytes: the same for the first bucket of a step, so that communication starts early.
@@ -88,6 +92,7 @@ class AllreduceCallback(WithBlocks):
         group: Communicator | None = None,
         backend: str | None = None,
         *,
+        name: str | None = None,
         threshold_bytes: int | str = DEFAULT_THRESHOLD_BYTES,
         first_bucket_bytes: int | None = None,
         parameters: Any = None,
@@ -120,7 +125,7 @@ class AllreduceCallback(WithBlocks):
             clip_norm,
             lock_gradients,
         )
-        super().__init__(group, BackwardPass(options))
+        super().__init__(group, BackwardPass(options, CallbackIdentity(name, group)))
         self.statistics = self._step.statistics
         watch(self, self._backward)
         if parameters is not None and (group is not None or get_world() is not None):

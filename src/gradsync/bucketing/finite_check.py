@@ -25,7 +25,7 @@ from gradsync.reduction import Array
 POLICIES = ("off", "raise", "skip")
 
 _WHAT = "the check for NaN and infinity"
-_AGREEMENT = Agreement(digest_of(_WHAT), lambda: _WHAT)
+FINITE_CHECK = Agreement(digest_of(_WHAT), lambda: _WHAT)
 
 
 class Verdict(NamedTuple):
@@ -142,10 +142,14 @@ class FiniteCheck:
         names = self._names[bisect_right(self._names, number, key=lambda names: names.begin) - 1]
         return names.name_of(number - names.begin)
 
-    def conclude(self, communicator: Communicator) -> Verdict:
+    def conclude(self, communicator: Communicator, agreement: Agreement = FINITE_CHECK) -> Verdict:
         """Ends the step: returns what the ranks have found together. Every rank must call it.
 
         Communicates once, unless the policy is "off". On a GPU the host waits until what was noted is known.
+
+        Args:
+            communicator: of the ranks.
+            agreement: what this rank believes all ranks are about to do.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
@@ -158,7 +162,7 @@ class FiniteCheck:
         if own_bad:
             first_bad[communicator.rank] = min(own_bad[0], first_bad.get(communicator.rank, own_bad[0]))
         try:
-            firsts = _share(first_bad, not all(finite[len(own) :]), communicator)
+            firsts = _share(first_bad, not all(finite[len(own) :]), communicator, agreement)
             if firsts is None:
                 return Verdict(True, None)
             bad = {communicator.ranks[rank]: self._name(at) for rank, at in enumerate(firsts) if at != NOWHERE}
@@ -167,13 +171,16 @@ class FiniteCheck:
             self.reset()
 
 
-def _share(first_bad: dict[int, int], result_bad: bool, communicator: Communicator) -> list[int] | None:
+def _share(
+    first_bad: dict[int, int], result_bad: bool, communicator: Communicator, agreement: Agreement
+) -> list[int] | None:
     """Has the ranks tell each other what they have found.
 
     Args:
         first_bad: by rank, the first gradient that is not finite; of others than this one only from a finder.
         result_bad: whether some result is not.
         communicator: whose ranks they are.
+        agreement: what this rank believes all ranks are about to do.
 
     Returns:
         By rank, the first gradient that is not finite, or NOWHERE; None where all gradients and results are finite.
@@ -181,7 +188,7 @@ def _share(first_bad: dict[int, int], result_bad: bool, communicator: Communicat
     ranks = range(communicator.world_size)
     known_of = [communicator.rank] if communicator.finder is None else ranks
     own = [first_bad.get(rank, NOWHERE) for rank in known_of]
-    told = communicator.share_numbers(_WHAT, [int(result_bad), *own], _AGREEMENT)
+    told = communicator.share_numbers(_WHAT, [int(result_bad), *own], agreement)
     if not any(numbers[0] for numbers in told) and all(at == NOWHERE for numbers in told for at in numbers[1:]):
         return None
     if communicator.finder is None:

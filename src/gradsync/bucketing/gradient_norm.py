@@ -20,7 +20,7 @@ from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
 
 _WHAT = "the norm of the gradients"
-_AGREEMENT = Agreement(digest_of(_WHAT), lambda: _WHAT)
+GRADIENT_NORM = Agreement(digest_of(_WHAT), lambda: _WHAT)
 # As in torch.nn.utils.clip_grad_norm_: keeps the factor finite where the norm is 0.
 _EPSILON = 1e-6
 
@@ -47,18 +47,22 @@ class GradientNorm:
         """
         self._squares += [communicator.arrays.sum_of_squares(part) for part in own_share(flats, communicator)]
 
-    def conclude(self, communicator: Communicator) -> float:
+    def conclude(self, communicator: Communicator, agreement: Agreement = GRADIENT_NORM) -> float:
         """Returns the norm of all that was noted in this step. Every rank must call it.
 
         Communicates once. On a GPU the host waits until this rank's squares are known. Squares are carried in float64:
         NaN or infinity where gradients are, and beyond 1e154.
+
+        Args:
+            communicator: of the ranks.
+            agreement: what this rank believes all ranks are about to do.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         squares, self._squares = self._squares, []
         own = float(sum(on_host(squares)))
-        told = communicator.share_numbers(_WHAT, [_bits(own)], _AGREEMENT)
+        told = communicator.share_numbers(_WHAT, [_bits(own)], agreement)
         return math.sqrt(sum([_float(bits) for (bits,) in told]))  # in rank order, so that all round alike
 
 

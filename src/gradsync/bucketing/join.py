@@ -81,7 +81,8 @@ class Join:
 
     def _call_roll(self, answer: int, passes: int = 0) -> tuple[int, int]:
         """Returns how many ranks have gradients, and how many local passes the first of these has made before."""
-        answers = self._communicator.share_numbers("join", [answer, passes], _AGREEMENT)
+        agreement = self._step.agreements.of_callback(_AGREEMENT)
+        answers = self._communicator.share_numbers("join", [answer, passes], agreement)
         present = [rank for rank, (answer, _) in enumerate(answers) if answer == _PRESENT]
         unable = [rank for rank, (answer, _) in enumerate(answers) if answer == _UNABLE]
         if not present:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,7 +92,11 @@ def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, commun
 
 
 def warn_of_unequal_values(
-    known: Sequence[KnownParameter], parameters: Any, gradient: Any, communicator: Communicator
+    known: Sequence[KnownParameter],
+    parameters: Any,
+    gradient: Any,
+    communicator: Communicator,
+    agreed: Callable[[Agreement], Agreement],
 ) -> None:
     """Logs a warning, on one rank, where the ranks hold different values of the parameters. Every rank must call it.
 
@@ -104,6 +108,7 @@ def warn_of_unequal_values(
         parameters: as the caller gave them.
         gradient: the first that was handed over, or None.
         communicator: whose ranks are compared.
+        agreed: returns an agreement of the callback's own.
 
     Raises:
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the exchange.
@@ -117,7 +122,7 @@ def warn_of_unequal_values(
         if all(communicator.arrays.writeable(native) for native in natives.values()):
             digests = {name: communicator._digest_of_values(native) for name, native in natives.items()}
     whole = int.from_bytes(hashlib.sha256(repr(digests).encode()).digest()[:8], "little", signed=True)
-    shared = communicator.share_numbers(_COMPARISON, [len(digests), whole], _AGREEMENT)
+    shared = communicator.share_numbers(_COMPARISON, [len(digests), whole], agreed(_AGREEMENT))
     if len({tuple(numbers) for numbers in shared}) == 1 or not all(count for count, _ in shared):
         return
     by_rank: list[dict[str, str]] = communicator.objects.all_gather_for(_COMPARISON, digests)

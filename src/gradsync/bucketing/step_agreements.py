@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from gradsync.bucketing.callback_identity import KnownCallback
 from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.flight_recorder import names_text, size_text
@@ -21,6 +22,8 @@ class StepAgreements:
 
     def __init__(self, op: ReduceOp, settings: str = "") -> None:
         self._reduce_op = op
+        self._callback: KnownCallback | None = None
+        self._others: dict[int, Agreement] = {}
         self.change_settings(settings)
         self._index = 0
         self.local_passes = 0
@@ -30,6 +33,21 @@ class StepAgreements:
         op = self._reduce_op.value
         self._op = f"{op}, {settings}" if settings else op
         self._known: list[tuple[Any, Agreement]] = []
+
+    def change_callback(self, callback: KnownCallback | None) -> None:
+        """Has the events to come be those of the callback as the ranks know it; None where they need not."""
+        self._callback = callback
+        self._known = []
+        self._others = {}
+
+    def of_callback(self, agreement: Agreement) -> Agreement:
+        """Returns an agreement on something that the callback does beside its steps, as one that says whose it is."""
+        if self._callback is None:
+            return agreement
+        known = self._others.get(agreement.digest)
+        if known is None:
+            known = self._others[agreement.digest] = self._callback.mark(agreement)
+        return known
 
     def begin_step(self) -> None:
         self._index = 0
@@ -62,9 +80,10 @@ class StepAgreements:
         of_what, passes = event
         content = of_what.specs if isinstance(of_what, Bucket) else of_what
         digest = digest_of("gradients", index, self._op, content, passes)
-        return Agreement(
+        agreement = Agreement(
             digest, partial(describe, event), index, partial(summarise, event), tell=partial(facts, event, self._op)
         )
+        return agreement if self._callback is None else self._callback.mark(agreement)
 
     def _describe_bucket(self, event: tuple[Bucket, int]) -> str:
         specs = event[0].specs

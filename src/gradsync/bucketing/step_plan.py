@@ -6,6 +6,7 @@ parameters, or gradients live in the buckets, each parameter has its place for g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import KnownParameter, known_parameters
 from gradsync.bucketing.pending import Destination, PendingGradient, accept, destination, display_name, key_of
 from gradsync.bucketing.plan import BucketPlanner, GradientSpec
+from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.base import Communicator
 from gradsync.errors import InvalidArgument, NonFiniteGradient
 from gradsync.reduction import Array, dtype_name
@@ -115,11 +117,16 @@ class StepPlan:
         """The gradients of the step, where each parameter has its place for good."""
         return self.arrivals if isinstance(self.arrivals, FixedArrivals) else None
 
-    def ensure_memory(self, communicator: Communicator) -> None:
-        """Makes the memory of the buckets, where gradients shall live there and the plan is known. Collective."""
-        wanted = self._options.gradient_as_bucket_view and self.memory is None
-        if wanted and isinstance(self.planner, FixedPlanner):
-            self.memory = BucketMemory(self.planner, communicator)
+    @property
+    def needs_memory(self) -> bool:
+        """Whether gradients shall live in the buckets, and the plan is known, but there is no memory yet."""
+        is_planned = isinstance(self.planner, FixedPlanner)
+        return self._options.gradient_as_bucket_view and self.memory is None and is_planned
+
+    def ensure_memory(self, communicator: Communicator, agreed: Callable[[Agreement], Agreement]) -> None:
+        """Makes the memory of the buckets, where that is needed. Collective; `agreed`: see BucketMemory."""
+        if self.needs_memory and isinstance(self.planner, FixedPlanner):
+            self.memory = BucketMemory(self.planner, communicator, agreed)
 
     def admit(self, param: Any, grad: Any, communicator: Communicator, holder: Holder) -> PendingGradient:
         """Takes a gradient whose array is not known from the last step; what fails here leaves no trace.

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradsync.bucketing.bucket_hook import BucketHook
+from gradsync.bucketing.bucket_hook import BucketHook, settings_of
 from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
+from gradsync.bucketing.callback_identity import KnownCallback
 from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.hooked_buckets import HookedBuckets
 from gradsync.bucketing.launch_groups import LaunchGroups
@@ -63,8 +64,9 @@ class StepReduction:
         self._present: int | None = None  # ranks that have gradients for this step, where they have been counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
 
-    def begin_with(self) -> None:
-        """Lets go of memory that was made for another communicator."""
+    def begin_with(self, callback: KnownCallback | None) -> None:
+        """Begins on a communicator whose ranks know the callback so; memory that was made for another is let go."""
+        self.agreements.change_callback(callback)
         self._options.wire.forget_memory()
         if self._hooked is not None:
             self._hooked.reset()
@@ -94,8 +96,7 @@ class StepReduction:
             raise InvalidArgument(
                 f"a hook decides what travels: make the callback without compression={self._options.wire.dtype_name!r}"
             )
-        kind = hook if hasattr(hook, "__qualname__") else type(hook)
-        name = "" if hook is None else f"hook {getattr(hook, 'settings', None) or getattr(kind, '__qualname__', kind)}"
+        name = "" if hook is None else f"hook {settings_of(hook)}"
         self._hooked = None if hook is None else HookedBuckets(hook, self._options.wire)
         self.agreements.change_settings(", ".join(filter(None, [self._options.settings(), name])))
 
@@ -228,7 +229,7 @@ class StepReduction:
         communicator.agree(self.agreements.flush(gradients))
         for completion in self._launched:
             completion.order()
-        later = self.values.conclude(communicator)
+        later = self.values.conclude(communicator, self.agreements)
         self.statistics.skipped_steps += self.values.skip_step
         return later
 

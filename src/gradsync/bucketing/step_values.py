@@ -7,9 +7,10 @@ from typing import Any
 
 from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
-from gradsync.bucketing.finite_check import FiniteCheck
-from gradsync.bucketing.gradient_norm import GradientNorm, clip_factor
+from gradsync.bucketing.finite_check import FINITE_CHECK, FiniteCheck
+from gradsync.bucketing.gradient_norm import GRADIENT_NORM, GradientNorm, clip_factor
 from gradsync.bucketing.options import Options
+from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
 from gradsync.completion import Completion
 
@@ -55,8 +56,12 @@ class StepValues:
             self._results += work.results
         return BucketWatch(work, self._finite, self._norm, communicator)
 
-    def conclude(self, communicator: Communicator) -> Completion | None:
+    def conclude(self, communicator: Communicator, agreements: StepAgreements) -> Completion | None:
         """Ends a step: has the ranks agree on what they have found, and clips. Every rank must call it.
+
+        Args:
+            communicator: of the ranks.
+            agreements: of the callback.
 
         Returns:
             On a GPU, where gradients were clipped, the end of that.
@@ -68,7 +73,7 @@ class StepValues:
         self._begin()
         if not buckets:
             return None
-        verdict = self._finite.conclude(communicator)
+        verdict = self._finite.conclude(communicator, agreements.of_callback(FINITE_CHECK))
         if verdict.error is not None:
             if self._finite.policy == "raise":
                 self.fail()
@@ -77,7 +82,7 @@ class StepValues:
         self.skip_step = not verdict.is_finite
         if self._norm is None or self._max_norm is None:
             return None
-        self.norm = self._norm.conclude(communicator)
+        self.norm = self._norm.conclude(communicator, agreements.of_callback(GRADIENT_NORM))
         factor = clip_factor(self.norm, self._max_norm)
         if factor >= 1.0 or not verdict.is_finite:
             return None

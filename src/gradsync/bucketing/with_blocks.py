@@ -119,7 +119,12 @@ class WithBlocks(ABC):
             )
         communicator = self._communicator()
         self._backward.begin_with(communicator)
-        self._backward.ensure_memory(communicator)  # now: ranks without batches come no further
+        try:
+            self._backward.meet(communicator)  # now: ranks without batches come no further
+        except BaseException as error:
+            self._backward.note_told(error)
+            raise
+        self._backward.ensure_memory(communicator)  # likewise
         self._backward.compare_parameters(None, communicator)
         joined = self._step.roll_call = Join(self._backward, communicator, parameters)
         try:

@@ -17,6 +17,12 @@ from gradsync.flight_recorder import size_text
 
 # What a backward pass agrees on, by the headlines of bucketing.step_agreements.
 _OF_A_STEP = re.compile(r"all_reduce .*of a bucket|flush \(")
+# Which callback an event is for, or is the first use of, by bucketing.callback_identity.
+_CALLBACK = re.compile(r" \(callback (?P<known>'.*'|\".*\"|\d+), made at .*\)$|(?P<first>the first use of )")
+_ONE_ORDER = (
+    "\n  the ranks use different callbacks here: use them in one order on all ranks; where that is so, and the ranks "
+    'make them at different lines or in threads, name each on all ranks: gs.AllreduceCallback(..., name="generator")'
+)
 _UNHARMED = "no data was moved"
 _BROKEN = (
     "some had launched theirs already, as in the steps before: the communicator is broken, and the gradients of this "
@@ -278,7 +284,13 @@ def _advice(descriptions: Sequence[Description]) -> str:
     but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines}
     if len(but_for_rows) == 1 and but_for_rows.pop().startswith(("all_gather of", "gather of")):
         return '\n  pass sizes="ask", or the rows of each rank, where these may differ'
-    if not all(map(_OF_A_STEP.match, headlines)):  # a rank is elsewhere in its program
+    callbacks = [_CALLBACK.search(headline) for headline in headlines]
+    of_steps = [_OF_A_STEP.match(headline) for headline in headlines]
+    if all(found or of_step for found, of_step in zip(callbacks, of_steps, strict=True)):
+        known = {found and found.group("known") for found in callbacks}
+        if len(known) > 1 or all(found and found["first"] for found in callbacks):
+            return _ONE_ORDER
+    if not all(of_steps):  # a rank is elsewhere in its program
         return ""
     lines = [description.lines for description in descriptions]
     if all(lines) and len(set(map(frozenset, lines))) == 1:

@@ -1,4 +1,4 @@
-"""The knobs of an AllreduceCallback over MPI: bit for bit what the naive reference gives."""
+"""AllreduceCallback over MPI: its knobs, bit for bit as the naive reference; and two that are used crosswise."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from pathlib import Path
 
 from cross_check_launch import Mpi
 
-RANK = str(Path(__file__).parent / "mpi_knob_rank.py")
+HERE = Path(__file__).parent
+RANK = str(HERE / "mpi_knob_rank.py")
 
 
 def test_knobs_over_mpi(mpich: Mpi, tmp_path: Path) -> None:
     told = mpich.run_script(3, tmp_path, RANK, seconds=110.0)
     assert told.count("has come through 20 checks") == 3
+
+
+def test_crosswise_callbacks_over_mpi(mpich: Mpi, tmp_path: Path) -> None:
+    told = mpich.run_script(3, tmp_path, str(HERE / "mpi_crosswise_rank.py"), seconds=90.0)
+    assert told.count("has come through 9 checks") == 3

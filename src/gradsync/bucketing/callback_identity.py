@@ -1,0 +1,198 @@
+"""Which callback is it? Ranks that call their callbacks in another order would average the gradients of two models.
+
+A callback has the name that the program gave it, or else the place where it was made. When it is first used on a
+communicator, the ranks compare these, and from then on its number there is part of every digest of its steps.
+
+Why the number is not simply that of the construction: one rank may have made a callback more than the others, which it
+never uses, and the ranks may make theirs at different lines. Why it is not that of the first use alone: where the first
+use is crosswise already, the numbers would agree.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
+
+from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.base import Communicator
+from gradsync.communicators.world import get_world
+from gradsync.errors import InvalidArgument, callers, shown
+
+_FIRST_USE = "the first use of a callback"
+_ITEM = "how they were made"
+_MOST_CHARACTERS = 80  # of a name
+
+
+class KnownCallback(NamedTuple):
+    """A callback that all ranks of a communicator know as the same one. Keeps neither of them alive.
+
+    Attributes:
+        number: of the callback on the communicator, from 1, in the order of first use; the same on all ranks.
+        name: what the program calls it, or None.
+        made_at: the line of this rank's program that made it.
+        used: how many callbacks have been used on the communicator: one number in a list, which grows.
+        communicator: where it has that number.
+    """
+
+    number: int
+    name: str | None
+    made_at: str
+    used: list[int]
+    communicator: ReferenceType[Communicator]
+
+    def mark(self, agreement: Agreement) -> Agreement:
+        """Returns an agreement on the same event of this callback alone."""
+        return agreement._replace(
+            digest=digest_of(agreement.digest, self.number),
+            describe=partial(self._describe, agreement),
+            summarise=partial(self._summarise, agreement),
+            tell=partial(self._tell, agreement),
+        )
+
+    def _shown(self, has_others: bool) -> str:
+        """Returns its name in quotes, or its number; "" where only one callback can be meant."""
+        if self.name is not None:
+            return repr(self.name)
+        return str(self.number) if has_others else ""
+
+    def _has_others(self) -> bool:
+        """Whether this rank still has other callbacks for the communicator, used there or not."""
+        communicator = self.communicator()
+        return communicator is not None and any(each.is_beside(self.number, communicator) for each in _alive())
+
+    def _describe(self, agreement: Agreement) -> str:
+        headline, line_break, lines = agreement.describe().partition("\n")
+        shown = self._shown(self.used[0] > 1 or self._has_others())
+        return f"{headline}{f' (callback {shown}, made at {self.made_at})' if shown else ''}{line_break}{lines}"
+
+    def _summarise(self, agreement: Agreement) -> str:
+        shown = self._shown(self._has_others())
+        return f"{agreement.headline()}{f' (callback {shown})' if shown else ''}"
+
+    def _tell(self, agreement: Agreement) -> dict[str, Any]:
+        shown = self._shown(self._has_others())
+        return agreement.facts() | ({"callback": shown} if shown else {})
+
+
+class CallbackIdentity:
+    """What one callback is known by. The callback alone holds it: it is looked for among those that are alive.
+
+    Args:
+        name: what the program calls it; None where it has no name.
+        group: its communicator; None is the world's.
+
+    Raises:
+        InvalidArgument: a name that is no text of one line, or too long.
+    """
+
+    def __init__(self, name: str | None, group: Communicator | None) -> None:
+        if name is not None and (
+            not isinstance(name, str) or not 0 < len(name) <= _MOST_CHARACTERS or not name.isprintable()
+        ):
+            raise InvalidArgument(
+                f"AllreduceCallback needs name as text of 1 to {_MOST_CHARACTERS} printable characters, or None, got "
+                f"{shown(name)}"
+            )
+        self._name = name
+        self._group = group
+        self._stack = tuple([each.short() for each in callers()]) or ("an unknown line",)
+        # Counted by thread: several make theirs in any order, and then there is no telling them apart.
+        self._number = 0 if name is not None else _made.count(group, self._stack)
+        identity = (self._stack, self._number) if name is None else name
+        self._digest = digest_of(identity) >> 1  # numbers that ranks share have a sign
+        self._known: WeakKeyDictionary[Communicator, KnownCallback] = WeakKeyDictionary()
+        _living[next(_serials)] = self
+
+    def known_on(self, communicator: Communicator) -> KnownCallback | None:
+        """Returns as what the ranks know it; None where it has not been used on this communicator."""
+        return self._known.get(communicator)
+
+    def meet(self, communicator: Communicator) -> KnownCallback:
+        """Makes sure that the other ranks use the same callback. Collective; before its first use on a communicator.
+
+        Raises:
+            PlanMismatch: they use another one; on all ranks.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        agreement = self._agreement(_FIRST_USE, self._name)
+        digests = {digest for [digest] in communicator.share_numbers(_FIRST_USE, [self._digest], agreement)}
+        if len(digests) > 1:  # made in different places, which may be meant so; or used crosswise
+            holds = self._holds_other(digests - {self._digest}, communicator)
+            agreement = self._agreement(_FIRST_USE, "made in different places")
+            if any(held for [held] in communicator.share_numbers(_FIRST_USE, [int(holds)], agreement)):
+                communicator.agree(self._agreement(_FIRST_USE, self._digest))  # which raises: they differ
+        used = _used.setdefault(communicator, [0])
+        used[0] += 1
+        name = KnownCallback(used[0], self._name, _line_of(self._stack[0]), used, ref(communicator))
+        self._known[communicator] = name
+        return name
+
+    def _agreement(self, *parts: object) -> Agreement:
+        describe = partial(_describe, self._name, self._stack, self._number)
+        summarise = partial(_summary, self._name, self._stack)
+        return Agreement(digest_of(*parts), describe, summarise=summarise, item=_ITEM)
+
+    def _holds_other(self, digests: set[int], communicator: Communicator) -> bool:
+        """Whether this rank has another callback for the communicator, not used there yet, that is one of these."""
+
+        def is_there() -> bool:
+            others = [each for each in _alive() if each._digest in digests]
+            return any(each._is_for(communicator) and each.known_on(communicator) is None for each in others)
+
+        if is_there():
+            gc.collect()  # what nobody can use any more must not count
+        return is_there()
+
+    def is_beside(self, number: int, communicator: Communicator) -> bool:
+        """Whether it is for the communicator, where it does not have this number, or none yet."""
+        known = self.known_on(communicator)
+        return self._is_for(communicator) and (known is None or known.number != number)
+
+    def _is_for(self, communicator: Communicator) -> bool:
+        return self._group is communicator or (self._group is None and get_world() is communicator)
+
+
+class _Made(threading.local):
+    """How many callbacks without a name this thread has made, by group and place."""
+
+    def __init__(self) -> None:
+        self._of_world: dict[tuple[str, ...], int] = {}
+        self._of_groups: WeakKeyDictionary[Communicator, dict[tuple[str, ...], int]] = WeakKeyDictionary()
+
+    def count(self, group: Communicator | None, stack: tuple[str, ...]) -> int:
+        """Returns how many there were before, and counts one more; numbers of those that are gone do not recur."""
+        counts = self._of_world if group is None else self._of_groups.setdefault(group, {})
+        number = counts[stack] = counts.get(stack, -1) + 1
+        return number
+
+
+_made = _Made()
+_living: WeakValueDictionary[int, CallbackIdentity] = WeakValueDictionary()
+_serials = count()
+_used: WeakKeyDictionary[Communicator, list[int]] = WeakKeyDictionary()
+
+
+def _alive() -> list[CallbackIdentity]:
+    """Returns those that are alive; any thread may ask."""
+    found = [reference() for reference in _living.valuerefs()]
+    return [each for each in found if each is not None]
+
+
+def _describe(name: str | None, stack: tuple[str, ...], number: int) -> str:
+    """Returns the first use of a callback, and below it the calls through which it was made, the innermost first."""
+    if name is not None:
+        return f"the first use of callback {name!r} (made at {stack[0]})"
+    lines = [f"called from {place}" for place in stack[1:]]
+    return "\n".join([f"the first use of a callback (made at {stack[0]})", *lines, f"number {number + 1} made there"])
+
+
+def _summary(name: str | None, stack: tuple[str, ...]) -> str:
+    return f"first_use(callback{'' if name is None else f' {name!r}'}) made at {_line_of(stack[0])}"
+
+
+def _line_of(place: str) -> str:
+    return place.partition(" in ")[0]
