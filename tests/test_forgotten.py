@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.bucketing import forgotten
-from gradsync.communicators.local import LocalCommunicator
-from gradsync.errors import uncaught_error
 from places import SHM, STAND_IN, Place, on
 
 FORGOTTEN = "handed over and never reduced, beginning with that of 'weights': end each backward pass with flush()"
@@ -240,21 +237,3 @@ def test_an_error_at_a_prompt_does_not_hide_it() -> None:
     assert "ZeroDivisionError" in done.stderr
     assert FORGOTTEN in done.stderr
     assert done.returncode == 1
-
-
-def test_an_error_that_a_prompt_has_shown_has_not_ended_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = KeyError("lost")
-    monkeypatch.setattr(sys, "last_value", error, raising=False)
-    assert uncaught_error() is error
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert uncaught_error() is None
-
-
-def test_it_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgotten, "_watched", {})
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
-    callback("weights", np.ones(3))
-    forgotten.raise_forgotten()  # its communicator is open: it may yet be flushed
-    with pytest.raises(gs.InvalidArgument, match="never reduced"):
-        forgotten.raise_forgotten(everywhere=True)
-    forgotten.raise_forgotten(everywhere=True)

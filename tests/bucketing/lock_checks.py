@@ -18,6 +18,7 @@ import numpy as np
 
 import gradsync as gs
 from contract import expect
+from gradsync.bucketing import raise_forgotten
 from kits import bring_to_rest
 
 F4 = np.dtype("float32")
@@ -337,6 +338,7 @@ def _raise(sync: Any, _comm: Any) -> None:
 
 def _close(_sync: Any, comm: Any) -> None:
     comm.close()
+    _destroy(_sync, comm)
 
 
 def _abort(_sync: Any, comm: Any) -> None:
@@ -344,7 +346,8 @@ def _abort(_sync: Any, comm: Any) -> None:
 
 
 def _destroy(_sync: Any, _comm: Any) -> None:
-    gs.destroy_process_group()
+    with suppress(gs.InvalidArgument):  # gradients that were never reduced, where there are any
+        gs.destroy_process_group()
 
 
 def _refuse(sync: Any, _comm: Any) -> None:
@@ -412,6 +415,7 @@ def forget_the_callback(comm: Any, _kit: str) -> None:
     gc.collect()
     assert is_writeable(gradient)
     assert not future.done()
+    expect(gs.InvalidArgument, lambda: raise_forgotten(everywhere=True), "never reduced")
 
 
 def fail_together(comm: Any, _kit: str) -> None:

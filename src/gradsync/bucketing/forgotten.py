@@ -86,12 +86,12 @@ def _take(*, everywhere: bool) -> list[str]:
 
 
 def _collected(backward: BackwardPass) -> None:
-    """Warns when a callback goes with gradients that were never reduced."""
+    """Warns when a callback goes with gradients that were never reduced, and makes these writeable again."""
+    found = backward.forgotten()
+    backward.unlock_waiting()
     if backward not in _watched:  # it is the process's that this one was forked from
         return
     del _watched[backward]
-    found = backward.forgotten()
-    backward.unlock_waiting()
     if found is not None and uncaught_error() is None:
         text, communicator = found
         _lost.append(_Lost(text, weakref.ref(communicator)))
