@@ -30,9 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_exit_code_of_tests() -> Iterator[None]:
-    """Gradients that tests forget, with errors or on purpose, must not make pytest itself end with exit code 1."""
+@pytest.fixture(autouse=True)
+def _no_gradients_of_another_test() -> Iterator[None]:
+    """Gradients that a test forgets, by an error or on purpose, fail neither the next test nor pytest itself."""
     yield
     forgotten._forget_after_fork()
 
