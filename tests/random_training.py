@@ -133,6 +133,10 @@ _EXTRA_WEIGHTS = dict.fromkeys(CAUGHT_BY_ALL, 2.0) | dict.fromkeys(CAUGHT_BY_ONE
 _EXTRA_WEIGHTS |= {"order swapped": 3.0, "different op": 9.0, "parameters not broadcast": 2.0}
 _WEIGHTS = dict.fromkeys(SURVIVABLE, 0.2) | {"different op": 0.7}
 
+#: Where a callback is made, by line.
+_MADE_AT = "# made at line "
+_LINES_BETWEEN = 500
+
 #: What programs are made of, for the table.
 CONSTRUCTS = (
     "two callbacks",
@@ -685,8 +689,13 @@ class Program:
         }
         return found | {dtype for _, dtype in specs}
 
-    def source(self, rank: int) -> str:
-        """Returns what a rank runs, without the prelude."""
+    def source(self, rank: int, *, of_one_script: bool = False) -> str:
+        """Returns what a rank runs, without the prelude.
+
+        Args:
+            rank: whose.
+            of_one_script: all ranks make a callback at the same line, as in a script in which the rest is in branches.
+        """
         is_unflushed = any(plant.kind == "never flushed" and plant.rank >= 0 for plant in self.plants)
         seconds = 1.0 if is_unflushed or set(self.kinds) & set(AT_THE_DEADLINE) else 60.0
         backend = {"stand-in": "nccl"}.get(self.backend, self.backend)
@@ -697,7 +706,7 @@ class Program:
         lines += [f"{group.label} = {group.made[rank]}" for group in self.groups[1:]]
         mine = [callback for callback in self.callbacks if rank in callback.group.of(rank)]
         for callback in mine:
-            lines += self._set_up(callback, rank)
+            lines += self._set_up(callback, rank, of_one_script=of_one_script)
         for at, step in enumerate(self.steps):
             is_short = any(plant.kind == "one step less" and plant.rank == rank for plant in self.plants)
             if is_short and at == len(self.steps) - 1:
@@ -705,14 +714,29 @@ class Program:
             lines.append(f"# step {at}")
             for callback in mine:
                 if at and callback.epoch_steps and at % callback.epoch_steps == 0:
-                    lines += callback.made(rank, self.plants)
+                    lines += self._made(callback, at, rank, of_one_script=of_one_script)
             lines += self._step(step, rank)
         else:
             lines.append('for what, array in kept.items():\n    note("kept " + what, host(array))')
             lines.append("world.barrier()")
-        return "\n".join([*lines, ""])
+        if not of_one_script:
+            return "\n".join([*lines, ""])
+        placed: list[str] = []
+        for line in "\n".join([*lines, ""]).split("\n"):
+            if line.startswith(_MADE_AT):
+                wanted = int(line.removeprefix(_MADE_AT))
+                assert len(placed) < wanted
+                placed += [""] * (wanted - len(placed))
+            else:
+                placed.append(line)
+        return "\n".join(placed)
 
-    def _set_up(self, callback: Callback, rank: int) -> list[str]:
+    def _made(self, callback: Callback, at: int, rank: int, *, of_one_script: bool) -> list[str]:
+        number = at * len(self.callbacks) + self.callbacks.index(callback) + 1
+        mark = [f"{_MADE_AT}{number * _LINES_BETWEEN}"] if of_one_script else []
+        return mark + callback.made(rank, self.plants)
+
+    def _set_up(self, callback: Callback, rank: int, *, of_one_script: bool) -> list[str]:
         lines = []
         if callback.parameters == "arrays":
             for name, (shape, dtype) in callback.specs.items():
@@ -723,7 +747,7 @@ class Program:
                 of = rank if differs else -1
                 array = f"values({callback.label + '.' + name!r}, {shape}, {dtype!r}, rank={of})"
                 lines.append(f"{callback.variable(name)}_parameter = {self.put(array)}")
-        lines += callback.made(rank, self.plants)
+        lines += self._made(callback, 0, rank, of_one_script=of_one_script)
         if callback.is_recurring and not callback.has_buffers:
             for name, (shape, dtype) in callback.specs.items():
                 array = f"np.zeros({shape}, {dtype!r})"
@@ -764,7 +788,7 @@ class Program:
         return "\n".join(parts)
 
     def sources(self) -> list[str]:
-        return [f"RANK = {rank}\n{PRELUDE}\n{self.source(rank)}" for rank in range(self.world_size)]
+        return [f"RANK = {rank}\n{PRELUDE}\n{self.source(rank, of_one_script=True)}" for rank in range(self.world_size)]
 
 
 def indented(lines: Sequence[str]) -> list[str]:

@@ -171,7 +171,8 @@ def test_the_launcher_reports_both_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradsync", "run", "-n", "2", "train.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode != 0
-    assert f"  rank 0: all_reduce (mean) of a bucket of 1 gradient, 24 bytes, at {script}:7 in step\n" in ended.stderr
+    made = "made at train.py:10 in <module>"
+    assert f"  rank 0: the first use of a callback ({made}), at {script}:7 in step\n" in ended.stderr
     assert f"  rank 1: barrier, at {script}:14 in <module>\n" in ended.stderr
 
 

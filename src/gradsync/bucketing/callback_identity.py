@@ -124,15 +124,16 @@ class CallbackIdentity:
             holds = self._holds_other(digests - {self._digest}, communicator)
             agreement = self._agreement(_FIRST_USE, "made in different places")
             if any(held for [held] in communicator.share_numbers(_FIRST_USE, [int(holds)], agreement)):
-                communicator.agree(self._agreement(_FIRST_USE, self._digest))  # which raises: they differ
+                communicator.agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))  # raises: they differ
         used = _used.setdefault(communicator, [0])
         used[0] += 1
         name = KnownCallback(used[0], self._name, _line_of(self._stack[0]), used, ref(communicator))
         self._known[communicator] = name
         return name
 
-    def _agreement(self, *parts: object) -> Agreement:
-        describe = partial(_describe, self._name, self._stack, self._number)
+    def _agreement(self, *parts: object, shows_stack: bool = False) -> Agreement:
+        stack = self._stack if shows_stack else self._stack[:1]
+        describe = partial(_describe, self._name, stack, self._number if shows_stack else None)
         summarise = partial(_summary, self._name, self._stack)
         return Agreement(digest_of(*parts), describe, summarise=summarise, item=_ITEM)
 
@@ -182,12 +183,14 @@ def _alive() -> list[CallbackIdentity]:
     return [each for each in found if each is not None]
 
 
-def _describe(name: str | None, stack: tuple[str, ...], number: int) -> str:
+def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> str:
     """Returns the first use of a callback, and below it the calls through which it was made, the innermost first."""
     if name is not None:
         return f"the first use of callback {name!r} (made at {stack[0]})"
     lines = [f"called from {place}" for place in stack[1:]]
-    return "\n".join([f"the first use of a callback (made at {stack[0]})", *lines, f"number {number + 1} made there"])
+    if number is not None:
+        lines.append(f"number {number + 1} made there")
+    return "\n".join([f"the first use of a callback (made at {stack[0]})", *lines])
 
 
 def _summary(name: str | None, stack: tuple[str, ...]) -> str:
