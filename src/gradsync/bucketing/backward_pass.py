@@ -162,8 +162,8 @@ class BackwardPass:
         entry = plan.arrivals.recurring(param, grad, communicator.arrays)
         if entry is None:
             if not self.is_under_way:
+                self.compare_parameters(grad, communicator)  # first: a difference in the buckets is then shown as one
                 self.ensure_memory(communicator)
-                self.compare_parameters(grad, communicator)
             entry = plan.admit(param, grad, communicator, self)
             complete = plan.planner.add(entry.spec, entry.position)
             self._works.renew(plan.planner.placed_in)

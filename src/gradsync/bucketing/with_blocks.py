@@ -124,8 +124,8 @@ class WithBlocks(ABC):
         except BaseException as error:
             self._backward.note_told(error)
             raise
-        self._backward.ensure_memory(communicator)  # likewise
         self._backward.compare_parameters(None, communicator)
+        self._backward.ensure_memory(communicator)  # likewise
         joined = self._step.roll_call = Join(self._backward, communicator, parameters)
         try:
             yield joined
