@@ -23,7 +23,7 @@ def integer_of(value: object) -> int | None:
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, ValueError):  # the latter of arrays on a GPU
         return None
 
 
