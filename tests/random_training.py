@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import re
 import sys
 import time
 from collections import Counter
@@ -132,10 +133,6 @@ PLANTED_SHARE = 0.6
 _EXTRA_WEIGHTS = dict.fromkeys(CAUGHT_BY_ALL, 2.0) | dict.fromkeys(CAUGHT_BY_ONE, 0.3)
 _EXTRA_WEIGHTS |= {"order swapped": 3.0, "different op": 9.0, "parameters not broadcast": 2.0}
 _WEIGHTS = dict.fromkeys(SURVIVABLE, 0.2) | {"different op": 0.7}
-
-#: Where a callback is made, by line.
-_MADE_AT = "# made at line "
-_LINES_BETWEEN = 500
 
 #: What programs are made of, for the table.
 CONSTRUCTS = (
@@ -689,54 +686,40 @@ class Program:
         }
         return found | {dtype for _, dtype in specs}
 
-    def source(self, rank: int, *, of_one_script: bool = False) -> str:
+    def source(self, rank: int) -> str:
         """Returns what a rank runs, without the prelude.
 
-        Args:
-            rank: whose.
-            of_one_script: all ranks make a callback at the same line, as in a script in which the rest is in branches.
+        The ranks' programs are one script: what they have in common is at the same lines.
         """
+        lines = []
+        for parts in zip(*map(self._sections, range(self.world_size)), strict=True):
+            counts = [sum(line.count("\n") + 1 for line in part) for part in parts]
+            lines += [*parts[rank], *[""] * (max(counts) - counts[rank])]
+        return "\n".join([*lines, ""])
+
+    def _sections(self, rank: int) -> list[list[str]]:
         is_unflushed = any(plant.kind == "never flushed" and plant.rank >= 0 for plant in self.plants)
         seconds = 1.0 if is_unflushed or set(self.kinds) & set(AT_THE_DEADLINE) else 60.0
         backend = {"stand-in": "nccl"}.get(self.backend, self.backend)
         options = f'"{backend}", collective_timeout_seconds={seconds}' + (", debug=True" if self.is_debug else "")
-        lines = [f"world = gs.init_process_group({options})"]
+        begin = [f"world = gs.init_process_group({options})"]
         if self.on_device:
-            lines.insert(0, "import cupy")
-        lines += [f"{group.label} = {group.made[rank]}" for group in self.groups[1:]]
-        mine = [callback for callback in self.callbacks if rank in callback.group.of(rank)]
-        for callback in mine:
-            lines += self._set_up(callback, rank, of_one_script=of_one_script)
+            begin.insert(0, "import cupy")
+        sections = [begin + [f"{group.label} = {group.made[rank]}" for group in self.groups[1:]]]
+        is_short = any(plant.kind == "one step less" and plant.rank == rank for plant in self.plants)
+        sections += [self._set_up(each, rank) if rank in each.group.of(rank) else [] for each in self.callbacks]
         for at, step in enumerate(self.steps):
-            is_short = any(plant.kind == "one step less" and plant.rank == rank for plant in self.plants)
-            if is_short and at == len(self.steps) - 1:
-                break
-            lines.append(f"# step {at}")
-            for callback in mine:
-                if at and callback.epoch_steps and at % callback.epoch_steps == 0:
-                    lines += self._made(callback, at, rank, of_one_script=of_one_script)
-            lines += self._step(step, rank)
-        else:
-            lines.append('for what, array in kept.items():\n    note("kept " + what, host(array))')
-            lines.append("world.barrier()")
-        if not of_one_script:
-            return "\n".join([*lines, ""])
-        placed: list[str] = []
-        for line in "\n".join([*lines, ""]).split("\n"):
-            if line.startswith(_MADE_AT):
-                wanted = int(line.removeprefix(_MADE_AT))
-                assert len(placed) < wanted
-                placed += [""] * (wanted - len(placed))
-            else:
-                placed.append(line)
-        return "\n".join(placed)
+            is_left_out = is_short and at == len(self.steps) - 1
+            sections.append([f"# step {at}"])
+            for callback in self.callbacks:
+                is_new = at and callback.epoch_steps and at % callback.epoch_steps == 0 and not is_left_out
+                is_mine = rank in callback.group.of(rank)
+                sections.append(callback.made(rank, self.plants) if is_new and is_mine else [])
+            sections.append([] if is_left_out else self._step(step, rank))
+        end = ["for what, array in kept.items():", '    note("kept " + what, host(array))', "world.barrier()"]
+        return [*sections, [] if is_short else end]
 
-    def _made(self, callback: Callback, at: int, rank: int, *, of_one_script: bool) -> list[str]:
-        number = at * len(self.callbacks) + self.callbacks.index(callback) + 1
-        mark = [f"{_MADE_AT}{number * _LINES_BETWEEN}"] if of_one_script else []
-        return mark + callback.made(rank, self.plants)
-
-    def _set_up(self, callback: Callback, rank: int, *, of_one_script: bool) -> list[str]:
+    def _set_up(self, callback: Callback, rank: int) -> list[str]:
         lines = []
         if callback.parameters == "arrays":
             for name, (shape, dtype) in callback.specs.items():
@@ -747,7 +730,7 @@ class Program:
                 of = rank if differs else -1
                 array = f"values({callback.label + '.' + name!r}, {shape}, {dtype!r}, rank={of})"
                 lines.append(f"{callback.variable(name)}_parameter = {self.put(array)}")
-        lines += self._made(callback, 0, rank, of_one_script=of_one_script)
+        lines += callback.made(rank, self.plants)
         if callback.is_recurring and not callback.has_buffers:
             for name, (shape, dtype) in callback.specs.items():
                 array = f"np.zeros({shape}, {dtype!r})"
@@ -780,7 +763,7 @@ class Program:
 
     def text(self) -> str:
         """Returns the program for a reader: the first rank's, and what the others' differ in."""
-        sources = [self.source(rank) for rank in range(self.world_size)]
+        sources = [re.sub("\n{2,}", "\n", self.source(rank)) for rank in range(self.world_size)]
         parts = [f"# rank 0 of {self.world_size}\n{sources[0]}"]
         for rank, source in enumerate(sources[1:], 1):
             lines = difflib.unified_diff(sources[0].splitlines(), source.splitlines(), "rank 0", f"rank {rank}", n=1)
@@ -788,7 +771,7 @@ class Program:
         return "\n".join(parts)
 
     def sources(self) -> list[str]:
-        return [f"RANK = {rank}\n{PRELUDE}\n{self.source(rank, of_one_script=True)}" for rank in range(self.world_size)]
+        return [f"RANK = {rank}\n{PRELUDE}\n{self.source(rank)}" for rank in range(self.world_size)]
 
 
 def indented(lines: Sequence[str]) -> list[str]:
