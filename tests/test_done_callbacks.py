@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -212,3 +214,50 @@ def test_it_is_the_line_of_the_callback_that_is_named() -> None:
         ):
             sync.flush()
         comm.barrier()
+
+
+def refuse_after_the_last_call(comm: Any, kit_name: str) -> None:
+    kit = make_kit(comm, kit_name)
+    over = threading.Event()
+    attempt = Attempt(comm.barrier, over)
+    future = comm.asynchronous.all_reduce(kit.put(np.ones(3)))
+    future.add_done_callback(attempt)
+    future.result()
+    over.set()
+    error = attempt.refused()
+    assert str(expect(gs.InvalidArgument, gs.destroy_process_group)) == error
+    gs.destroy_process_group()
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN, 2)])
+def test_leaving_the_group_raises_what_no_call_has_raised(place: Place, world_size: int) -> None:
+    place.run(world_size, refuse_after_the_last_call, place.kit)
+
+
+LAST_CALLBACK = """
+import threading
+import numpy as np
+import gradsync as gs
+
+comm = gs.init_process_group("local", rank=0, world_size=1)
+over, refused = threading.Event(), threading.Event()
+
+def report(_future):
+    over.wait(60)
+    try:
+        comm.barrier()
+    finally:
+        refused.set()
+
+future = comm.asynchronous.all_reduce(np.ones(3))
+future.add_done_callback(report)
+future.result()
+over.set()
+refused.wait(60)
+"""
+
+
+def test_the_exit_code_of_a_program_whose_last_callback_was_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", LAST_CALLBACK], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done
+    assert "error: rank 0/1: barrier in a done-callback" in done.stderr.splitlines()[-1]

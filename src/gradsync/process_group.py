@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterable
 
 from gradsync.bootstrap import Host, join
-from gradsync.bucketing import raise_forgotten, report_forgotten_at_exit
+from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
+from gradsync.collective_end import raise_refused
 from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.non_member import NonMember
@@ -137,7 +138,8 @@ def destroy_process_group() -> None:
 
     Raises:
         InvalidArgument: gradients were handed over and never reduced: their backward pass was not ended with flush() or
-            `with callback.backward()`. As below, the group has been left all the same.
+            `with callback.backward()`; or a done-callback was refused a collective, and no call has raised that yet. As
+            below, the group has been left all the same.
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
     """
     global _settings
@@ -156,6 +158,7 @@ def destroy_process_group() -> None:
         _leave()
         write_trace()
     raise_forgotten()
+    raise_refused()
 
 
 def is_initialized() -> bool:
@@ -278,7 +281,10 @@ def _leave_at_exit() -> None:
     """Leaves at interpreter exit; by an uncaught exception where there is one, so that the others are told."""
     try:
         report_forgotten_at_exit()
-        _destroy_because_of(uncaught_error())
+        try:
+            _destroy_because_of(uncaught_error())
+        except InvalidArgument as error:  # what a done-callback was refused
+            fail_at_exit(str(error))
     finally:
         job_has_failed = has_job_failed()
         if job_has_failed:

@@ -60,11 +60,17 @@ def report_forgotten_at_exit() -> None:
 
     Not where the program ends by an exception: then that is the cause.
     """
-    global exit_code
     texts = _take(everywhere=True)
-    if texts and uncaught_error() is None:
+    if uncaught_error() is None:
         for text in texts:
-            _log.error("error: %s", text)
+            fail_at_exit(text)
+
+
+def fail_at_exit(text: str) -> None:
+    """Logs an error at the program's exit, where nobody can catch one, and sees to it that the exit code is not 0."""
+    global exit_code
+    _log.error("error: %s", text)
+    if exit_code == 0:
         exit_code = 1
         _change_exit_code(exit_code)
 

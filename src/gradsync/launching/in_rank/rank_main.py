@@ -86,6 +86,8 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         if result is not None and os.getpid() == process_id:
             if (forgotten := sys.modules.get("gradsync.bucketing.forgotten")) is not None:
                 forgotten.raise_forgotten(everywhere=True)
+            if (ends := sys.modules.get("gradsync.collective_end")) is not None:
+                ends.raise_refused()
             result.send(report, descriptors.result_file)
     except SystemExit as error:
         if error.code not in (None, 0):
