@@ -12,8 +12,6 @@ pytestmark = pytest.mark.timeout(400)
 
 #: Backend, ranks and programs: in `python tests/random_training.py` as here.
 SHARES = [("shm", 2, 1000), ("shm", 3, 500), ("stand-in", 2, 300), ("local", 1, 200)]
-#: What is not refused yet.
-NOT_YET = ("collective in a done-callback", "never flushed")
 #: Seeds with which f228c8e gave wrong numbers, or nothing for what was handed over, without a word.
 SEEDS_OF_KNOWN_DEFECTS = {
     "hand-over in no_sync": {("shm", 2): [0, 1], ("shm", 3): [0], ("stand-in", 2): [0], ("local", 1): [0]},
