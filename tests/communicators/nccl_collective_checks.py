@@ -84,6 +84,7 @@ def follow_slow_streams(comm: Any) -> None:
 def drop_results_at_once(comm: Any) -> None:
     """The result of a future that the caller drops, while its stream still reads it, is not written over."""
     callback = gs.AllreduceCallback("sum", comm)
+    callback.flush()  # its first use, in which the ranks meet, waits for the device
     for step in range(3):
         own = side_stream()
         with own:
