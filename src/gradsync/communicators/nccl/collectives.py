@@ -64,6 +64,7 @@ class NcclCollectives(Communicator):
         self._movement = NcclMovement(handle, self.rank, self.world_size)
         self._reduction = NcclReduction(handle, self._movement, self.rank, self.world_size)
         self._flat: Any = None  # where arrays are packed: by one launch at a time, because they run one after the other
+        self._stream: Any  # of the communicator
         self._numbers: Any = None  # room for those that ranks share
         self._launch: Launch | None = None  # the one being made
 
@@ -185,7 +186,8 @@ class NcclCollectives(Communicator):
         mine = np.array(numbers, np.int64)
         shared = np.empty((self.world_size, mine.size), np.int64)
         # On the communicator's own stream, where the host need not wait for all that the caller's has to do.
-        with self._launching(None, self._make_room(mine.nbytes + shared.nbytes)) as launch:
+        self._make_room(mine.nbytes + shared.nbytes)
+        with self._launching(None, []) as launch:
             self._agree(agreement)
             source = self._numbers[: mine.nbytes]
             target = self._numbers[mine.nbytes : mine.nbytes + shared.nbytes]
@@ -196,13 +198,11 @@ class NcclCollectives(Communicator):
         numbers_by_rank: list[list[int]] = shared.tolist()
         return numbers_by_rank
 
-    def _make_room(self, size_bytes: int) -> list[Any]:
-        """Makes room for numbers where there is too little; returns what its first use has to wait for."""
-        if self._numbers is not None and self._numbers.size >= size_bytes:
-            return []
-        with self._device:
-            self._numbers = cupy.empty(size_bytes, np.uint8)  # the current stream may still use what was freed there
-        return [self.mark_work()]
+    def _make_room(self, size_bytes: int) -> None:
+        """Makes room for numbers where there is too little: memory of our own stream, which alone uses it."""
+        if self._numbers is None or self._numbers.size < size_bytes:
+            with self._device, self._stream:
+                self._numbers = cupy.empty(size_bytes, np.uint8)
 
     # -- Meeting -------------------------------------------------------------------------------------------------
 
