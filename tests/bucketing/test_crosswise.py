@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import crosswise_checks as checks
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import gradsync as gs
 from contract import expect
+from gradsync.cli import main
 from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, on
 
 EVERYWHERE = [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(GPU, 2)]
-NAMES: list[dict[str, Any]] = [{}, {"parameters": {"w": ((4,), "float64")}}]
+KNOBS: list[dict[str, Any]] = [{}, {"parameters": {"w": ((4,), "float64")}}]
 
 
-@pytest.mark.parametrize("knobs", NAMES, ids=["", "parameters"])
+@pytest.mark.parametrize("knobs", KNOBS, ids=["", "parameters"])
 @pytest.mark.parametrize(("place", "world_size"), [*EVERYWHERE, *on(STAND_IN_STAGED, 2)])
 def test_the_first_use(place: Place, world_size: int, knobs: dict[str, Any]) -> None:
     place.run(world_size, checks.cross_at_first, place.kit, knobs)
@@ -102,6 +105,14 @@ def test_what_the_flight_recorder_shows() -> None:
     assert first[1:3] == step
     assert first[3].startswith("first_use(callback 'generator') made at crosswise_checks.py:")
     assert first[4:] == [f"{line} (callback {which})" for which in ("'generator'", "1") for line in step]
+
+
+def test_what_gradsync_trace_shows(tmp_path: Path) -> None:
+    SHM.run(2, checks.cross_later, SHM.kit, environment={"GRADSYNC_DUMP_DIR": str(tmp_path)})
+    shown = CliRunner().invoke(main, ["trace", str(tmp_path)]).output
+    bucket = "all_reduce(mean) of bucket 0 [w]"
+    assert f"called {bucket} (callback 2) as #" in shown, shown
+    assert f"where rank 0 called {bucket} (callback 1)" in shown
 
 
 @pytest.mark.parametrize("name", ["", "two\nlines", "x" * 81, 3, b"generator"])

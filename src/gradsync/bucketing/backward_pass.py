@@ -144,9 +144,9 @@ class BackwardPass:
             return
         try:
             self.meet(communicator)
-            self._has_compared = True
             agreed = self.reduction.agreements.of_callback
             warn_of_unequal_values(self.plan.told, self._options.parameters, gradient, communicator, agreed)
+            self._has_compared = True  # only now: after PlanMismatch every rank does so once more
         except BaseException as error:
             self.note_told(error)
             raise

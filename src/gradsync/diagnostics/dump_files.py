@@ -236,4 +236,5 @@ def what_text(facts: dict[str, Any]) -> str:
         return str(facts["what"])
     names = names_text(facts["gradients"], shown=1)
     which = f"bucket {facts['bucket']}" if facts["bucket"] >= 0 else "several buckets"  # side by side in memory
-    return f"{facts['collective']}({facts['detail']}) of {which} {names}"
+    callback = f" (callback {facts['callback']})" if "callback" in facts else ""
+    return f"{facts['collective']}({facts['detail']}) of {which} {names}{callback}"

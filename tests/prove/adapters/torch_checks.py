@@ -176,6 +176,23 @@ def check_gradients_that_no_rank_made_keep_what_they_had(comm: Any) -> None:
     assert (last.weight.grad == 6.0).all(), last.weight.grad
 
 
+def check_two_models_crosswise(comm: Any) -> None:
+    """Models of equal parameters whose backward passes come in another order on one rank, or that have other names."""
+    models = [Synchronised(two_layers(), comm), Synchronised(two_layers(), comm)]
+    for _ in range(2):
+        error = expect(
+            gs.PlanMismatch, lambda: [loss_of(model, comm).backward() for model in models[:: -1 if comm.rank else 1]]
+        )
+        assert "the ranks use different callbacks here" in str(error)
+        for model in models:
+            model.zero_grad()
+            loss_of(model, comm).backward()
+            assert same_on_all_ranks(comm, model.module[0].weight.grad)
+    expect(
+        gs.PlanMismatch, lambda: Synchronised(two_layers(), comm, name=f"of rank {comm.rank}"), "callback 'of rank 1'"
+    )
+
+
 def check_uneven_batches(comm: Any) -> None:
     for batches in ([3, 1], [0, 2], [2, 2]):
         torch.manual_seed(comm.rank)
