@@ -136,11 +136,11 @@ def test_what_cannot_be_known_is_not_warned_of(place: Place, n: int) -> None:
     place.run(n, compare_nothing)
 
 
-def miss_some(comm: Any) -> list[str]:
+def miss_some(comm: Any, is_view: bool) -> list[str]:
     """Rank 0 has no gradient at all in the first step: its first is made of zeros, in the flush."""
     weights = {"w": np.full(4, float(comm.rank)), "b": np.zeros(2)}
     with Heard() as lines:
-        sync = gs.AllreduceCallback("sum", parameters=weights, missing="zero")
+        sync = gs.AllreduceCallback("sum", parameters=weights, missing="zero", gradient_as_bucket_view=is_view)
         with sync.backward():
             if comm.rank:
                 sync("b", np.ones(2))
@@ -148,9 +148,10 @@ def miss_some(comm: Any) -> list[str]:
     return lines
 
 
+@pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize(("place", "n"), [*on(SHM, 2, 3), *on(STAND_IN_STAGED, 2)])
-def test_a_rank_without_gradients_compares_too(place: Place, n: int) -> None:
-    first, *others = place.run(n, miss_some)
+def test_a_rank_without_gradients_compares_too(place: Place, n: int, is_view: bool) -> None:
+    first, *others = place.run(n, miss_some, is_view)
     assert len(first) == 1
     assert "first 'w': rank 1 has other values than rank 0; 1 of 2 arrays differ" in first[0]
     assert others == [[]] * (n - 1)

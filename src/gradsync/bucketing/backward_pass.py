@@ -282,6 +282,8 @@ class BackwardPass:
                 'for each parameter, or use AllreduceCallback(parameters=..., missing="zero")'
             )
         filled = {}
+        if not self.is_under_way:  # as the ranks do that have a gradient to hand over
+            self.compare_parameters(None, communicator)
         self.ensure_memory(communicator)
         for parameter in missing:
             zeros = self._zeros.at(places.place_of(parameter.parameter), parameter.spec, self.plan.memory, communicator)
