@@ -152,6 +152,14 @@ def miss_the_deadline(comm: Any) -> tuple[str, float]:
     return str(error), seconds
 
 
+def read_what_misses_a_rank(comm: Any) -> None:
+    future = launch_what_the_others_do_not(comm)
+    if future is None:
+        wait_until_told(gs.CollectiveTimeout)
+    else:
+        expect(gs.CollectiveTimeout, future.numpy)
+
+
 def miss_the_deadline_of_a_question(comm: Any) -> str:
     if comm.rank == 1:
         return wait_until_told(gs.CollectiveTimeout)

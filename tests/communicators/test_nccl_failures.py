@@ -87,6 +87,11 @@ def test_the_deadline_of_a_collective(place: Place, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_what_an_aborted_reduction_leaves_is_no_result(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "read_what_misses_a_rank", collective_timeout_seconds=2.5)
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_the_deadline_of_a_question(place: Place, world_size: int) -> None:
     options = {"collective_timeout_seconds": 2.5}  # more than one round of asking
     text, told = place.run(world_size, check, "miss_the_deadline_of_a_question", **options)

@@ -86,11 +86,15 @@ class GradientFuture(CollectiveFuture):
         return getattr(self._ready_value("device"), "device", "cpu")
 
     def numpy(self) -> Any:
-        """Returns the reduced gradient in host memory; an error before it is ready."""
+        """Returns the reduced gradient in host memory; an error before it is ready, and where the reduction failed."""
         value = self._ready_value("numpy()")
-        if self._end.completion is not None:
-            self._end.completion.order()
-        return value.get() if hasattr(value, "get") else value
+        completion = self._end.completion
+        if completion is None:
+            return value.get() if hasattr(value, "get") else value
+        completion.order()
+        in_host_memory = value.get() if hasattr(value, "get") else value
+        completion.wait()  # an aborted reduction ends too, and leaves no result
+        return in_host_memory
 
     def _value(self) -> Any:
         return self._end.value if self._given is None else self._given
