@@ -1174,7 +1174,8 @@ def _violations_of(program: Program, rank: int, ending: Ending) -> Iterator[str]
     caught = {int(what.split()[1]) for what, _ in ending.notes if what.startswith("caught ")}
     # On a device result() orders the stream, not the host: what the program reads then, after the collective has been
     # aborted, is no result, and its next call raises the error.
-    aborted = {ending.notes[-1][0]} if program.backend == "stand-in" and ending.notes and ending.error is not None else set()
+    is_aborted = program.backend == "stand-in" and ending.error is not None
+    aborted = {what for what, _ in ending.notes[-1:]} if is_aborted else set()
     noted = {}
     for what, value in ending.notes:
         if what.split()[0] in ("wrote", "caught", "taken"):
@@ -1216,7 +1217,7 @@ def _violations_of(program: Program, rank: int, ending: Ending) -> Iterator[str]
 
 
 def _was_told_at_exit(program: Program, rank: int, ending: Ending) -> bool:
-    """Whether the program was over when a done-callback, which may run in another thread, was refused its collective."""
+    """Whether the program was over when a done-callback, in another thread, was refused its collective."""
     kinds = [plant.kind for plant in program.plants if plant.rank in (rank, -1)]
     is_told = "in a done-callback, at program.py" in ending.output and "error: rank " in ending.output
     return "collective in a done-callback" in kinds and ending.exit_code == 1 and is_told
