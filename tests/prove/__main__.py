@@ -40,11 +40,14 @@ class Script(NamedTuple):
 
 _PYTEST = ("pytest", "-q", "--timeout", "900")
 _OF_PLACES = ("tests/test_comm.py", "tests/test_consistency.py", "tests/test_hooks.py", "tests/test_done_callbacks.py")
+_OF_SIZES = ("--ignore", "tests/communicators/test_contract.py")  # the part's own tests run it at more sizes
 SCRIPTS = {
     "cross_checks": [
         # What make test runs at few places: here at all.
         Script(
-            "-m", (*_PYTEST, "tests/bucketing", "tests/communicators", *_OF_PLACES), (*_PYTEST, "tests/test_hooks.py")
+            "-m",
+            (*_PYTEST, "tests/bucketing", "tests/communicators", *_OF_PLACES, *_OF_SIZES),
+            (*_PYTEST, "tests/test_hooks.py"),
         ),
     ],
     "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--quick",), "proof_model_check")],
@@ -98,7 +101,7 @@ def parts() -> list[str]:
 
 
 def run(part: str, options: argparse.Namespace) -> tuple[bool, float, str]:
-    """Runs a part to its end; shows the end of the output of what fails."""
+    """Runs a part to its end; shows the end of the output of what fails, and what was skipped."""
     holds, began, last = True, time.monotonic(), []
     for command in commands(part, options):
         done = subprocess.run(
@@ -114,6 +117,8 @@ def run(part: str, options: argparse.Namespace) -> tuple[bool, float, str]:
         if done.returncode:
             holds = False
             print("\n".join(lines[-_SHOWN_LINES:]))
+        else:
+            print("".join(f"{line}\n" for line in lines if line.startswith("SKIPPED")), end="")
         last.append(lines[-1].strip("= "))
     return holds, time.monotonic() - began, "; ".join(last)
 
@@ -123,7 +128,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--quick", action="store_true", help="each script much shortened; writes no results")
     parser.add_argument("--seeds", type=int, help="of the simulation and of the proxy; writes no results")
-    parser.add_argument("--pytest", nargs="*", default=[], metavar="WORD", help="for pytest, as -n 2")
+    parser.add_argument("--pytest", nargs="...", default=[], metavar="WORD", help="the rest is for pytest, as -n 2")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     there = parts()
