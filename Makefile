@@ -86,7 +86,7 @@ prove: $(VENV)/.dev  ## everything deep, in parts (hours): PART="mpi adapters" f
 	$(BIN)/python tests/prove $(PART) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 
 test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none)
-	@$(call with_cupy,-m pytest -m gpu -rs tests tests/prove/benchmarks/test_gpu_benchmark.py)
+	@$(call with_cupy,-m pytest -m gpu -rs tests tests/prove/benchmarks/test_smoke.py)
 
 lint: $(VENV)/.lint  ## ruff and mypy
 	$(BIN)/ruff check .

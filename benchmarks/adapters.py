@@ -64,8 +64,9 @@ def rows_of(samples: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds of a small model; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="few rounds of a small model; writes only with --output")
     parser.add_argument("--python", default=str(systems.ENVIRONMENTS / TORCH / "bin" / "python"), help="with PyTorch")
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/adapters.json]")
     options = parser.parse_args()
     results = provenance("benchmarks/adapters.py")
     if options.quick:
@@ -76,8 +77,9 @@ def main() -> None:
     results["results"] = rows_of(found["samples"])
     for row in results["results"]:
         print(f"{row['model']:12} {row['what']:40} {1e3 * row['seconds']['median']:8.3g} ms")
-    if not options.quick:
-        (FOLDER / "results" / "adapters.json").write_text(json.dumps(results, indent=2) + "\n")
+    output = options.output or (None if options.quick else FOLDER / "results" / "adapters.json")
+    if output is not None:
+        output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

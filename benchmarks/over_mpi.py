@@ -104,7 +104,9 @@ def main() -> int:
     """Starts the ranks, prints what they found, and writes it when the rounds are not shortened."""
     parser = argparse.ArgumentParser(description="Times gradsync over MPI beside mpi4py.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/over_mpi.json]")
+    options = parser.parse_args()
+    rounds: int = options.rounds
     results = provenance("benchmarks/over_mpi.py")
     mpiexec = str(Path(sysconfig.get_path("scripts")) / "mpiexec")
     with tempfile.TemporaryDirectory() as folder:
@@ -118,8 +120,9 @@ def main() -> int:
     for row in found["rows"]:
         ours, theirs = row["seconds"]["gradsync"], row["seconds"]["mpi4py"]
         print(f"{row['work']:34} {ours * 1e3:7.3f} ms {theirs * 1e3:7.3f} ms  {ours / theirs:.2f}")
-    if rounds >= ROUNDS:
-        (FOLDER / "results" / "over_mpi.json").write_text(json.dumps(results, indent=1) + "\n")
+    output = options.output or (FOLDER / "results" / "over_mpi.json" if rounds >= ROUNDS else None)
+    if output is not None:
+        output.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

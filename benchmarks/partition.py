@@ -142,7 +142,9 @@ def main() -> int:
     """Measures all rows, prints them, and writes them when the rounds are not shortened."""
     parser = argparse.ArgumentParser(description="Measures how soon a machine that is cut off is told.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/partition.json]")
+    options = parser.parse_args()
+    rounds: int = options.rounds
     console = Console()
     why_not = namespaces.why_none()
     if why_not is not None:
@@ -158,9 +160,9 @@ def main() -> int:
         times = (f"{line[name]:.2f}" for name in ("median_seconds", "worst_seconds", "target_seconds"))
         table.add_row(line["fault"], line["victim"], line["side"], *times)
     console.print(table)
-    if rounds >= ROUNDS:
-        path = FOLDER / "results" / "partition.json"
-        path.write_text(json.dumps({**where, "results": found}, indent=1) + "\n")
+    output = options.output or (FOLDER / "results" / "partition.json" if rounds >= ROUNDS else None)
+    if output is not None:
+        output.write_text(json.dumps({**where, "results": found}, indent=1) + "\n")
     return int(any(line["complaints"] for line in found))
 
 

@@ -190,16 +190,18 @@ def plans(rounds: int | None, *, is_quick: bool) -> list[Plan]:
 def main(arguments: list[str] | None = None) -> int:
     """Measures, shows and writes; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds of the small model; writes nothing")
-    parser.add_argument("--rounds", type=int, help="how many; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="two rounds of the small model; writes only with --output")
+    parser.add_argument("--rounds", type=int, help="how many; writes likewise")
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/steady_cost.json]")
     options = parser.parse_args(arguments)
     origin = provenance("benchmarks/steady_cost.py")
     of_models = [measured(plan) for plan in plans(options.rounds, is_quick=options.quick)]
     Console().print(table_of((told["model"], found) for told, found in of_models))
-    if not options.quick and options.rounds is None:
-        path = Path(__file__).parent / "results" / "steady_cost.json"
+    whole = not options.quick and options.rounds is None
+    output = options.output or (Path(__file__).parent / "results" / "steady_cost.json" if whole else None)
+    if output is not None:
         results = [told for told, _ in of_models]
-        path.write_text(json.dumps({**origin, "target": TARGET, "results": results}, indent=1) + "\n")
+        output.write_text(json.dumps({**origin, "target": TARGET, "results": results}, indent=1) + "\n")
     always = [cost for _, found in of_models for cost in found if cost.of == ALL_THREE]
     return int(any(cost.low > TARGET for cost in always))
 
