@@ -6,16 +6,21 @@ import difflib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import failure_tables
-import page_tables
 import readme
+import scaling_page
+import scenes
+
+SAYS = {
+    "killed": "was killed by SIGKILL",
+    "disagreeing": "first difference, gradient 1 of the bucket:",
+    "stuck": "in read_shard",
+}
 
 
 @pytest.mark.timeout(200)  # one of the commands waits for a deadline
@@ -36,132 +41,26 @@ def test_another_exit_code_than_the_readme_says_is_refused() -> None:
         readme.play("echo hello; exit 3", 0)
 
 
-MACHINE = {
-    "machine": {"cpu": "A CPU", "usable_cores": 2},
-    "versions": {"python": "3.11.7", "numpy": "2.4.6"},
-}
+def test_the_page_on_scaling_is_up_to_date() -> None:
+    """Its predictions are of cost_model.py and nccl_cost_model.py: whoever changes these sees it here."""
+    assert scaling_page.PAGE.read_text() == scaling_page.render(scaling_page.PAGE.read_text())
 
 
-def made_of(name: str, results: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(page_tables, "RESULTS", folder)
-    (folder / f"{name}.json").write_text(json.dumps({**MACHINE, "results": results}))
-    return page_tables.table(name).splitlines()
+@pytest.mark.parametrize("scene", scenes.SCENES, ids=lambda scene: scene.name)
+def test_recordings_have_no_path_of_a_machine_and_are_shown(scene: scenes.Scene) -> None:
+    header, *events = map(json.loads, (scenes.FOLDER / f"{scene.name}.cast").read_text().splitlines())
+    assert (header["version"], header["width"], header["height"]) == (2, scenes.COLUMNS, scenes.ROWS)
+    text = "".join(text for _, _, text in events)
+    assert text.startswith(f"$ {scene.command}\r\n")
+    assert SAYS[scene.name] in text
+    assert str(ROOT) not in text
+    assert "/home/" not in text
+    picture = (scenes.FOLDER / f"{scene.name}.svg").read_text()
+    assert scene.command.split()[-1] in picture.replace("&#160;", " ")
+    assert f"(scenes/{scene.name}.svg)" in (ROOT / "docs" / "failures.md").read_text()
 
 
-def test_results_that_are_not_there_yet_are_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
-    assert page_tables.table("detection") == "Not measured yet.\n"
-
-
-def test_start_up_has_a_line_for_each_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = [("gradsync run, 2 ranks", 0.261), ("torchrun, gloo, 2 ranks", 4.1), ("gradsync run, 8 ranks", 0.9)]
-    results = [{"what": what, "seconds": {"median": median}} for what, median in times]
-    assert made_of("start_up", results, tmp_path, monkeypatch) == [
-        "| seconds | 2 ranks | 8 ranks |",
-        "| --- | --- | --- |",
-        "| gradsync run | 0.26 | 0.90 |",
-        "| torchrun, gloo | 4.10 |  |",
-        "",
-        "Measured on A CPU, 2 cores, Python 3.11.7, NumPy 2.4.6; medians, contenders alternating in one run.",
-    ]
-
-
-def test_detection_has_a_line_for_each_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raised = {"median_seconds": 0.003, "worst_seconds": 0.004, "target_seconds": 0.5}
-    reported = {"median_seconds": 0.1, "worst_seconds": 0.611, "target_seconds": 0.5, "met": False}
-    down = {"median_seconds": 0.12, "worst_seconds": 0.15, "target_seconds": None}
-    killed = {
-        "failure": "SIGKILL", "phase": "barrier", "ranks": 2, "skipped": None, "culprit_named": True, "left_behind": [],
-        "measured": {"raised": raised, "reported": reported, "down": down},
-    }  # fmt: skip
-    unnamed = {
-        **killed,
-        "culprit_named": False,
-        "left_behind": ["process 7"],
-        "measured": dict.fromkeys(killed["measured"]),
-    }
-    skipped = {**killed, "skipped": "no GPU"}
-    lines = made_of("detection", [killed, unnamed, skipped], tmp_path, monkeypatch)
-    assert lines[2:5] == [
-        "| SIGKILL | barrier | 2 | 0.10 s | **0.61 s** | 0.5 s | 0.12 s | 0.15 s |  | yes | 0 |",
-        "| SIGKILL | barrier | 2 |  | |  |  | |  | NO | 1 |",
-        "| SIGKILL | barrier | 2 | not here | | | | | | | |",
-    ]
-
-
-def test_detection_at_a_glance_has_the_failures_that_a_newcomer_thinks_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = {"median_seconds": 0.1, "worst_seconds": 0.611, "target_seconds": 0.5, "met": False}
-    down = {"median_seconds": 0.12, "worst_seconds": 0.15, "target_seconds": None}
-    measured = {"raised": None, "reported": told, "down": down}
-    of = [dict(zip(("failure", "phase", "ranks"), key, strict=True)) for key in failure_tables.AT_A_GLANCE]
-    found = [{**one, "left_behind": [], "culprit_named": True, "measured": measured} for one in of]
-    found[1] |= {"left_behind": ["process 7"], "culprit_named": False, "measured": {**measured, "down": None}}
-    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
-    (tmp_path / "detection.json").write_text(json.dumps({**MACHINE, "results": found}))
-    lines = page_tables.table("detection.at_a_glance").splitlines()
-    assert lines[2:4] == [
-        "| raises an exception | computing | 0.10 s | **0.61** s | 0.15 s | yes | 0 |",
-        "| is killed | all_reduce | 0.10 s | **0.61** s |  | NO | 1 |",
-    ]
-    assert len(lines) == 2 + len(failure_tables.AT_A_GLANCE) + 2
-
-
-def cell(phase: str, fault: str, worst: float | None, **others: Any) -> dict[str, Any]:
-    reported = None if worst is None else {"worst_seconds": worst, "met": worst < 0.5}
-    measured = {"raised": None, "reported": reported, "down": None}
-    return {
-        "phase": phase,
-        "fault": fault,
-        "victim": "0",
-        "measured": measured,
-        "complaints": [],
-        "left_behind": [],
-        **others,
-    }
-
-
-def test_fault_matrix_has_the_worst_of_all_victims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = [
-        cell("spawn", "kill", 0.1), cell("spawn", "kill", 0.2), cell("spawn", "stop", 0.7),
-        cell("hello", "close", None), cell("hello", "kill", 0.1, left_behind=["process 7"]),
-    ]  # fmt: skip
-    monkeypatch.setitem(MACHINE, "summary", {"cells": 5, "rounds": 5, "wrong_or_unclean": 1})
-    monkeypatch.setitem(MACHINE, "settings", {"cells_at_a_time": 2})
-    monkeypatch.setitem(MACHINE["machine"], "load_average_before", 1.2)
-    monkeypatch.setitem(MACHINE["machine"], "load_average_after", 3.4)
-    lines = made_of("fault_matrix", cells, tmp_path, monkeypatch)
-    assert lines[0] == "| seconds | kill | stop | raise | exit 0 | exit 3 | close | half-open |"
-    assert lines[2:4] == ["| spawn | 0.20 | **0.70** |  |  |  |  |  |", "| hello | WRONG |  |  |  |  | unharmed |  |"]
-    told = "5 cells, 5 runs; not as wanted: kill @ hello @ 0: process 7."
-    assert f"{told} 2 cells at a time, load average of the machine 1 to 3." in lines
-
-
-def test_kills_have_a_line_for_each_victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    summary = {"kills": 5, "left_something_behind": 0, "by_kind": {"SIGKILL rank": 3, "SIGSTOP launcher": 2}}
-    monkeypatch.setitem(MACHINE, "summary", summary)
-    lines = made_of("proof_kills", [], tmp_path, monkeypatch)
-    assert lines[0] == "| hit | SIGKILL | SIGSTOP |"
-    assert lines[2:4] == ["| a launcher | 0 | 2 |", "| a rank | 3 | 0 |"]
-    assert "0 of 5 left a process, shared memory, a port or a file behind." in lines
-
-
-def test_proofs_tell_what_was_not_gone_through_and_what_was_violated() -> None:
-    space = {"about": "two ranks join", "ranks": 2, "states": 1234, "moves": 5678, "closed": True, "violation": None}
-    found = failure_tables.model_check(
-        {"configurations": [space, {**space, "closed": False, "violation": {"what": "x"}}]}
-    )
-    assert found[2:] == [
-        "| two ranks join | 2 | 1,234 | 5,678 | yes | 0 |",
-        "| two ranks join | 2 | 1,234 | 5,678 | not all | 1 |",
-    ]
-    results = {
-        "seeds": 20, "events": 3000, "virtual_seconds": 40, "checks": ["one", "two"], "violations": [{"seed": 3}],
-        "faults": {"crash": {"seeds": 20, "told": 17}},
-    }  # fmt: skip
-    assert failure_tables.simulation(results)[2:] == [
-        "| crash | 20 | 17 |",
-        "",
-        "20 seeds, 3,000 events, 40 s of virtual time; 1 violations of 2 checks.",
-    ]
+def test_a_command_is_recorded_on_a_terminal() -> None:
+    code = "import sys; print(sys.stdout.isatty(), sys.argv[1])"
+    text = "".join(text for _, text in scenes.record(f'python -c "{code}" {ROOT}/src/x.py'))
+    assert text == "True src/x.py\r\n"
