@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 
 import chaos
 import pytest
@@ -18,14 +16,3 @@ def test_random_kills_leave_nothing(seed: int) -> None:
     for victim, number in kinds[seed::4]:
         kill = chaos.run_round(generator, victim, number)
         assert kill.faults == (), str(kill)
-
-
-def test_what_is_left_is_found() -> None:
-    mark = "a test of the marks"
-    process = subprocess.Popen(["sleep", "60"], env=os.environ | {chaos.MARK: mark})
-    try:
-        assert chaos.roles_in_round(mark) == {process.pid: "grandchild"}
-    finally:
-        process.kill()
-        process.wait()
-    assert chaos.roles_in_round(mark) == {}
