@@ -169,7 +169,7 @@ SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"hook": partial(hook_one)}, {"hook": partial(hook_two)}, "hook partial(hook_one)", "hook partial(hook_two)"),
     ({"reduce_method": "sum"}, {}, "(sum)", "(mean)"),
     ({"threshold_bytes": 64}, {}, "", ""),
-    ({"gradient_as_bucket_view": True}, {}, "gradient_buffers", "the comparison of the parameters"),
+    ({"gradient_as_bucket_view": True}, {}, "gradient_buffers", "all_reduce"),
     ({"missing": "zero"}, {"missing": "error"}, "all_reduce", "without one for"),
 )
 
