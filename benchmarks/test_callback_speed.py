@@ -6,6 +6,7 @@ import pytest
 import models
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.future import GradientFuture
+from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.local import LocalCommunicator
 
 
@@ -28,7 +29,7 @@ def test_step_on_one_rank(benchmark, force_packing, threshold_bytes):
 
 def test_future_made_and_resolved(benchmark):
     def make():
-        future = GradientFuture("the gradient of w")
+        future = GradientFuture("w", CollectiveEnd())
         future.resolve(1)
         return future.result()
 

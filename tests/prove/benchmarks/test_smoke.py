@@ -42,7 +42,7 @@ class Smoke(NamedTuple):
 SMOKES = [
     Smoke("adapters", ("--quick",), 5),
     Smoke("against", ("--old", str(ROOT), "--quick"), 5),
-    Smoke("buckets", ("--quick", "--only", "small"), 8),
+    Smoke("buckets", ("--quick", "--only", "small", "--contenders", "gradsync", "torch"), 6),
     Smoke("collectives", ("--quick", "--only", "all_gather"), 6 * 4),
     Smoke("first_light", ("--quick", "--only", "gradients"), 2),
     Smoke("full_speed", ("--quick", "--only", "sizes"), 8 * 4),
@@ -105,7 +105,7 @@ def check(smoke: Smoke, output: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("smoke", SMOKES, ids=lambda smoke: smoke.script)
+@pytest.mark.parametrize("smoke", SMOKES, ids=lambda smoke: f"{smoke.script}.py")
 def test_smoke(smoke: Smoke, tmp_path: Path) -> None:
     check(smoke, tmp_path / "made.json")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 import hypothesis
@@ -59,67 +60,22 @@ def play(comm: Any, kit: str, groups: Sequence[tuple[int, ...]], steps: Sequence
             player.play(step)
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[Any, RankPool]]:
-    made: dict[Any, RankPool] = {}
-    yield made
-    for pool in made.values():
-        pool.close()
+PLACES = [
+    (1, "numpy", {"backend": "local"}),
+    *[(world_size, "numpy", {"backend": "shm"}) for world_size in (1, 2, 3, 4)],
+    *[(2, kit, {"backend": "nccl", "stand_in": True}) for kit in ("cupy", "numpy")],
+]
 
 
-def pool_of(pools: dict[Any, RankPool], world_size: int, **options: Any) -> RankPool:
-    key = (world_size, *options.items())
-    if key not in pools:
-        pools[key] = RankPool(world_size, **options)
-    return pools[key]
+@pytest.mark.parametrize(
+    ("world_size", "kit", "options"), PLACES, ids=[f"{place[2]['backend']}, {place[0]}, {place[1]}" for place in PLACES]
+)
+def test_random_programs(world_size: int, kit: str, options: dict[str, Any]) -> None:
+    with closing(RankPool(world_size, **options)) as pool:
 
+        @hypothesis_settings
+        @hypothesis.given(program=programs(world_size, _DTYPES if kit == "cupy" else _HOST_DTYPES))
+        def check(program: Any) -> None:
+            pool.run(play, kit, *program)
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_random_programs_over_shared_memory(pools: dict[Any, RankPool], world_size: int) -> None:
-    pool = pool_of(pools, world_size, backend="shm")
-
-    @hypothesis_settings
-    @hypothesis.given(program=programs(world_size, _HOST_DTYPES))
-    def check(program: Any) -> None:
-        pool.run(play, "numpy", *program)
-
-    check()
-
-
-@pytest.mark.parametrize("kit", ["cupy", "numpy"])
-def test_random_programs_on_the_stand_in_for_nccl(pools: dict[Any, RankPool], kit: str) -> None:
-    pool = pool_of(pools, 2, backend="nccl", stand_in=True)
-
-    @hypothesis_settings
-    @hypothesis.given(program=programs(2, _DTYPES if kit == "cupy" else _HOST_DTYPES))
-    def check(program: Any) -> None:
-        pool.run(play, kit, *program)
-
-    check()
-
-
-def test_random_programs_on_one_local_rank(pools: dict[Any, RankPool]) -> None:
-    pool = pool_of(pools, 1, backend="local")
-
-    @hypothesis_settings
-    @hypothesis.given(program=programs(1, _HOST_DTYPES))
-    def check(program: Any) -> None:
-        pool.run(play, "numpy", *program)
-
-    check()
-
-
-def fail_on_one(comm: Any) -> None:
-    assert comm.rank != 1, "wrong bits"
-    comm.barrier()
-
-
-def test_a_pool_tells_a_failure_and_goes_on_with_new_ranks(pools: dict[Any, RankPool]) -> None:
-    pool = pool_of(pools, 2, backend="shm")
-    with pytest.raises(AssertionError, match=r"rank 1:(.|\n)*wrong bits"):
-        pool.run(fail_on_one)
-    assert pool.run(rank_of) == [0, 1]
-
-
-def rank_of(comm: Any) -> int:
-    return comm.rank
+        check()
