@@ -75,12 +75,3 @@ def test_a_stranger_who_is_let_in_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(AssertionError, match="a stranger has proved"):
         for data in inputs_of("server_handshake"):
             targets.server_handshake(data)
-
-
-def test_blind_fuzzing_tells_an_input_that_fails(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(run, "FAILURES", tmp_path / "failures")
-    assert run.fuzz_blindly("addresses", 0.05, 1) == 0
-    assert "mutated blindly" in capsys.readouterr().out
-    monkeypatch.setitem(targets.TARGETS, "addresses", lambda data: data.index(b"never there"))
-    assert run.fuzz_blindly("addresses", 5.0, 1) == 1
-    assert len(list((tmp_path / "failures").iterdir())) == 1
