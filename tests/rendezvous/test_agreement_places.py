@@ -137,15 +137,6 @@ def test_rank_that_went_ahead_with_the_same_counts_as_asking() -> None:
     assert bench.read(1, event_key("g", 0, 0)) is None
 
 
-def test_third_digest_after_an_equal_one_went_ahead() -> None:
-    bench = AgreeingBench(4)
-    waiting = bench.agree(1, 7)
-    bench.tell_passed(0, 7)
-    other = bench.agree(2, 8)
-    assert bench.verdicts(1) == [(waiting, PASSED, 0)]
-    assert bench.verdicts(2) == [(other, PASSED, 0)]
-
-
 def test_word_before_any_question_is_kept() -> None:
     bench = AgreeingBench(2)
     given_up = bench.agree(1, 1)

@@ -68,16 +68,6 @@ def test_a_group_of_ranks_that_do_not_exist_is_not_forgotten() -> None:
     assert bench.take(1) == [(FrameType.REPLY, counter, 1)]
 
 
-def test_rank_that_gave_up_may_join_again() -> None:
-    bench = Bench(2)
-    bench.join(0, 0, timeout_ms=60_000)
-    bench.join(1, 0)  # a duplicate, refused
-    bench.take(1)
-    bench.lose(1)
-    second = bench.join(2, 1)
-    assert bench.take(2)[-1] == (FrameType.REPLY, second, 1)
-
-
 def test_slow_joiners_are_named_every_few_seconds() -> None:
     bench = Bench(3)
     bench.join(0, 0, timeout_ms=60_000)
@@ -348,16 +338,6 @@ def test_unique_id_deadline_names_the_root() -> None:
     get = bench.send(1, FrameType.GET_ID, "g", 0, None, 1000)
     bench.wait(2)
     assert bench.take(1) == [(FrameType.TIMED_OUT, get, (0,), "rank 0 (in 'running')")]
-
-
-def test_waits_do_not_pile_up() -> None:
-    bench = Bench(2)
-    bench.join_all()
-    for _ in range(2000):
-        for rank in (0, 1):
-            bench.send(rank, FrameType.BARRIER, "", None, 10**9)
-    assert len(bench.core._waits._heap) < 200
-    assert bench.core.next_deadline() is None
 
 
 def test_messages_without_a_seat_end_the_connection() -> None:
