@@ -159,3 +159,12 @@ def leave_as_they_are(comm: Any, kind: str) -> None:
     for _ in range(2):
         assert (reduced(comm, hook, mine[comm.rank]) == to_host(plain)).all()
     assert (reduced(comm, hook, mine[comm.rank]) == to_host(plain)).all() == (n == 1)
+
+
+def all_of_it(comm: Any, kind: str) -> list[bytes]:
+    converge_to_the_mean(comm, kind)
+    if kind == "low rank":
+        low_rank_matrices_are_exact(comm)
+    recover(comm, kind)
+    leave_as_they_are(comm, kind)
+    return one_step(comm, kind)

@@ -71,14 +71,19 @@ GPU_MIXED = Place("gpu, mixed arrays", "mixed", _GPU, (pytest.mark.gpu,))
 
 #: Whether tests run at all their places, as under `make prove PART=cross_checks`.
 IS_EVERYWHERE = bool(os.environ.get("GRADSYNC_TEST_PLACES"))
-_SIZES_OF_MAKE_TEST = {SHM.name: (1, 2, 3), STAND_IN.name: (2,), STAND_IN_MIXED.name: (2,)}
+_SIZES_OF_MAKE_TEST: dict[str, tuple[int, ...]] = {
+    SHM.name: (1, 2, 3),
+    STAND_IN.name: (2,),
+    **dict.fromkeys((STAND_IN_STAGED.name, STAND_IN_MIXED.name, STAND_IN_SLOW.name), ()),
+}
 
 
 def on(place: Place, *world_sizes: int) -> list[Any]:
     """Returns test parameters (place, world_size): those that `make test` runs, or all with GRADSYNC_TEST_PLACES."""
-    some = _SIZES_OF_MAKE_TEST.get(place.name, world_sizes)
-    return [
-        pytest.param(place, n, id=f"{place.name}, {n}", marks=place.marks)
-        for n in world_sizes
-        if IS_EVERYWHERE or n in some
-    ]
+    some = world_sizes if IS_EVERYWHERE else _SIZES_OF_MAKE_TEST.get(place.name, world_sizes)
+    return always_on(place, *(n for n in world_sizes if n in some))
+
+
+def always_on(place: Place, *world_sizes: int) -> list[Any]:
+    """The same, also in `make test`: for checks for which that place has a path of its own."""
+    return [pytest.param(place, n, id=f"{place.name}, {n}", marks=place.marks) for n in world_sizes]

@@ -34,18 +34,6 @@ def test_version():
     assert gradsync_command("--version") == (0, f"gradsync, version {gradsync.__version__}\n", "")
 
 
-def test_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "gradsync", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith(f"version {gradsync.__version__}\n")
-
-
-@pytest.mark.parametrize("command", [(), ("run",), ("serve",), ("bench",), ("bench", "thresholds")])
-def test_help(command):
-    code, out, err = gradsync_command(*command, "--help")
-    assert (code, err) == (0, "")
-    assert out.startswith(" ".join(("Usage: gradsync", *command)))
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -14,7 +14,7 @@ from contract import contribution, expect
 from gradsync import consistency
 from gradsync.communicators.local import LocalCommunicator
 from kits import make_kit
-from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, Place, on
+from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, Place, always_on, on
 
 
 def arrays() -> dict[str, np.ndarray[Any, Any]]:
@@ -46,7 +46,7 @@ def agree_in_every_form(comm: Any, kit_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "world_size"), [*on(SHM, 1, 3), *on(STAND_IN, 1, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 2)]
+    ("place", "world_size"), [*on(SHM, 1, 3), *on(STAND_IN, 1, 2), *always_on(STAND_IN_MIXED, 2), *on(GPU, 2)]
 )
 def test_equal_arrays_pass(place: Place, world_size: int) -> None:
     place.run(world_size, agree_in_every_form, place.kit)

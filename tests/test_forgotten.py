@@ -119,7 +119,7 @@ def test_the_exit_code_of_a_script(how: str, tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize("how", ["ends", "is collected", "with", "flushed"])
+@pytest.mark.parametrize("how", ["ends", "with", "flushed"])
 def test_the_exit_code_under_gradsync_run(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -190,8 +190,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kept", ["", "kept"])
-@pytest.mark.parametrize("how", ["launcher", "spawn", "launch"])
+@pytest.mark.parametrize(("how", "kept"), [("launcher", ""), ("spawn", "kept"), ("launch", "")])
 def test_a_function_s_rank_fails_with_a_typed_error(how: str, kept: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FUNCTIONS)

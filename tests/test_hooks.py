@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,52 +17,23 @@ KINDS = ["8 bit", "low rank"]
 
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_step(place: Place, world_size: int, kind: str) -> None:
-    results = place.run(world_size, checks.one_step, kind)
+def test_results_are_right_and_have_the_same_bits_on_all_ranks(place: Place, world_size: int, kind: str) -> None:
+    results = place.run(world_size, checks.all_of_it, kind)
     assert results == [results[0]] * world_size
 
 
-@pytest.mark.parametrize(("place", "world_size"), PLACES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_results_converge_to_the_mean(place: Place, world_size: int, kind: str) -> None:
-    place.run(world_size, checks.converge_to_the_mean, kind)
-
-
-@pytest.mark.parametrize(("place", "world_size"), PLACES)
-def test_low_rank_matrices_are_exact(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.low_rank_matrices_are_exact)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_descent_converges(world_size: int) -> None:
+def test_descent_converges() -> None:
     """To within a hundred-thousandth of the length of the solution, with each hook as without."""
     for kind in (None, *KINDS):
-        distances = SHM.run(world_size, checks.least_squares, kind)
-        assert distances == [distances[0]] * world_size, kind
+        distances = SHM.run(2, checks.least_squares, kind)
+        assert distances == [distances[0]] * 2, kind
         assert distances[0] < 1e-5, kind
-
-
-@pytest.mark.parametrize(("place", "world_size"), PLACES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_recovery(place: Place, world_size: int, kind: str) -> None:
-    place.run(world_size, checks.recover, kind)
-
-
-@pytest.mark.parametrize(("place", "world_size"), PLACES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_compressed(place: Place, world_size: int, kind: str) -> None:
-    place.run(world_size, checks.leave_as_they_are, kind)
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"rank": True}, {"rank": 1.5}, {"start_after": -1}])
 def test_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(gs.InvalidArgument, match="LowRankHook: (rank|start_after) must be an integer of at least"):
         gs.hooks.LowRankHook(**options)
-
-
-def test_they_load_lazily() -> None:
-    code = "import sys, gradsync; assert 'gradsync.hooks' not in sys.modules; gradsync.hooks.EightBitHook()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_seeds_are_for_ever() -> None:

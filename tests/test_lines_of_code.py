@@ -96,11 +96,13 @@ def a_long_list(comm: Any, kit: Any) -> None:
     callback.flush()  # ends the long list
 
 
-def mismatch_of(comm: Any, kit_name: str, scene: str) -> tuple[str, dict[int, str], dict[int, str]]:
-    kit = make_kit(comm, kit_name)
-    error = expect(gs.PlanMismatch, lambda: globals()[scene](comm, kit))
-    assert float(kit.get(comm.all_reduce(kit.put(np.ones(1))))[0]) == comm.world_size  # it can go on
-    return str(error), error.places, error.descriptions
+def mismatches_of(comm: Any, kit_name: str, scenes: list[str]) -> list[tuple[str, dict[int, str], dict[int, str]]]:
+    kit, found = make_kit(comm, kit_name), []
+    for scene in scenes:
+        error = expect(gs.PlanMismatch, lambda s=scene: globals()[s](comm, kit))
+        assert float(kit.get(comm.all_reduce(kit.put(np.ones(1))))[0]) == comm.world_size  # it can go on
+        found.append((str(error), error.places, error.descriptions))
+    return found
 
 
 SCENES: dict[str, tuple[str, str]] = {
@@ -117,32 +119,31 @@ SCENES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
-@pytest.mark.parametrize("scene", SCENES)
-def test_every_rank_shows_the_line_of_each(place: Place, world_size: int, scene: str) -> None:
-    first, others = SCENES[scene]
-    for text, places, descriptions in place.run(world_size, mismatch_of, place.kit, scene):
-        assert places == {0: first} | dict.fromkeys(range(1, world_size), others)
-        for rank, line in places.items():
-            shown = next(part for part in text.splitlines() if part.startswith(f"  rank {rank}: "))
-            assert shown.endswith(f"at {line}")
-            assert line not in descriptions[rank]  # those compare what is called, not where
+def test_every_rank_shows_the_line_of_each(place: Place, world_size: int) -> None:
+    for found in place.run(world_size, mismatches_of, place.kit, list(SCENES)):
+        for (text, places, descriptions), (first, others) in zip(found, SCENES.values(), strict=True):
+            assert places == {0: first} | dict.fromkeys(range(1, world_size), others)
+            for rank, line in places.items():
+                shown = next(part for part in text.splitlines() if part.startswith(f"  rank {rank}: "))
+                assert shown.endswith(f"at {line}")
+                assert line not in descriptions[rank]  # those compare what is called, not where
 
 
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
 def test_both_ranks_of_a_message_show_the_lines(place: Place, world_size: int) -> None:
-    told = place.run(world_size, mismatch_of, place.kit, "messages_of_other_shapes")
     function = "messages_of_other_shapes"
-    for text, places, _ in told[:2]:
+    told = place.run(world_size, mismatches_of, place.kit, [function])
+    for [(text, places, _)] in told[:2]:
         assert places == {0: at("sends", function), 1: at("receives", function)}
         assert all(f"at {line}" in text for line in places.values())
 
 
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
 def test_lines_are_by_the_ranks_of_the_world(place: Place, world_size: int) -> None:
-    told = place.run(world_size, mismatch_of, place.kit, "a_group_of_the_last_two")
     function = "a_group_of_the_last_two"
+    told = place.run(world_size, mismatches_of, place.kit, [function])
     lines = at("reduces in the group", function), at("waits in the group", function)
-    assert [places for _, places, _ in told[-2:]] == [
+    assert [places for [(_, places, _)] in told[-2:]] == [
         dict(zip((world_size - 2, world_size - 1), lines, strict=True))
     ] * 2
 

@@ -19,7 +19,7 @@ import gradsync as gs
 from contract import expect
 from gradsync import environment
 from places import why_no_gpu
-from rank_processes import run_ranks, run_ranks_for_outcomes
+from rank_processes import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -183,19 +183,6 @@ def test_a_new_generation_after_destroy() -> None:
         assert [value for value, _ in seen] == ["2.0"] * 3
         generations = [generation for _, generation in seen]
         assert generations == sorted(set(generations))
-
-
-def fail_outside_collectives(comm: Any) -> str:
-    comm.barrier()
-    if comm.rank == 0:
-        raise ValueError("no data")
-    return str(expect(gs.RankFailed, comm.barrier))
-
-
-def test_an_exception_in_the_with_block_is_told_to_the_others() -> None:
-    failed, survivor = run_ranks_for_outcomes(2, fail_outside_collectives)
-    assert isinstance(failed.error, ValueError)
-    assert "ValueError: no data" in survivor.returned()
 
 
 SCRIPT = """
