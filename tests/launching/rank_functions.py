@@ -192,13 +192,6 @@ def rank_in_group(offset, *, factor=1):
     return (gs.get_communicator().rank + offset) * factor
 
 
-@gs.launcher(n_gpus=2)
-def fail_in_group():
-    if gs.get_communicator().rank == 1:
-        raise ValueError("boom")
-    gs.get_communicator().barrier()
-
-
 @gs.launcher
 def bare():
     return gs.get_communicator().world_size
@@ -214,11 +207,6 @@ def exit_0_on_rank_1():
 @gs.launcher(n_gpus=2)
 def large_in_group(size):
     return bytes(size)
-
-
-@gs.launcher(n_gpus=2)
-def exit_3():
-    sys.exit(3)
 
 
 def plain(value):

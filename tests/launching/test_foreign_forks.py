@@ -57,24 +57,6 @@ IDLE_CHILDREN = """
             print(error.exitcode, children != [] and all(os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children))
 """
 
-FORKS_OFTEN = (
-    IDLE_CHILDREN
-    + """
-    if __name__ == "__main__":
-        stop = threading.Event()
-
-        def fork_often():
-            fork_idle_child()
-            while not stop.is_set() and len(children) < 40:
-                fork_idle_child()
-
-        thread = threading.Thread(target=fork_often)
-        thread.start()
-        launch_failing()
-        stop.set()
-        thread.join()
-"""
-)
 
 # Whenever the launching thread has made a pipe, another one has a moment to fork.
 FORKS_AT_EVERY_PIPE = (
@@ -105,9 +87,8 @@ FORKS_AT_EVERY_PIPE = (
 )
 
 
-@pytest.mark.parametrize("program", [FORKS_OFTEN, FORKS_AT_EVERY_PIPE], ids=["often", "at every pipe"])
-def test_run_ends_although_children_forked_meanwhile_live_on(tmp_path, program):
-    done = run_script(tmp_path, program, env=os.environ | {"PYTHONWARNINGS": "ignore"})
+def test_run_ends_although_children_forked_meanwhile_live_on(tmp_path):
+    done = run_script(tmp_path, FORKS_AT_EVERY_PIPE, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     assert done.stdout == "3 True\n", done.stderr
 
 

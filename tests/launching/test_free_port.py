@@ -1,4 +1,3 @@
-import asyncio
 import http.server
 import socket
 import socketserver
@@ -25,22 +24,8 @@ def test_every_kind_of_server_can_bind_it(server):
         pass
 
 
-def test_asyncio_can_bind_it():
-    async def serve(port):
-        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", port)
-        server.close()
-        await server.wait_closed()
-
-    asyncio.run(serve(gs.free_port()))
-
-
 def test_the_kernel_gives_it_to_nobody_unasked():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     if high - low > 60_000:
         pytest.skip("the kernel uses all ports here")
     assert not any(low <= gs.free_port() <= high for _ in range(20))
-
-
-def test_ports_of_this_process_differ():
-    given = [gs.free_port() for _ in range(64)]
-    assert len(set(given)) == 64

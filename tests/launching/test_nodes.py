@@ -145,15 +145,11 @@ def test_the_exit_code_is_that_of_the_failing_rank(nodes):
 
 def test_a_node_that_is_done_waits_for_the_others(nodes):
     run = nodes()
-    run.start_all("linger@1")
-    assert [code for code, _ in run.end_all()] == [0, 0]
-    run = nodes()
     run.start_all("linger@0")
     assert [code for code, _ in run.end_all()] == [0, 0]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
 def test_a_signal_to_one_launcher_ends_all(nodes, victim, number):
     run = nodes()
     run.start_all("wait")
@@ -166,7 +162,7 @@ def test_a_signal_to_one_launcher_ends_all(nodes, victim, number):
         assert re.search(rf"gradsync: node {victim} \(\S+ 127.0.0.1\) was stopped by {number.name}$", err), err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGHUP])
 def test_a_signal_while_the_others_are_awaited_leaves_nothing(nodes, tmp_path, monkeypatch, number):
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -345,7 +341,7 @@ def test_different_restarts_are_refused(nodes):
     assert all("all machines need the same --max-restarts, node 0 has 1, node 1 (" in err for _, err in ends)
 
 
-@pytest.mark.parametrize("options", [(), ("--max-restarts", 1)])
+@pytest.mark.parametrize("options", [("--max-restarts", 1)])
 def test_launchers_may_share_a_log_directory(nodes, tmp_path, options):
     run = nodes()
     run.start_all("none", options=("--log-dir", tmp_path / "logs", *options))

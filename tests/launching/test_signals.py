@@ -93,13 +93,6 @@ def test_sigterm_kills_stubborn_ranks_after_the_grace(launched):
     assert all(map(command.is_gone, pids))
 
 
-def test_killed_launcher_leaves_no_rank(launched):
-    process, pids = launched(STUBBORN)
-    process.kill()
-    process.wait()
-    assert all(command.has_ended(pid, 10) for pid in pids)
-
-
 def test_ctrl_c_while_the_ranks_boot_is_quiet(tmp_path):
     # sitecustomize runs long before our own code in the rank.
     command.write_script(

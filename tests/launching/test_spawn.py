@@ -51,35 +51,12 @@ def test_processes_look_like_those_of_multiprocessing(fifo):
     assert results.get() == ("done", process.pid)
 
 
-def test_results_arrive_before_the_others_have_ended(fifo):
-    context = gs.spawn(rank_functions.read_on_rank_1, (fifo,), 2, join=False)
-    assert context.return_queues[0].get(timeout=60) == "first"
-    assert context.processes[1].is_alive()
-    assert context.return_queues[1].empty()
-    with pytest.raises(queue.Empty):
-        context.return_queues[1].get_nowait()
-    with open(fifo, "w") as file:
-        file.write("second")
-    assert context.return_queues[1].get() == "second"
-    assert context.join()
-
-
 def test_a_queue_of_a_rank_that_has_ended_does_not_wait():
     context = gs.spawn(rank_functions.place, (), 1)
     context.return_queues[0].get()
     for ended in (*context.return_queues, *context.error_queues):
         with pytest.raises(queue.Empty):
             ended.get()
-
-
-def test_a_failure_waits_in_join(fifo):
-    context = gs.spawn(rank_functions.raise_on_rank_1, (), 2, join=False)
-    assert context.error_queues[1].get(timeout=60).endswith("ValueError: boom\n")
-    for _ in range(2):
-        with pytest.raises(gs.RankFailed, match=r"^Process 1 terminated with the following error:\n\nTraceback"):
-            context.join()
-    assert [process.exitcode for process in context.processes] == [-signal.SIGTERM, 1]
-    assert context.error_queues[0].empty()
 
 
 @pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
@@ -93,21 +70,10 @@ def test_a_process_that_the_caller_ends(method, number):
     assert context.processes[1].exitcode == -number
 
 
-def test_a_rank_that_does_not_exit_although_it_has_failed():
-    with pytest.raises(gs.RankFailed, match="ValueError: with a thread"):
-        gs.spawn(rank_functions.leave_thread_running_after_error, (), 1)
-
-
 def test_result_that_does_not_unpickle_here():
     context = gs.spawn(rank_functions.return_stubborn, (), 1)
     with pytest.raises(gs.InvalidArgument, match="return value of rank 0 does not unpickle in the launching process"):
         context.return_queues[0].get()
-
-
-def test_results_that_pickle_are_kept_when_another_does_not():
-    with pytest.raises(gs.RankFailed, match="return value of rank 1 needs to pickle") as caught:
-        gs.spawn(rank_functions.return_unpicklable_on_rank_1, (), 2)
-    assert caught.value.results == {0: 0}
 
 
 def test_nothing_is_left_behind():
@@ -171,26 +137,6 @@ def test_a_failure_that_was_told_is_not_told_again(tmp_path):
     )
     done = run_python(script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "told\ntold\n", "")
-
-
-def test_daemons_end_with_the_program(tmp_path):
-    script = command.write_script(
-        tmp_path,
-        """
-        import signal
-        import gradsync as gs
-        def work():
-            while True:
-                signal.pause()
-        if __name__ == "__main__":
-            context = gs.spawn(work, (), 2, join=False, daemon=True)
-            assert all(process.daemon for process in context.processes)
-            print(*context.pids())
-        """,
-    )
-    done = run_python(script, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(command.has_ended(int(pid), 10) for pid in done.stdout.split())
 
 
 INTERRUPTED = """
