@@ -18,7 +18,6 @@ import pytest
 import gradsync as gs
 from contract import expect, wait_until
 from gradsync.communicators.local import LocalCommunicator
-from kits import bring_to_rest
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 WAIT = 20.0
@@ -58,30 +57,6 @@ def calls(comm: Any, collectives: Any) -> list[Any]:
     return results
 
 
-def both_forms(comm: Any) -> None:
-    expected = calls(comm, comm)
-    futures = calls(comm, comm.asynchronous)
-    for number, (future, value) in enumerate(zip(futures, expected, strict=True)):
-        result = future.result(WAIT)
-        if value is None:
-            assert result is None, number
-        else:
-            assert (result.dtype, result.shape) == (value.dtype, value.shape), number
-            np.testing.assert_array_equal(result, value, str(number))
-        bring_to_rest(comm)  # on a GPU a result is there when its stream has come so far
-        assert future.done()
-        assert future.exception() is None
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_results_are_those_of_the_synchronous_form(world_size: int) -> None:
-    run_ranks(world_size, both_forms)
-
-
-def test_results_are_those_of_the_synchronous_form_on_a_gpu() -> None:
-    run_ranks(2, both_forms, backend="nccl", stand_in=True)
-
-
 def beside_the_host(comm: Any) -> None:
     import cupy
 
@@ -108,19 +83,6 @@ def in_place(comm: Any) -> None:
     assert comm.asynchronous.all_reduce(array, out=out).result() is out
     assert comm.asynchronous.broadcast(array).result() is array
     np.testing.assert_array_equal(out, comm.world_size**2)
-
-
-def test_results_are_the_callers_own_arrays() -> None:
-    run_ranks(2, in_place)
-
-
-def held_by_nobody_else(comm: Any) -> float:
-    futures = [comm.asynchronous.all_reduce(np.full(1000, float(i))) for i in range(50)]
-    return sum(future.result().sum() for future in futures)
-
-
-def test_arrays_are_held_until_the_end() -> None:
-    assert run_ranks(2, held_by_nobody_else) == [1000 * 2 * sum(range(50))] * 2
 
 
 # -- Beside the caller -----------------------------------------------------------------------------------------------
@@ -204,22 +166,6 @@ def crosswise(comm: Any) -> None:
 
 def test_threads_that_submit_in_different_orders_on_the_ranks() -> None:
     run_ranks(2, crosswise)
-
-
-def plan_mismatch(comm: Any) -> str:
-    bad = comm.asynchronous.all_reduce(np.ones(3 + comm.rank))
-    good = comm.asynchronous.all_reduce(np.ones(3))
-    assert good.result(WAIT)[0] == comm.world_size
-    assert bad.done()
-    expect(gs.PlanMismatch, bad.wait)
-    assert isinstance(bad.exception(), gs.PlanMismatch)
-    assert "failed with PlanMismatch" in repr(bad)
-    return str(expect(gs.PlanMismatch, bad.result))
-
-
-def test_a_mismatch_fails_its_future_and_nothing_else() -> None:
-    texts = run_ranks(2, plan_mismatch)
-    assert all("float64[3]" in text and "float64[4]" in text for text in texts)
 
 
 def ending(future: gs.CollectiveFuture) -> str:

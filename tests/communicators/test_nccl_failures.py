@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract import seconds_waited
-from places import GPU, STAND_IN, STAND_IN_STUCK, Place, on
+from places import GPU, STAND_IN, STAND_IN_STUCK, Place, always_on, on
 
 STUCK = [*on(STAND_IN_STUCK, 2), *on(GPU, 2)]
 LONG_SECONDS = 20.0
@@ -26,7 +26,7 @@ def check(comm: Any, name: str, *args: Any) -> Any:
 # Ranks that differ.
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2, 3), *on(STAND_IN_STUCK, 2), *on(GPU, 2)])
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2, 3), *on(GPU, 2)])
 @pytest.mark.parametrize(("collective", "texts"), [("bucket", ("'d'", "'e'")), ("all_reduce", ("'a'", "float64[3]"))])
 def test_who_goes_ahead_of_a_rank_that_strays_is_told(
     place: Place, world_size: int, collective: str, texts: tuple[str, str]
@@ -51,7 +51,7 @@ def test_ranks_that_all_stray_are_unharmed(place: Place, world_size: int) -> Non
     assert "no data was moved" in told[0]
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2, 3), *on(GPU, 2)])
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 3), *on(GPU, 2)])
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_ranks_that_wait_for_each_other_are_told(place: Place, world_size: int, first: str) -> None:
     place.run(world_size, check, "wait_for_each_other", first)
@@ -100,7 +100,7 @@ def test_the_deadline_of_a_question(place: Place, world_size: int) -> None:
     assert told.partition(": ")[2] == text.partition(": ")[2]
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*STUCK, *on(STAND_IN, 2)])
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
 @pytest.mark.parametrize("next_call", ["launched", "asked about"])
 def test_a_rank_that_closes_early_is_named(place: Place, world_size: int, next_call: str) -> None:
     text, _ = place.run(world_size, check, "close_early", next_call)
@@ -119,7 +119,7 @@ def test_abort_ends_what_this_rank_waits_for_at_the_server(place: Place, world_s
     place.run(world_size, check, "abort_beside_a_wait_at_the_server", what)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 3), *on(GPU, 3)])
+@pytest.mark.parametrize(("place", "world_size"), [*always_on(STAND_IN, 3), *on(GPU, 3)])
 def test_abort_names_its_culprit(place: Place, world_size: int) -> None:
     place.run(world_size, check, "abort_because_of_another_rank")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from places import GPU, STAND_IN, STAND_IN_SLOW, Place, on
+from places import GPU, STAND_IN, STAND_IN_SLOW, Place, always_on, on
 
 CHECKS = (
     "reduce_what_slow_streams_make",
@@ -26,7 +26,9 @@ def check(comm: Any, name: str) -> Any:
     return function(comm)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2), *on(STAND_IN_SLOW, 2, 3), *on(GPU, 1, 2, 4)])
+@pytest.mark.parametrize(
+    ("place", "world_size"), [*on(STAND_IN, 1, 2), *always_on(STAND_IN_SLOW, 2), *on(GPU, 1, 2, 4)]
+)
 @pytest.mark.parametrize("name", CHECKS)
 def test_streams(place: Place, world_size: int, name: str) -> None:
     place.run(world_size, check, name)

@@ -2,66 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import signal
-from contextlib import closing
 from typing import Any
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import gradsync as gs
 from contract import expect
-from rank_pool import RankPool
-from rank_processes import run_ranks, run_ranks_for_outcomes
+from rank_processes import run_ranks
 
-LARGE = 25_000_000  # float64: 200 MB
-
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.complex_numbers(allow_nan=False)
-    | st.text(max_size=20)
-    | st.binary(max_size=50)
-)
-trees = st.recursive(
-    scalars,
-    lambda children: (
-        st.lists(children, max_size=4)
-        | st.tuples(children, children)
-        | st.dictionaries(st.text(max_size=5) | st.integers(), children, max_size=4)
-        | st.sets(st.integers(), max_size=4)
-    ),
-    max_leaves=20,
-)
-
-
-def move_trees(comm: Any, examples: list[list[Any]]) -> None:
-    n = comm.world_size
-    for number, objs in enumerate(examples):
-        root = number % n
-        mine = objs[comm.rank]
-        is_root = comm.rank == root
-        assert comm.objects.all_gather(mine) == objs[:n]
-        assert comm.objects.gather(mine, root) == (objs[:n] if is_root else None)
-        assert comm.objects.broadcast(objs if is_root else None, root) == objs
-        assert comm.objects.scatter(objs[:n] if is_root else None, root) == mine
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_trees_arrive_as_they_left(n: int) -> None:
-    @settings(max_examples=10, deadline=None)
-    @given(examples=st.lists(st.lists(trees, min_size=4, max_size=4), min_size=1, max_size=6))
-    def check(examples: list[list[Any]]) -> None:
-        pool.run(move_trees, examples)
-
-    with closing(RankPool(n)) as pool:
-        check()
+LARGE = 5_000_000  # float64: 40 MB, more than a segment holds at once
 
 
 def move_large(comm: Any) -> tuple[int, ...]:
@@ -76,7 +25,7 @@ def move_large(comm: Any) -> tuple[int, ...]:
     return (0,) if part is None else part.shape
 
 
-def test_200_megabytes() -> None:
+def test_large_objects() -> None:
     assert run_ranks(2, move_large, timeout=120.0) == [(0,), (LARGE,)]
 
 
@@ -174,28 +123,6 @@ def test_an_object_that_does_not_unpickle_fails_where_it_does_not() -> None:
     assert "LookupError: no such class" in culprit
 
 
-def disagree(comm: Any) -> list[str]:
-    texts = []
-    for first, second in [
-        (lambda: comm.objects.all_gather(1), lambda: comm.objects.gather(1)),
-        (lambda: comm.objects.broadcast(1, 0), lambda: comm.objects.broadcast(1, 1)),
-        (lambda: comm.objects.all_gather(1), lambda: comm.objects.all_gather_for("reduce_dict", 1)),
-        (lambda: comm.objects.all_gather(1), comm.barrier),
-        (lambda: comm.objects.scatter([1, 2]), lambda: comm.all_gather(np.ones(3))),
-    ]:
-        error = expect(gs.PlanMismatch, first if comm.rank == 0 else second)
-        texts.append(str(error).partition(": ")[2])
-        assert comm.objects.all_gather(comm.rank) == [0, 1]
-    return texts
-
-
-def test_different_collectives_are_told_apart() -> None:
-    first, second = run_ranks(2, disagree)
-    assert first == second
-    assert "rank 0: objects.all_gather, at " in first[0]
-    assert "\n  rank 1: objects.gather (root 0), at " in first[0]
-
-
 def name_by_world(comm: Any) -> str:
     group = comm.new_group([0, 2])
     if not group:
@@ -210,20 +137,6 @@ def test_errors_in_a_group_name_ranks_of_the_world() -> None:
     assert outside == ""
     assert first.endswith(last.partition("moved nothing")[2])
     assert "rank 2: its object does not pickle" in first
-
-
-def die(comm: Any) -> None:
-    for step in range(1000):
-        comm.objects.all_gather(bytes(3_000_000))
-        if comm.rank == 1 and step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_rank_that_dies_is_noticed() -> None:
-    survivor, dead = run_ranks_for_outcomes(2, die)
-    assert dead.exit_code == -signal.SIGKILL
-    assert isinstance(survivor.error, gs.RankFailed)
-    assert survivor.error.rank == 1
 
 
 class Interrupting:
@@ -241,9 +154,3 @@ def interrupt(comm: Any) -> list[int]:
 
 def test_an_interrupt_while_pickling_comes_before_the_collective() -> None:
     assert run_ranks(2, interrupt) == [[0, 1], [0, 1]]
-
-
-def test_pickles_of_this_test_are_what_they_seem() -> None:
-    for refused in (Refusing(), lambda: 0):
-        with pytest.raises((Nameless, pickle.PicklingError, AttributeError)):
-            pickle.dumps(refused)

@@ -46,34 +46,6 @@ def told(errors: list[Any], *members: int) -> list[gs.PlanMismatch]:
 # Between processes.
 
 
-def talk(comm: Any, steps: int) -> None:
-    """Ranks draw the same steps and pause as they like; every value is checked."""
-    shared, own = np.random.default_rng(21), np.random.default_rng([22, comm.rank])
-    n, rank = comm.world_size, comm.rank
-    for step in range(steps):
-        first, second = (int(member) for member in shared.permutation(n)[:2])
-        size = int(shared.choice([0, 1, 1000, 300_000]))
-        if own.random() < 0.05:
-            time.sleep(own.random() * 1e-3)
-        mine, room = np.full(size, rank + step, np.float32), np.zeros(size, np.float32)
-        kind = shared.random()
-        if kind < 0.6 and rank == first:
-            comm.send(mine, second)
-        elif kind < 0.6 and rank == second:
-            assert (comm.recv(room, first) == first + step).all(), step
-        elif 0.6 <= kind < 0.8:
-            source = (rank - 1) % n
-            assert (comm.exchange(mine, dest=(rank + 1) % n, out=room, source=source) == source + step).all(), step
-        elif kind >= 0.8:
-            comm.all_reduce(mine)
-            assert (mine == n * step + n * (n - 1) // 2).all(), step
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_soak(world_size: int) -> None:
-    run_ranks(world_size, talk, 1000)
-
-
 def die(comm: Any, victim: int, size: int) -> None:
     array = np.ones(size, np.float32)
     for step in range(1000):

@@ -10,10 +10,10 @@ import value_checks as checks
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
+from stand_in_processes import Gate, Rank, run
 
 from gradsync.communicators.host_arrays import HostArrays
 from places import GPU, STAND_IN, Place, on
-from stand_in_processes import Gate, Rank, run
 
 HOST = HostArrays()
 

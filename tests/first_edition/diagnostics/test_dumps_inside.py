@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hanging_files import hanging_files
 
 import gradsync as gs
 from gradsync import dumps, environment
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.diagnostics.dump_files import read_dump, read_dumps
-from hanging_files import hanging_files
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 from stand_in_processes import Gate, Rank, run
 
 

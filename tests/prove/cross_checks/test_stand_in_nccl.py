@@ -7,7 +7,6 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-
 from stand_in_processes import FLOAT, SUM, Gate, Rank, run
 
 
