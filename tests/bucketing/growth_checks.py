@@ -1,4 +1,4 @@
-"""What thousands of equal steps of an AllreduceCallback cost in memory; run inside rank processes."""
+"""What hundreds of equal steps of an AllreduceCallback cost in memory; run inside rank processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import gradsync as gs
 from belongings import Belongings
 
-STEPS = 10_000
 WARM_UP_STEPS = 200
 LARGEST_GROWTH_BYTES = 2 * 2**20
 LARGEST_TRACED_GROWTH_BYTES = 64 * 1024

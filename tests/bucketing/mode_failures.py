@@ -53,8 +53,6 @@ def fail_in_the_middle(callback: Any, arrays: dict[str, Any], culprit: int, rank
                 if number == 2 and at == 2 and rank == culprit:
                     if how == "Ctrl-C":
                         os.kill(os.getpid(), signal.SIGINT)
-                    elif how == "killed":
-                        os.kill(os.getpid(), signal.SIGKILL)
                     raise ValueError("no such batch")
     return futures
 
@@ -94,13 +92,6 @@ def raise_in_modes(comm: Any, kit_name: str, modes: tuple[str, ...], ways: tuple
                 for array in arrays.values():
                     fill(array, np.ones(100, np.float32))  # they are still there
     return told
-
-
-def die(comm: Any, kit_name: str, mode: str) -> None:
-    kit = make_kit(comm, kit_name)
-    callback, arrays = make(comm, kit, mode)
-    fail_in_the_middle(callback, arrays, 1, comm.rank, "killed")
-    comm.barrier()
 
 
 def cancel_what_was_not_reduced(comm: Any, kit_name: str) -> None:

@@ -10,12 +10,12 @@ import view_checks as checks
 
 import gradsync as gs
 from gradsync.communicators.local import LocalCommunicator
-from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, on
+from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
 PLACES = [
-    *on(SHM, 1, 2, 3),
+    *on(SHM, 1, 3),
     *on(STAND_IN, 1, 2),
-    *on(STAND_IN_STAGED, 2),
+    *always_on(STAND_IN_STAGED, 2),
     *on(STAND_IN_MIXED, 2),
     *on(GPU, 1, 2),
     *on(GPU_MIXED, 2),

@@ -13,14 +13,14 @@ from click.testing import CliRunner
 import gradsync as gs
 from contract import expect
 from gradsync.cli import main
-from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, on
+from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, always_on, on
 
 EVERYWHERE = [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(GPU, 2)]
 KNOBS: list[dict[str, Any]] = [{}, {"parameters": {"w": ((4,), "float64")}}]
 
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=["", "parameters"])
-@pytest.mark.parametrize(("place", "world_size"), [*EVERYWHERE, *on(STAND_IN_STAGED, 2)])
+@pytest.mark.parametrize(("place", "world_size"), [*EVERYWHERE, *always_on(STAND_IN_STAGED, 2)])
 def test_the_first_use(place: Place, world_size: int, knobs: dict[str, Any]) -> None:
     place.run(world_size, checks.cross_at_first, place.kit, knobs)
 

@@ -10,7 +10,7 @@ import pytest
 
 import gradsync as gs
 from gradsync.communicators.local import LocalCommunicator
-from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, on
+from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
 FEW = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
 
@@ -22,7 +22,7 @@ FEW = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
         *on(STAND_IN, 1, 2),
         *on(STAND_IN_SLOW, 2),
         *on(STAND_IN_STAGED, 2),
-        *on(STAND_IN_MIXED, 2),
+        *always_on(STAND_IN_MIXED, 2),
         *on(GPU, 1, 2),
         *on(GPU_MIXED, 2),
     ],
@@ -42,7 +42,7 @@ def combined(comm: Any, kit_name: str) -> None:
 
 @pytest.mark.parametrize(
     ("place", "world_size"),
-    [*on(SHM, 1, 2, 3), *on(STAND_IN, 2), *on(STAND_IN_STAGED, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 1, 2)],
+    [*on(SHM, 1, 2, 3), *on(STAND_IN, 2), *always_on(STAND_IN_STAGED, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 1, 2)],
 )
 def test_names_passes_joins_zeros_and_groups(place: Place, world_size: int) -> None:
     place.run(world_size, combined, place.kit)

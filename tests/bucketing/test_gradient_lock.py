@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.communicators.local import LocalCommunicator
-from places import SHM, STAND_IN_MIXED, STAND_IN_STAGED, Place, on
+from places import SHM, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
 
-PLACES = [*on(SHM, 1, 2, 3), *on(STAND_IN_STAGED, 2)]
-ON_TWO = [*on(SHM, 2), *on(STAND_IN_STAGED, 2)]
+PLACES = [*on(SHM, 1, 2, 3), *always_on(STAND_IN_STAGED, 2)]
+ON_TWO = [*on(SHM, 2), *always_on(STAND_IN_STAGED, 2)]
 
 CHECKS = [
     checks.lock_each_layout,
@@ -86,7 +86,7 @@ def test_every_way_out_of_ranks(place: Place, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("way", sorted(checks.LAST_WAYS_OUT))
-@pytest.mark.parametrize(("place", "world_size"), [*ON_TWO, *on(STAND_IN_MIXED, 2)])
+@pytest.mark.parametrize(("place", "world_size"), [*ON_TWO, *always_on(STAND_IN_MIXED, 2)])
 def test_the_end_of_the_group_puts_every_flag_back(place: Place, world_size: int, way: str) -> None:
     place.run(world_size, checks.leave_by, 3, way)
 

@@ -1,4 +1,4 @@
-"""Thousands of equal steps need no more memory than one, and a steady step allocates next to nothing."""
+"""Hundreds of equal steps need no more memory than one, and a steady step allocates next to nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ import pytest
 from places import SHM
 
 
-@pytest.mark.timeout(300)  # so many steps take minutes where the ranks have no core of their own
-@pytest.mark.parametrize(("mode", "steps"), [("plain", checks.STEPS), ("views", checks.STEPS), ("parameters", 500)])
-def test_nothing_grows(mode: str, steps: int) -> None:
-    assert SHM.run(2, checks.measure, (mode,), steps, timeout=290.0) == [[], []]
-
-
-def test_nothing_grows_on_one_rank() -> None:
-    assert SHM.run(1, checks.measure, tuple(checks.MODES), 1000) == [[]]
-
-
-def test_watching_allocates_nothing_either() -> None:
-    assert SHM.run(2, checks.measure, ("watched",), 500) == [[], []]
+@pytest.mark.parametrize(("world_size", "steps"), [(1, 1000), (2, 500)])
+def test_nothing_grows(world_size: int, steps: int) -> None:
+    assert SHM.run(world_size, checks.measure, tuple(checks.MODES), steps) == [[]] * world_size

@@ -11,12 +11,12 @@ import pytest
 
 import gradsync as gs
 from gradsync.communicators.local import LocalCommunicator
-from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, on
+from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
 PLACES = [
-    *on(SHM, 1, 2, 3),
+    *on(SHM, 1, 3),
     *on(STAND_IN, 1, 2),
-    *on(STAND_IN_STAGED, 2),
+    *always_on(STAND_IN_STAGED, 2),
     *on(STAND_IN_MIXED, 2),
     *on(GPU, 1, 2),
     *on(GPU_MIXED, 2),
@@ -28,7 +28,7 @@ def test_compression_and_scales(place: Place, world_size: int) -> None:
     place.run(world_size, checks.scale_and_compress, place.kit)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*PLACES, *on(STAND_IN_SLOW, 2)])
+@pytest.mark.parametrize(("place", "world_size"), [*PLACES, *always_on(STAND_IN_SLOW, 2)])
 def test_buckets_begin_early_and_in_groups(place: Place, world_size: int) -> None:
     place.run(world_size, checks.launch, place.kit)
 

@@ -11,7 +11,7 @@ import gradsync as gs
 from contract import contribution, expect
 from gradsync.communicators.local import LocalCommunicator
 from kits import make_kit
-from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, on
+from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
 TWO_RANKS = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
 
@@ -55,8 +55,8 @@ def broadcast_everything(comm: Any, kit_name: str) -> None:
         *on(SHM, 1, 2, 3),
         *on(STAND_IN, 1, 2, 3),
         *on(STAND_IN_SLOW, 2),
-        *on(STAND_IN_STAGED, 2),
-        *on(STAND_IN_MIXED, 2),
+        *always_on(STAND_IN_STAGED, 2),
+        *always_on(STAND_IN_MIXED, 2),
         *on(GPU, 1, 2, 4),
         *on(GPU_MIXED, 2),
     ],

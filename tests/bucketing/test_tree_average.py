@@ -5,7 +5,7 @@ from __future__ import annotations
 import average_checks as checks
 import pytest
 
-from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, on
+from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 from rank_processes import run_ranks
 
 
@@ -15,7 +15,7 @@ from rank_processes import run_ranks
         *on(SHM, 1, 2, 3),
         *on(STAND_IN, 2),
         *on(STAND_IN_STAGED, 2),
-        *on(STAND_IN_MIXED, 2),
+        *always_on(STAND_IN_MIXED, 2),
         *on(STAND_IN_SLOW, 2),
         *on(GPU, 2),
     ],

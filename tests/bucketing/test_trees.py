@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import tree_checks as checks
-from hypothesis import strategies as st
 
-from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, on
+from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
 
 
 @pytest.mark.parametrize(
     ("place", "world_size"),
-    [*on(SHM, 1, 3), *on(STAND_IN, 1, 2), *on(STAND_IN_STAGED, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 2)],
+    [*on(SHM, 1, 3), *on(STAND_IN, 1, 2), *always_on(STAND_IN_STAGED, 2), *on(STAND_IN_MIXED, 2), *on(GPU, 2)],
 )
 def test_all_ranks_get_the_root_s_state(place: Place, world_size: int) -> None:
     place.run(world_size, checks.broadcast_everything, place.kit)
@@ -42,19 +40,8 @@ def test_a_tree_that_cannot_be_taken_apart_is_told_before_anything_is_sent() -> 
     SHM.run(2, checks.refuse_before_anything_is_sent)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN_STAGED, 2)])
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *always_on(STAND_IN_STAGED, 2)])
 def test_two_values_for_one_memory_are_refused(place: Place, world_size: int) -> None:
     first, second = place.run(world_size, checks.share_memory_between_leaves)
     assert first == second
     assert "rank 1: b/c: memory of its own against memory shared with a" in first
-
-
-keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers()), st.none())
-leaves = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.builds(lambda n: np.arange(n), st.integers(0, 4)))
-trees = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(keys, inner, max_size=4)
-    ),
-    max_leaves=12,
-)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from places import SHM, STAND_IN, STAND_IN_STAGED, Place, on
+from places import SHM, STAND_IN, STAND_IN_STAGED, Place, always_on, on
 
 
 class Heard(logging.Handler):
@@ -88,7 +88,7 @@ def forget_the_broadcast(comm: Any, kit: str, join: bool) -> None:
     assert train(weights, list(weights.items()), join=join, grads=xp) == []
 
 
-PLACES = [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(STAND_IN_STAGED, 2)]
+PLACES = [*on(SHM, 2, 3), *on(STAND_IN, 2), *always_on(STAND_IN_STAGED, 2)]
 
 
 @pytest.mark.parametrize("join", [False, True])
