@@ -94,8 +94,9 @@ def tell_as_the_naive_way(comm: Any, dtype: str, options: dict[str, Any], new_ar
 def check_ways(comm: Any, dtypes: tuple[str, ...]) -> dict[str, list[str]]:
     told = {}
     for name, options in _WAYS.items():
-        for dtype in dtypes if "compression" not in options else ("float32",):
-            for new_arrays in (False, True) if name in ("buckets", "many buckets") else (False,):
+        is_plain = name in ("buckets", "many buckets")
+        for dtype in dtypes if "compression" not in options and (is_plain or IS_EVERYWHERE) else ("float32",):
+            for new_arrays in (False, True) if is_plain else (False,):
                 told[f"{name}, {dtype}, {new_arrays}"] = tell_as_the_naive_way(comm, dtype, options, new_arrays)
     return told
 

@@ -42,28 +42,6 @@ def test_shared_memory_works_here():
     assert trial["text"].startswith("works: 16 MB in ")
 
 
-def test_one_screen_for_a_person():
-    command = [sys.executable, "-m", "gradsync", "doctor", "--backend", "local", "--timeout", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert len(lines) < 50
-    assert lines[0].startswith("ok               Python ")
-    assert "backend local  works with one rank" in done.stdout
-    assert lines[-1].startswith("Ready: local works here.")
-
-
-def test_two_wheels_of_cupy_are_one_too_many(tmp_path):
-    for name in ("cupy_cuda12x", "cupy_cuda13x"):
-        folder = tmp_path / f"{name}-14.2.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 14.2.0\n")
-    _, found = doctor("--no-try", path=[tmp_path])
-    line = found["lines"]["CuPy"]
-    assert line["status"] == "warning"
-    assert line["advice"].startswith("pip uninstall -y cupy-cuda12x cupy-cuda13x; then ")
-
-
 def test_the_stand_in_is_not_taken_for_a_gpu():
     code, found = doctor("--backend", "nccl", path=[STAND_IN])
     assert code == 1

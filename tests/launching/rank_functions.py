@@ -213,9 +213,6 @@ def plain(value):
     return value, gs.is_initialized()
 
 
-wrapped_elsewhere = gs.launcher(n_gpus=1)(plain)
-
-
 def return_arrays():
     """Large and small, of every layout, and two that share memory by being one."""
     import numpy as np

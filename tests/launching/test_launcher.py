@@ -11,10 +11,6 @@ import gradsync as gs
 from gradsync.launching import start_method_choice
 
 
-def test_applied_to_a_function_that_keeps_its_name():
-    assert rank_functions.wrapped_elsewhere("x") == [("x", True)]
-
-
 def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatch):
     monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
@@ -117,15 +113,6 @@ print([point.x for point in results], all(type(point) is Point for point in resu
 """
     done = run_interactive(source)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2] True\n", "")
-
-
-def test_returned_values_are_kept_when_another_does_not_pickle():
-    with pytest.raises(
-        gs.RankFailed, match=r"failed with exit code 1; the other ranks ended in order\n\n.*got lock"
-    ) as caught:
-        gs.launcher(rank_functions.return_unpicklable_on_rank_1, n_gpus=2)()
-    assert caught.value.rank == 1
-    assert caught.value.results == {0: 0}
 
 
 def test_world_size_limits_the_processes_of_this_node(monkeypatch):
