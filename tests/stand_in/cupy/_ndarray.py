@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -132,7 +133,8 @@ class ndarray(_elementwise.Operators):  # noqa: N801
     def __int__(self) -> int:
         return int(self.item())
 
-    __index__ = __int__
+    def __index__(self) -> int:
+        return operator.index(self.get())  # refuses floats, as NumPy does
 
     def __float__(self) -> float:
         return float(self.item())
