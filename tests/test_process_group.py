@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +163,74 @@ def test_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(gs.AuthenticationError):
             gs.init_process_group(timeout_seconds=60)
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 200, b""])
+def test_another_service_on_the_port(greeting: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def serve() -> None:
+        listener.settimeout(0.2)
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                stream, _ = listener.accept()
+                with stream:
+                    stream.sendall(greeting)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        variables = {"RANK": "1", "WORLD_SIZE": "2", environment.HOSTED: "1", environment.SECRET: "00" * 32}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(environment.ADDRESS, f"127.0.0.1:{listener.getsockname()[1]}")
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with pytest.raises(gs.RendezvousError, match="another service or run holds this port"):
+                gs.init_process_group(timeout_seconds=60)
+        finally:
+            over.set()
+            thread.join()
+
+
+JOINED = """
+import numpy as np
+import gradsync as gs
+comm = gs.init_process_group("shm", timeout_seconds=30)
+print("joined", flush=True)
+input()
+total = np.ones(3)
+comm.all_reduce(total)
+print(total[0], flush=True)
+"""
+
+
+def test_a_rank_that_has_joined_already_and_a_wrong_world_size_are_refused() -> None:
+    from gradsync.rendezvous.server import RendezvousServer
+
+    def start(rank: int, world_size: int) -> subprocess.Popen[str]:
+        place = {environment.RANK: rank, environment.WORLD_SIZE: world_size, "LOCAL_WORLD_SIZE": world_size}
+        variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", JOINED], env={**variables, **meeting}, text=True, **pipes)
+
+    with RendezvousServer(2, secret=b"right" * 8) as server:
+        meeting = {environment.ADDRESS: server.address, environment.HOSTED: "1"}
+        meeting[environment.SECRET] = (b"right" * 8).hex()
+        ranks = [start(rank, 2) for rank in range(2)]
+        assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["joined\n"] * 2
+        for rank, world_size, told in [
+            (1, 2, "rank 1/2 has joined already"),
+            (0, 3, "world_size 2, rank 0 came with 3"),
+        ]:
+            stranger = start(rank, world_size)
+            out, err = stranger.communicate(timeout=60)
+            assert (out, stranger.returncode) == ("", 1), err
+            assert told in err.splitlines()[-1]
+        for rank in ranks:
+            assert rank.stdin
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        assert [rank.communicate(timeout=60) for rank in ranks] == [("2.0\n", "")] * 2
 
 
 def initialise_again(comm: Any) -> list[tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -181,3 +182,28 @@ def test_a_steady_step_allocates_no_buffers() -> None:
     """Views and futures cost a few kilobytes, casts of half precision 64 KiB, whatever the size; the data are 2 MB."""
     for peaks in run_ranks(2, allocate_in_a_steady_step):
         assert max(peaks.values()) < 100_000, peaks
+
+
+def ask_for_more_than_there_is(comm: Any, what: str) -> str:
+    """A limit on the size of files takes the place of a full /dev/shm: both refuse the pages."""
+    buckets = gs.AllreduceCallback(parameters={"w": ((3_000_000,), "float32")}, gradient_as_bucket_view=True)
+    comm.barrier()
+    before = len(os.listdir("/proc/self/fd"))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, unlimited[1]))
+    error = expect(
+        gs.GradsyncError, {"split": lambda: comm.split(0), "gradient_buffers": buckets.gradient_buffers}[what]
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("what", ["split", "gradient_buffers"])
+def test_more_memory_than_there_is_is_refused(what: str) -> None:
+    """By the rank that makes it, and told to the other."""
+    told = sorted(run_ranks(2, ask_for_more_than_there_is, what))
+    assert told[0].startswith("BackendUnavailable: ")
+    assert all(
+        "cannot allocate" in text and "bytes of shared memory: [Errno 27] File too large" in text for text in told
+    )

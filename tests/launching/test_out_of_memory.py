@@ -86,3 +86,19 @@ def test_run_reports_a_rank_that_the_kernel_has_ended(entering_small_memory, tmp
     last = done.stderr.splitlines()[-1]
     assert last.startswith("gradsync: rank 1 (pid ")
     assert f"was killed by SIGKILL: {KILLED} (memory limit of the control group: 256.0 MiB); it had used " in last
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("import numpy; numpy.empty(1 << 60, numpy.uint8)", ", out of host memory:"),
+        ("raise OSError(12, 'Cannot allocate memory')", ", out of host memory:"),
+        ("raise type('OutOfMemoryError', (Exception,), {})('Tried to allocate 20.00 GiB.')", ", out of GPU memory:"),
+        ("raise RuntimeError('CUDA error: out of memory')", ", out of GPU memory:"),
+        ("raise ValueError('out of memory of my youth')", ":"),
+    ],
+)
+def test_which_memory_an_exception_was_about(tmp_path, statement, told):
+    code, _, err = command.run("run", "-n", 1, command.write_script(tmp_path, statement))
+    assert code == 1
+    assert f"failed with exit code 1{told}\n" in err

@@ -1,0 +1,75 @@
+"""A gradient's future: not ready before its bucket is reduced, and ready for ever after."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradsync as gs
+from contract import expect
+from kits import make_kit
+from places import GPU, SHM, STAND_IN, Place, on
+
+
+def ask_too_early(comm: Any, kit_name: str) -> None:
+    kit = make_kit(comm, kit_name)
+    sync = gs.AllreduceCallback("sum", comm)
+    future = sync("w", kit.put(np.full((2, 3), comm.rank + 1.0)))
+    for ask in ("shape", "dtype", "device"):
+        expect(gs.FutureNotReady, lambda ask=ask: getattr(future, ask), f"{ask} of the gradient of 'w' is not ready")
+    for ask in ("numpy", "exception", "result", "wait"):
+        expect(gs.FutureNotReady, getattr(future, ask), "the gradient of 'w' is not ready")
+    assert not future.done()
+    assert "pending" in repr(future)
+
+    seen: list[Any] = []
+    future.add_done_callback(lambda done: seen.append(("before", done)))
+    future.add_done_callback(lambda done: 1 / 0)  # logged, and harmless
+    late: list[Any] = []
+    waiter = threading.Thread(target=lambda: late.append(kit.get(future.result())))
+    hurried = threading.Thread(target=lambda: late.append(expect(gs.CollectiveTimeout, lambda: future.result(0.01))))
+    hurried.start()
+    hurried.join(30)
+    assert "0.01 s" in str(late.pop())
+    waiter.start()
+    sync.flush()
+    waiter.join(30)
+
+    wanted = np.full((2, 3), comm.world_size * (comm.world_size + 1) / 2)
+    assert (late[0] == wanted).all()
+    assert (future.numpy() == wanted).all()
+    assert future.result() is future.result()
+    assert (future.shape, np.dtype(future.dtype)) == ((2, 3), np.float64)
+    assert (str(future.device) == "cpu") == (kit_name == "numpy")
+    future.wait()
+    assert future.exception() is None
+    assert "ready" in repr(future)
+    future.add_done_callback(lambda done: seen.append(("after", done)))
+    while len(seen) < 2:  # on a GPU they run in a thread of the communicator
+        threading.Event().wait(0.01)
+    assert [what for what, _ in seen] == ["before", "after"]
+    assert all(done is future for _, done in seen)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2), *on(GPU, 2)])
+def test_not_ready_before_the_value_is(place: Place, world_size: int) -> None:
+    place.run(world_size, ask_too_early, place.kit)
+
+
+def fail_a_step(comm: Any) -> None:
+    sync = gs.AllreduceCallback("sum", comm)
+    future = sync("w", np.ones(2 + comm.rank))
+    error = expect(gs.PlanMismatch, sync.flush)
+    assert future.done()
+    assert str(future.exception()) == str(error)
+    future.wait()
+    for ask in (future.result, future.numpy, lambda: future.shape):
+        expect(gs.PlanMismatch, ask)
+    assert "failed with PlanMismatch" in repr(future)
+
+
+def test_the_error_is_each_futures_own() -> None:
+    SHM.run(2, fail_a_step)
