@@ -203,7 +203,6 @@ def ask_for_more_than_there_is(comm: Any, what: str) -> str:
 def test_more_memory_than_there_is_is_refused(what: str) -> None:
     """By the rank that makes it, and told to the other."""
     told = sorted(run_ranks(2, ask_for_more_than_there_is, what))
+    assert "bytes of shared memory: [Errno 27] File too large" in told[0]
     assert told[0].startswith("BackendUnavailable: ")
-    assert all(
-        "cannot allocate" in text and "bytes of shared memory: [Errno 27] File too large" in text for text in told
-    )
+    assert told[1].startswith(("RankFailed: ", "BackendUnavailable: "))

@@ -159,23 +159,24 @@ class BackwardPass:
             check_may_call(communicator.label, "callback(param, grad)")
         self._flushed_itself = False
         plan = self.plan
-        entry = plan.arrivals.recurring(param, grad, communicator.arrays)
+        arrivals, planner = plan.arrivals, plan.planner
+        entry = arrivals.recurring(param, grad, communicator.arrays)
         if entry is None:
             if not self.is_under_way:
                 self.compare_parameters(grad, communicator)  # first: a difference in the buckets is then shown as one
                 self.ensure_memory(communicator)
             entry = plan.admit(param, grad, communicator, self)
-            complete = plan.planner.add(entry.spec, entry.position)
-            self._works.renew(plan.planner.placed_in)
+            complete = planner.add(entry.spec, entry.position)
+            self._works.renew(planner.placed_in)
         else:
-            complete = plan.planner.add(entry.spec, entry.position)
-        number = plan.planner.placed_in
-        if self._auto is not None and plan.arrivals.count == 1:
+            complete = planner.add(entry.spec, entry.position)
+        number = planner.placed_in
+        if self._auto is not None and arrivals.count == 1:
             self._auto.begin_step(self.reduction, communicator)
         if communicator.runs_beside_host:
             self._producers.setdefault(number, []).append(communicator.mark_work())
         if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
-            tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=plan.arrivals.count == 1)
+            tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=arrivals.count == 1)
         end, guard = self._ends[number], self._guard
         future = GradientFuture(entry.spec.name, end, entry.result) if guard is None else guard.take(entry, end)
         if (set_writeable := entry.set_writeable) is not None:

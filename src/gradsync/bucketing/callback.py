@@ -160,7 +160,9 @@ class AllreduceCallback(WithBlocks):
             UnsupportedDtype: e.g. the mean of integers.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
-        communicator = self._communicator()
+        communicator = self._group or get_world()
+        if communicator is None or self._backend is not None:
+            communicator = self._communicator()
         if self._synchronising:
             return self._backward.hand_over(param, grad, communicator)
         raise _refusal_in_no_sync(param, communicator)

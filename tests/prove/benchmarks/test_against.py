@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the ranks share memory on Linux")
 
 
-def test_a_ratio_is_of_the_medians_of_blocks() -> None:
-    ratio = Ratio.of([[2.0, 2.0, 50.0], [3.0], [4.0]], [[1.0, 1.0, 1.0], [1.0], [1.0]])
+def test_a_ratio_is_of_the_quickest_rounds_of_blocks() -> None:
+    ratio = Ratio.of([[2.0, 7.0, 50.0], [3.0], [4.0]], [[1.0, 9.0, 1.0], [1.0], [1.0]])
     assert (ratio.median, ratio.low, ratio.high) == (3.0, 2.0, 4.0)
 
 
