@@ -50,7 +50,7 @@ SCRIPTS = {
             (*_PYTEST, "tests/test_hooks.py"),
         ),
     ],
-    "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--quick",), "proof_model_check")],
+    "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--states", "2000"), "proof_model_check")],
     "simulation": [
         Script(
             "tests/prove/simulation/simulation_run.py", ("--seeds", "100000"), ("--seeds", "200"), "proof_simulation"
