@@ -271,7 +271,7 @@ def test_ctrl_c_ends_the_wait_for_a_future_and_tells_the_others() -> None:
 # -- The end of the program ------------------------------------------------------------------------------------------
 
 PROGRAM = """
-import sys, time
+import signal, sys, time
 import numpy as np
 import gradsync as gs
 from gradsync.communicators import collective_queue
@@ -284,6 +284,7 @@ if comm.rank == 0:
     print("ending at", time.time(), flush=True)
     {ending}
 else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which may come before the news
     try:
         {other}
     except gs.RankFailed:
