@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -356,6 +357,30 @@ def forget_without_closing(comm: Any) -> None:
         wait_until(lambda e=ended: gc.collect() >= 0 and e.is_set())
     wait_until(lambda: watchers() <= before)
     comm.barrier()
+
+
+def collect_at_each_call(comm: Any) -> int:
+    """The garbage collector may strike anywhere, also where a thread has just taken a lock to send a message."""
+    gc.disable()
+    number, call, struck = 0, 0, True
+
+    def strike(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal call, forgotten
+        call += event == "call"
+        if call == number and forgotten:
+            forgotten = []
+            gc.collect()
+
+    while struck:
+        forgotten = [comm.split(color=0)]
+        comm.barrier()
+        gc.freeze()  # what is looked at then is little
+        number, call, struck = number + 1, 0, False
+        sys.setprofile(strike)
+        comm.objects.all_gather(number)
+        sys.setprofile(None)
+        struck = any(comm.objects.all_gather(not forgotten))
+    return number
 
 
 def fork_and_use(comm: Any) -> str:

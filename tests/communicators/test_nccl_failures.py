@@ -177,6 +177,11 @@ def test_a_forgotten_communicator_ends(place: Place, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
+def test_the_garbage_collector_may_strike_anywhere(place: Place, world_size: int) -> None:
+    assert min(place.run(world_size, check, "collect_at_each_call")) > 50
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
 def test_a_forked_child_cannot_use_it(place: Place, world_size: int) -> None:
     for text in place.run(world_size, check, "fork_and_use"):
         assert "forked from" in text

@@ -18,7 +18,7 @@ from typing import Any
 import cupy
 
 from gradsync.communicators.nccl.collectives import NcclCollectives
-from gradsync.communicators.nccl.ending import call_if_alive, end_forgotten, tell_others
+from gradsync.communicators.nccl.ending import call_if_alive, end_rest, tell_others
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.joining import join_group, split_group
 from gradsync.communicators.nccl.launch import Launch, as_stream
@@ -75,7 +75,8 @@ class NcclCommunicator(NcclCollectives):
             on_failure=lambda error: call_if_alive(failed, error),
         )
         # Not at exit: the process group closes its communicator then, and what is left cannot hang (handle.py).
-        weakref.finalize(self, end_forgotten, handle, self._watcher, self._agreements, client).atexit = False
+        rest = partial(end_rest, self._watcher, self._agreements, client)
+        weakref.finalize(self, handle.leave, rest).atexit = False
 
     @classmethod
     def take_over(
@@ -85,7 +86,7 @@ class NcclCommunicator(NcclCollectives):
         try:
             return cls(handle, client, group, timeout_seconds)
         except BaseException:
-            handle.begin_abort()
+            handle.leave()
             raise
 
     def mark_work(self) -> Any:

@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 from gradsync.communicators.nccl.agreements import NcclAgreements
-from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.watcher import Watcher
 from gradsync.errors import GradsyncError
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
@@ -29,10 +28,9 @@ def tell_others(client: CommunicatorClient, reason: str | None, culprit: int | N
         told.set()
 
 
-def end_forgotten(handle: NcclHandle, watcher: Watcher, agreements: NcclAgreements, client: CommunicatorClient) -> None:
-    """Ends what a collected communicator has left behind."""
+def end_rest(watcher: Watcher, agreements: NcclAgreements, client: CommunicatorClient) -> None:
+    """Ends what a collected communicator has left behind, beside NCCL's own."""
     watcher.stop()
     agreements.close()
     if isinstance(client, GroupClient):
         client.close()
-    handle.begin_abort()

@@ -13,6 +13,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import cupy
@@ -48,13 +50,12 @@ class NcclHandle:
         self._calling = threading.RLock()  # a group holds it for the calls within
         self._ending = threading.Lock()  # held for looking at and setting what follows
         self._how: str | None = None
-        self._before: Callable[[], None] | None = None
         self._kept: list[object] = []
-        self._told_to_end = threading.Event()
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # the last one is None
         self._has_ended = threading.Event()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until the end: see the module's text
         # Started now: at interpreter exit no thread can be started any more.
-        threading.Thread(target=self._end_when_told, name="gradsync-nccl-end", daemon=True).start()
+        threading.Thread(target=self._obey, name="gradsync-nccl-end", daemon=True).start()
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a method of CuPy's communicator, and returns its result.
@@ -121,6 +122,16 @@ class NcclHandle:
         self._begin("destroy", None)
         self.await_end(DESTROY_SECONDS)
 
+    def leave(self, before: Callable[[], None] | None = None) -> None:
+        """Ends it as begin_abort() does, unless it has ended; nobody will use it any more.
+
+        For the garbage collector, which may strike while its thread holds any lock: this takes none.
+
+        Args:
+            before: called on another thread first, in any case.
+        """
+        self._orders.put(partial(self._leave, before))
+
     def keep_until_end(self, objects: Sequence[object]) -> None:
         """Keeps objects, and with them GPU memory, until no collective can use it any more."""
         with self._ending:
@@ -142,14 +153,26 @@ class NcclHandle:
         with self._ending:
             if self._how is not None or os.getpid() != self._pid:
                 return
-            self._how, self._before = how, before
-        self._told_to_end.set()
+            self._how = how
+        self._orders.put(partial(self._end, before))
 
-    def _end_when_told(self) -> None:
-        self._told_to_end.wait()
+    def _obey(self) -> None:
+        """The thread: does what may block, until nobody uses the communicator."""
+        while (order := self._orders.get()) is not None:
+            order()
+
+    def _leave(self, before: Callable[[], None] | None) -> None:
         try:
-            if self._before is not None:
-                self._before()
+            if before is not None:
+                before()
+        finally:
+            self.begin_abort()
+            self._orders.put(None)
+
+    def _end(self, before: Callable[[], None] | None) -> None:
+        try:
+            if before is not None:
+                before()
             self._call_end()
         except Exception as error:  # NCCL's and CUDA's above all: there is nobody to raise to
             _log.warning("%s", describe(error))
