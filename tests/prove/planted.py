@@ -172,10 +172,6 @@ def _called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
-def _is_attribute_set(node: ast.AST) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
-
-
 def _is_starred(node: ast.AST) -> bool:
     return isinstance(node, ast.Starred)
 

@@ -123,9 +123,26 @@ class BackwardPass:
 
     def meet(self, communicator: Communicator) -> None:
         """Makes sure, at the first use, that the other ranks use the same callback. Collective, before all else."""
-        if not self._is_known:
+        if self._is_known:
+            return
+        try:
             self.reduction.agreements.change_callback(self._identity.meet(communicator))
-            self._is_known = True
+        except BaseException as error:
+            self.note_told(error)
+            raise
+        self._is_known = True
+
+    def prepare(self, gradient: Any, communicator: Communicator) -> None:
+        """Does what comes before the first step, in one order on all ranks, whatever gradients they have. Collective.
+
+        The comparison is first: a difference in the buckets is then shown as one.
+
+        Args:
+            gradient: the first, where this rank has one.
+            communicator: of the ranks.
+        """
+        self.compare_parameters(gradient, communicator)
+        self.ensure_memory(communicator)
 
     def ensure_memory(self, communicator: Communicator) -> None:
         """See StepPlan."""
@@ -163,8 +180,7 @@ class BackwardPass:
         entry = arrivals.recurring(param, grad, communicator.arrays)
         if entry is None:
             if not self.is_under_way:
-                self.compare_parameters(grad, communicator)  # first: a difference in the buckets is then shown as one
-                self.ensure_memory(communicator)
+                self.prepare(grad, communicator)
             entry = plan.admit(param, grad, communicator, self)
             complete = planner.add(entry.spec, entry.position)
             self._works.renew(planner.placed_in)
@@ -283,9 +299,7 @@ class BackwardPass:
                 'for each parameter, or use AllreduceCallback(parameters=..., missing="zero")'
             )
         filled = {}
-        if not self.is_under_way:  # as the ranks do that have a gradient to hand over
-            self.compare_parameters(None, communicator)
-        self.ensure_memory(communicator)
+        self.prepare(None, communicator)
         for parameter in missing:
             zeros = self._zeros.at(places.place_of(parameter.parameter), parameter.spec, self.plan.memory, communicator)
             self.hand_over(parameter.parameter, zeros, communicator)

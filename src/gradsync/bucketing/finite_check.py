@@ -142,7 +142,7 @@ class FiniteCheck:
         names = self._names[bisect_right(self._names, number, key=lambda names: names.begin) - 1]
         return names.name_of(number - names.begin)
 
-    def conclude(self, communicator: Communicator, agreement: Agreement = FINITE_CHECK) -> Verdict:
+    def conclude(self, communicator: Communicator, agreement: Agreement) -> Verdict:
         """Ends the step: returns what the ranks have found together. Every rank must call it.
 
         Communicates once, unless the policy is "off". On a GPU the host waits until what was noted is known.

@@ -89,11 +89,11 @@ class GradientFuture(CollectiveFuture):
         """Returns the reduced gradient in host memory; an error before it is ready, and where the reduction failed."""
         value = self._ready_value("numpy()")
         completion = self._end.completion
-        if completion is None:
-            return value.get() if hasattr(value, "get") else value
-        completion.order()
+        if completion is not None:
+            completion.order()
         in_host_memory = value.get() if hasattr(value, "get") else value
-        completion.wait()  # an aborted reduction ends too, and leaves no result
+        if completion is not None:
+            completion.wait()  # an aborted reduction ends too, and leaves no result
         return in_host_memory
 
     def _value(self) -> Any:

@@ -47,7 +47,7 @@ class GradientNorm:
         """
         self._squares += [communicator.arrays.sum_of_squares(part) for part in own_share(flats, communicator)]
 
-    def conclude(self, communicator: Communicator, agreement: Agreement = GRADIENT_NORM) -> float:
+    def conclude(self, communicator: Communicator, agreement: Agreement) -> float:
         """Returns the norm of all that was noted in this step. Every rank must call it.
 
         Communicates once. On a GPU the host waits until this rank's squares are known. Squares are carried in float64:

@@ -119,13 +119,8 @@ class WithBlocks(ABC):
             )
         communicator = self._communicator()
         self._backward.begin_with(communicator)
-        try:
-            self._backward.meet(communicator)  # now: ranks without batches come no further
-        except BaseException as error:
-            self._backward.note_told(error)
-            raise
-        self._backward.compare_parameters(None, communicator)
-        self._backward.ensure_memory(communicator)  # likewise
+        self._backward.meet(communicator)  # now: ranks without batches come no further
+        self._backward.prepare(None, communicator)
         joined = self._step.roll_call = Join(self._backward, communicator, parameters)
         try:
             yield joined
