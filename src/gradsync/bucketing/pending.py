@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gradsync.bucketing.options import Options
@@ -15,7 +16,8 @@ from gradsync.reduction import Array, ReduceOp
 _PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
 
 
-class PendingGradient(NamedTuple):
+@dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot in less than half the time
+class PendingGradient:
     """A gradient that waits for its bucket; taken again in the next step where the very same array comes.
 
     Attributes:
