@@ -383,6 +383,25 @@ def collect_at_each_call(comm: Any) -> int:
     return number
 
 
+def abort_beside_a_call_that_does_not_return(comm: Any) -> None:
+    """A call of NCCL's on the host may block for ever; the abort does not wait for it."""
+    if comm.rank == 1:
+        expect(gs.RankFailed, comm.barrier)
+        return
+    is_in_it, is_over = threading.Event(), threading.Event()
+
+    def block() -> None:
+        with comm._handle._calling:
+            is_in_it.set()
+            is_over.wait()
+
+    threading.Thread(target=block, daemon=True).start()
+    is_in_it.wait()
+    comm.abort("enough")
+    wait_until(comm._handle._has_ended.is_set)
+    is_over.set()
+
+
 def fork_and_use(comm: Any) -> str:
     array = cupy.ones(3)
     comm.all_reduce(array)

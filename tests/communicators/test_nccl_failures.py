@@ -182,6 +182,11 @@ def test_the_garbage_collector_may_strike_anywhere(place: Place, world_size: int
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
+def test_an_abort_beside_a_call_that_does_not_return(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "abort_beside_a_call_that_does_not_return")
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
 def test_a_forked_child_cannot_use_it(place: Place, world_size: int) -> None:
     for text in place.run(world_size, check, "fork_and_use"):
         assert "forked from" in text

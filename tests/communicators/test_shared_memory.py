@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,24 @@ def fork_and_use(comm: Any) -> str:
 def test_a_forked_child_cannot_use_it() -> None:
     for text in run_ranks(2, fork_and_use):
         assert "forked from" in text
+
+
+def die_with_a_child(comm: Any, folder: str) -> bool:
+    """Returns whether rank 1 had to be found gone: a child that lives on has copies of its connections."""
+    if comm.rank == 1:
+        if os.fork() == 0:
+            wait_until((Path(folder) / "told").exists)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = expect(gs.RankFailed, comm.barrier)
+    (Path(folder) / "told").touch()
+    return error.was_silent
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_lives_on_does_not_hide_the_death_of_its_rank(tmp_path: Path) -> None:
+    told, _ = run_ranks_for_outcomes(2, die_with_a_child, str(tmp_path), backend="shm")
+    assert told.returned() is False
 
 
 class Unspeakable(Exception):

@@ -153,6 +153,25 @@ def test_consequence_never_hides_the_cause(tmp_path):
     assert err.splitlines()[-1] == "ZeroDivisionError: the cause"
 
 
+def test_consequence_never_hides_a_cause_that_comes_when_the_ranks_are_told_to_end(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os, signal
+        from gradsync.errors import RankFailed
+        if os.environ["RANK"] == "0":
+            raise RankFailed("rank 1 is gone", rank=1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.sigwait([signal.SIGTERM])
+        raise ZeroDivisionError("the cause")
+        """,
+    )
+    code, _, err = command.run(*RUN, script)
+    assert code == 1
+    assert ") also failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
+    assert err.splitlines()[-1] == "ZeroDivisionError: the cause"
+
+
 def test_error_of_user_code_outside_with_reaches_the_other_ranks(tmp_path):
     for statement, told in (("raise ValueError('boom')", "ValueError: boom"), ("sys.exit(3)", "SystemExit: 3")):
         script = command.write_script(

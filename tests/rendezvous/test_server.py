@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ran
 
 from gradsync.errors import InvalidArgument, RankFailed, RendezvousError
 from gradsync.rendezvous import event_loop, server_connection
+from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.messages import FrameType
 from gradsync.rendezvous.server import RendezvousServer
 
@@ -187,6 +189,19 @@ def test_silent_strangers_are_closed_by_the_handshake_deadline(monkeypatch) -> N
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), timeout=30) as stream:
             assert stream.recv(1) == b""
+
+
+def test_strangers_that_send_byte_by_byte_are_closed_by_it_too(monkeypatch) -> None:
+    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 0.2)
+    with RendezvousServer(1, secret=SECRET) as server:
+        host, port = server.address.split(":")
+        hello = ClientHandshake(SECRET, bytes(NONCE_BYTES)).hello()
+        with socket.create_connection((host, int(port)), timeout=30) as stream:
+            sent = 0
+            while sent < len(hello) - 1 and not select.select([stream], [], [], 0.05)[0]:
+                stream.send(hello[sent : sent + 1])
+                sent += 1
+            assert sent < len(hello) - 1, "it was read to its last byte but one"
 
 
 def test_too_many_authenticated_connections_are_refused() -> None:
