@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ranks, run_threads
@@ -273,22 +274,50 @@ def test_killed_process_fails_the_others_at_once() -> None:
     assert open_descriptors() == descriptors
 
 
-def test_killed_server_is_told() -> None:
+@contextlib.contextmanager
+def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Gives a server in a process of its own, and its address."""
     script = (
         "from gradsync.rendezvous.server import RendezvousServer\n"
-        "server = RendezvousServer(1, secret=b's' * 16)\n"
+        f"server = RendezvousServer(1, secret={SECRET!r})\n"
         "print(server.address, flush=True)\n"
         "server.serve_forever()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        with connect(process.stdout.readline().strip(), 0, 1, secret=b"s" * 16) as client:
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
             process.kill()
-            process.wait(30)
-            with pytest.raises(RendezvousError, match="is gone"):
-                client.get("k")
-            with pytest.raises(RendezvousError, match="is gone"):
-                client.check()
+
+
+def test_killed_server_is_told() -> None:
+    with server_process() as (process, address), connect(address, 0, 1) as client:
+        process.kill()
+        process.wait(30)
+        with pytest.raises(RendezvousError, match="is gone"):
+            client.get("k")
+        with pytest.raises(RendezvousError, match="is gone"):
+            client.check()
+
+
+def test_killed_server_is_told_to_each_thread_that_waits() -> None:
+    told: list[str] = []
+
+    def wait_in_vain() -> None:
+        with pytest.raises(RendezvousError, match="is gone") as caught:
+            client.get("nobody sets this", timeout_seconds=JOIN_SECONDS)
+        told.append(str(caught.value))
+
+    with server_process() as (process, address), connect(address, 0, 1) as client:
+        threads = [threading.Thread(target=wait_in_vain, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        client.set("all have asked", b"")
+        process.kill()
+        for thread in threads:
+            thread.join(JOIN_SECONDS / 6)
+        assert len(told) == 3
 
 
 FORKING = """
