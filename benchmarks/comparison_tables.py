@@ -78,13 +78,12 @@ def at_a_glance(results: _Found) -> list[str]:
 
 def thresholds(results: _Found) -> list[str]:
     """Returns the lines of a table with a line for each list and a column for each threshold."""
-    settings = (*contenders.THRESHOLDS, contenders.AUTO_THRESHOLD)
     cells = {
-        workload.partition(",")[0]: [_milliseconds(of_workload[setting]) for setting in settings]
+        workload.partition(",")[0]: [_milliseconds(of_workload[setting]) for setting in contenders.THRESHOLDS]
         for (workload, _), of_workload in _by_workload(results).items()
-        if contenders.AUTO_THRESHOLD in of_workload
+        if contenders.THRESHOLDS.keys() <= of_workload.keys()
     }
-    return _table("milliseconds", [setting.removeprefix("threshold ") for setting in settings], cells)
+    return _table("milliseconds", [setting.removeprefix("threshold ") for setting in contenders.THRESHOLDS], cells)
 
 
 def knobs(results: _Found) -> list[str]:

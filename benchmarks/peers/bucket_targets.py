@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from models import MODELS
 from peers.contenders import (
-    AUTO_THRESHOLD,
     BY_HAND,
     DDP,
     DDP_VIEWS,
@@ -71,7 +70,4 @@ def _beside_busy(workload: str) -> list[Target]:
 
 def _of_thresholds(workload: str) -> list[Target]:
     fixed = tuple(THRESHOLDS)
-    return [
-        *(Target(workload, fixed, must=1.5, reach=1.2, contender=name) for name in fixed),
-        Target(workload, fixed, must=1.1, reach=1.05, contender=AUTO_THRESHOLD),
-    ]
+    return [Target(workload, fixed, must=1.5, reach=1.2, contender=name) for name in fixed]

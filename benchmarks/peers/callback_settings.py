@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 import gradsync as gs
-from gradsync.bucketing.threshold_tuner import MAX_STEPS
 from peers.collectives import RANKS
 from peers.contenders import (
-    AUTO_THRESHOLD,
     BFLOAT16,
     CLIPPED,
     FIRST_BUCKET,
@@ -98,32 +96,9 @@ def _told(gradients: list[np.ndarray]) -> Operation:
     return _with(parameters=_parameters(gradients))(gradients)
 
 
-class _Searching:
-    """Looks for its threshold anew before each block, so that more than one decision counts."""
-
-    def __init__(self, gradients: list[np.ndarray]) -> None:
-        self._gradients = gradients
-        self._search_over: Operation | None = None
-
-    def operation(self) -> Operation:
-        return Operation(self._step, lambda: self._gradients, prepare_block=self._search)
-
-    def _search(self) -> None:
-        searching = through(gs.AllreduceCallback("mean", threshold_bytes="auto"), self._gradients)
-        for _ in range(MAX_STEPS):
-            searching.run()
-        self._search_over = searching
-
-    def _step(self) -> None:
-        if self._search_over is None:
-            raise RuntimeError("the search for a threshold comes before the rounds")
-        self._search_over.run()
-
-
 #: What makes a step with a setting, by the setting's name.
 SETTINGS: dict[str, _Setting] = {
     **{name: _with(threshold_bytes=size_bytes) for name, size_bytes in THRESHOLDS.items()},
-    AUTO_THRESHOLD: lambda gradients: _Searching(gradients).operation(),
     FLOAT16: _with(compression="float16"),
     BFLOAT16: _rounded,
     PRESCALE: _negated,

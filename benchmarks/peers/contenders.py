@@ -36,7 +36,6 @@ def local_backward(ddp: str) -> str:
 
 #: Thresholds of gradsync's callback, by the names of the contenders, in bytes.
 THRESHOLDS = {f"threshold {size:g} MB": round(size * 2**20) for size in (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)}
-AUTO_THRESHOLD = "threshold auto"
 FLOAT16 = "compression float16"
 BFLOAT16 = "compression bfloat16"
 PRESCALE = "prescale"

@@ -39,7 +39,6 @@ class Operation:
         run: does it once.
         results: returns where its results are, in the order of the arrays; None: it leaves none to look at.
         prepare_round: what a round needs before its clock starts.
-        prepare_block: what a block of rounds needs before its first one.
         inputs: the arrays that it works on, where they are others than the workload's.
         rounding: how far its results may be off, as a part of them.
     """
@@ -47,7 +46,6 @@ class Operation:
     run: Callable[[], object]
     results: Callable[[], list[np.ndarray]] | None
     prepare_round: Callable[[], object] = nothing
-    prepare_block: Callable[[], object] = nothing
     inputs: list[np.ndarray] | None = None
     rounding: float = 0.0
 
@@ -72,8 +70,6 @@ def take_turns(
         By name the seconds of one call, round by round.
     """
     compute_for(COMPUTE_FIRST_SECONDS)
-    for operation in operations.values():
-        operation.prepare_block()
     seconds: dict[str, list[float]] = {name: [] for name in operations}
     for number in range(workload.warm_up + workload.rounds):
         for name in list(operations)[:: -1 if number % 2 else 1]:

@@ -45,7 +45,6 @@ class Requests:
         return offered
 
     def _is_offered(self, name: str, operation: Operation, arrays: list[np.ndarray]) -> bool:
-        operation.prepare_block()
         try:
             # The second step takes other paths: gradsync knows its plan by then, and DDP has rebuilt its buckets.
             for step in (1, 2):

@@ -8,7 +8,7 @@ import numpy as np
 
 from models import MODELS
 from peers.collectives import ALL_REDUCE, BROADCAST, EXTENTS
-from peers.contenders import AUTO_THRESHOLD, KNOBS, THRESHOLDS
+from peers.contenders import KNOBS, THRESHOLDS
 from peers.workload import BUSY, IDLE, Workload
 
 SIZES_BYTES = tuple(2**10 * kibibytes for kibibytes in (4, 64, 256, 1024, 4096, 10240, 40960, 102400))
@@ -43,8 +43,8 @@ def small_gradients() -> list[Workload]:
 
 
 def thresholds() -> list[Workload]:
-    """Returns the models' gradients with one threshold and another, and with the one that is looked for."""
-    settings = (*THRESHOLDS, AUTO_THRESHOLD)
+    """Returns the models' gradients with one threshold and another."""
+    settings = tuple(THRESHOLDS)
     return [
         replace(of_model, name=f"{of_model.name}, thresholds", settings=settings, rounds=SETTING_ROUNDS)
         for of_model in _of_models()

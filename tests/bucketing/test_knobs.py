@@ -68,7 +68,7 @@ def test_all_ranks_hear_of_nan_and_of_the_norm(place: Place, world_size: int) ->
         ({"clip_norm": math.nan}, "above 0"),
         ({"clip_norm": True}, "above 0"),
         ({"strategy": "fast"}, "strategy must be 'flat' or 'group'"),
-        ({"threshold_bytes": "auto", "gradient_as_bucket_view": True}, "choose one of the two"),
+        ({"threshold_bytes": "auto"}, "`gradsync bench thresholds` finds"),
     ],
 )
 def test_mistakes_are_told_at_once(options: dict[str, Any], text: str) -> None:

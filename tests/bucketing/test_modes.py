@@ -1,27 +1,11 @@
-"""The search for a threshold, and failures in each mode of an AllreduceCallback."""
+"""Failures in each mode of an AllreduceCallback."""
 
 from __future__ import annotations
 
-import auto_checks
 import mode_failures as failures
 import pytest
 
 from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, on
-
-
-@pytest.mark.parametrize(
-    ("place", "changes", "is_told"),
-    [
-        (SHM, True, False),
-        (SHM, False, True),
-        (STAND_IN, False, False),
-        pytest.param(GPU, True, False, marks=GPU.marks),
-    ],
-    ids=lambda value: value.name if isinstance(value, Place) else None,
-)
-def test_all_ranks_settle_for_one_threshold(place: Place, changes: bool, is_told: bool) -> None:
-    first, second = place.run(2, auto_checks.settle, place.kit, changes, is_told)
-    assert first == second
 
 
 def test_an_exception_and_ctrl_c_reach_the_others() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradsync import tracing
-from gradsync.bucketing.auto_threshold import AUTO_THRESHOLD, AutoThreshold
 from gradsync.bucketing.bucket_ends import BucketEnds
 from gradsync.bucketing.callback_identity import CallbackIdentity
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
@@ -59,7 +58,6 @@ class BackwardPass:
         self._told = options.parameters
         self._has_compared = options.parameters is None  # the parameters' values over the ranks: once
         self._zeros = Zeros()
-        self._auto = AutoThreshold() if options.threshold_bytes == "auto" else None
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
         self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
         self.ended = 0
@@ -92,8 +90,6 @@ class BackwardPass:
         known = self._identity.known_on(communicator)
         self.reduction.begin_with(known)
         self._is_known = known is not None or communicator.world_size == 1
-        if self._auto is not None:
-            self._auto = AutoThreshold()
         self._zeros.clear()
         self._works.clear()
         communicator.lifetime.observe_end(self)
@@ -187,8 +183,6 @@ class BackwardPass:
         else:
             complete = planner.add(entry.spec, entry.position)
         number = planner.placed_in
-        if self._auto is not None and arrivals.count == 1:
-            self._auto.begin_step(self.reduction, communicator)
         if communicator.runs_beside_host:
             self._producers.setdefault(number, []).append(communicator.mark_work())
         if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
@@ -248,23 +242,11 @@ class BackwardPass:
         count = self.plan.arrivals.count
         if (tracer := tracing.active) is not None and count:
             tracer.end_step(communicator.recorder.group, count)
-        if self._auto is not None and count:
-            self._auto.end_step(self.reduction)
         self.reduction.statistics.steps += count > 0
         self._end_step()
         if count and self.reduction.roll_call is None:  # a rank that stands in for its gradients would not learn
-            self._learn(communicator)
+            self.plan.learn()
         self.plan.arrivals.end_step()
-
-    def _learn(self, communicator: Communicator) -> None:
-        """Takes from the step that has ended what it says about those to come."""
-        self.plan.learn()
-        if self._auto is not None:
-            arrivals = self.plan.arrivals
-            agreement = self.reduction.agreements.of_callback(AUTO_THRESHOLD)
-            threshold = self._auto.next_threshold(arrivals.specs[: arrivals.count], communicator, agreement)
-            if threshold != self.plan.threshold_bytes:
-                self.plan.replan(threshold)
 
     def note_told(self, error: BaseException) -> None:
         """Notes that an error came from a collective here, so that every rank has it."""

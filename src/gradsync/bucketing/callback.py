@@ -45,8 +45,7 @@ class AllreduceCallback(WithBlocks):
         name: what this callback is called, on all ranks alike: ranks that use callbacks of other names, or in another
             order, get PlanMismatch, which shows them. Without one it is known by the line that made it; where a program
             has several callbacks and makes them at different lines on different ranks, or in threads, name each.
-        threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone. "auto"
-            tries some in the first 20 steps, and then all ranks take the one that was fastest.
+        threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone.
         first_bucket_bytes: the same for the first bucket of a step, so that communication starts early.
         parameters: names -> array or (shape, dtype), or a list of arrays where gradients are handed over by those.
             Arrays are taken for the parameters: before the first step their bytes are compared over the ranks, once
@@ -93,7 +92,7 @@ class AllreduceCallback(WithBlocks):
         backend: str | None = None,
         *,
         name: str | None = None,
-        threshold_bytes: int | str = DEFAULT_THRESHOLD_BYTES,
+        threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
         first_bucket_bytes: int | None = None,
         parameters: Any = None,
         missing: str = "error",

@@ -11,7 +11,6 @@ import numpy as np
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.finite_check import POLICIES
 from gradsync.bucketing.gradient_norm import clip_factor
-from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, checked_bytes
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, dtype_name
 
@@ -26,7 +25,7 @@ class Options:
     """
 
     op: ReduceOp
-    threshold_bytes: int | str
+    threshold_bytes: int
     first_bucket_bytes: int | None
     strategy: str
     parameters: Any
@@ -50,25 +49,13 @@ class Options:
                 raise InvalidArgument(
                     f"clip_norm must be a number above 0, or None for no clipping, got {self.clip_norm!r}"
                 ) from None
-        if isinstance(self.threshold_bytes, str):
-            if self.threshold_bytes != "auto":
-                raise InvalidArgument(
-                    f'threshold_bytes must be an integer of at least 1, or "auto", got {self.threshold_bytes!r}'
-                )
-            if self.gradient_as_bucket_view:
-                raise InvalidArgument(
-                    'threshold_bytes="auto" tries other buckets, and gradient_as_bucket_view=True gives gradients '
-                    "fixed places in them: choose one of the two"
-                )
+        if self.threshold_bytes == "auto":
+            raise InvalidArgument(
+                'threshold_bytes="auto" has gone, as it gained 2.5 % at most: leave it out, or pass the size that '
+                "`gradsync bench thresholds` finds best for the model"
+            )
         if self.missing == "zero" and self.parameters is None and not self.gradient_as_bucket_view:
             raise InvalidArgument('missing="zero" needs parameters=..., which says what can be missing')
-
-    @property
-    def first_threshold_bytes(self) -> int:
-        """The threshold of the first step."""
-        if isinstance(self.threshold_bytes, str):
-            return DEFAULT_THRESHOLD_BYTES
-        return checked_bytes("threshold_bytes", self.threshold_bytes)
 
     def settings(self) -> str:
         """Returns what ranks must agree on beside op and buckets, in words: part of each bucket's agreement."""
@@ -76,7 +63,6 @@ class Options:
             self.wire.settings(),
             'missing "zero"' if self.missing == "zero" else "",
             "gradient_as_bucket_view" if self.gradient_as_bucket_view else "",
-            'threshold_bytes "auto"' if self.threshold_bytes == "auto" else "",
             'strategy "group"' if self.strategy == "group" else "",
             f'nonfinite "{self.nonfinite}"' if self.nonfinite != "off" else "",
             f"clip_norm {float(self.clip_norm)}" if self.clip_norm is not None else "",

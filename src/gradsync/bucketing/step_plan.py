@@ -36,14 +36,14 @@ class StepPlan:
         arrivals: the gradients of the step that is under way, by place.
         planner: says which gradients complete a bucket.
         memory: where gradients live in the buckets; None where they do not.
-        threshold_bytes: size that a bucket of several gradients never exceeds; between steps it may be changed.
+        threshold_bytes: size that a bucket of several gradients never exceeds.
         told: `parameters` of the options, once they have been taken.
     """
 
     def __init__(self, options: Options) -> None:
         self.arrivals: Arrivals = Arrivals()
-        self.threshold_bytes = options.first_threshold_bytes
-        self.planner: BucketPlanner | FixedPlanner = BucketPlanner(self.threshold_bytes, options.first_bucket_bytes)
+        self.planner: BucketPlanner | FixedPlanner = BucketPlanner(options.threshold_bytes, options.first_bucket_bytes)
+        self.threshold_bytes = self.planner.threshold_bytes
         self.memory: BucketMemory | None = None
         self._options = options
         self._accepted_dtypes: set[Any] = set()
@@ -56,8 +56,6 @@ class StepPlan:
         if self._is_learned:  # of the group before: ranks that are new in this one have not learned it
             self.arrivals, self._is_learned = Arrivals(), False
             self.planner = BucketPlanner(self.threshold_bytes, self._options.first_bucket_bytes)
-        if self.threshold_bytes != self._options.first_threshold_bytes:  # likewise
-            self.replan(self._options.first_threshold_bytes)
         self.arrivals.forget()
         self.arrivals.label = communicator.label
         self.memory = None
@@ -100,17 +98,6 @@ class StepPlan:
             self._failed_specs = list(self.arrivals.specs)
         self.planner.reset()
         self.arrivals.forget()
-
-    def replan(self, threshold_bytes: int) -> None:
-        """Plans the steps to come with another threshold."""
-        self.threshold_bytes = threshold_bytes
-        first_bytes = self._options.first_bucket_bytes
-        if first_bytes is not None:
-            first_bytes = min(first_bytes, threshold_bytes)
-        if isinstance(self.planner, FixedPlanner):
-            self.planner = FixedPlanner(self.arrivals.specs, threshold_bytes, first_bytes)
-        else:
-            self.planner = BucketPlanner(threshold_bytes, first_bytes)
 
     @property
     def known_places(self) -> FixedArrivals | None:

@@ -233,11 +233,6 @@ class StepReduction:
         self.statistics.skipped_steps += self.values.skip_step
         return later
 
-    def await_launched(self) -> None:
-        """Waits for the end of the step's collectives that run beside the host."""
-        for completion in self._launched:
-            completion.wait()
-
     def agree_on_missing(self, gradients: int, missing: tuple[str, ...], communicator: Communicator) -> None:
         """Agrees that the step ends after so many gradients because others are missing.
 
