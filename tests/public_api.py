@@ -46,9 +46,12 @@ def given_classes() -> dict[str, type]:
 
 
 def parameters(function: Any) -> str:
-    """Returns the signature without annotations."""
+    """Returns the signature without annotations, and without what takes words that were removed, to refuse them."""
     signature = inspect.signature(function)
-    bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    parameters = [
+        each for each in signature.parameters.values() if (each.kind, each.name) != (each.VAR_KEYWORD, "removed")
+    ]
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 

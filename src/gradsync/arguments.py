@@ -7,6 +7,7 @@ import this file, so it imports next to nothing.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -54,6 +55,24 @@ def check_port(who: str, name: str, value: Any) -> int:
         InvalidArgument: it is none.
     """
     return check_integer(who, name, value, 0, LARGEST_PORT)
+
+
+def refuse_words(who: str, given: Mapping[str, object], removed: Mapping[str, str]) -> None:
+    """Refuses keyword arguments that a function does not have, or not any more.
+
+    Args:
+        who: was given them, for the error.
+        given: by name.
+        removed: what to do in place of those that it once had.
+
+    Raises:
+        InvalidArgument: it had this one.
+        TypeError: it never had.
+    """
+    for name in given:
+        if name in removed:
+            raise InvalidArgument(f"{who} has no {name}= any more: {removed[name]}")
+        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}")
 
 
 def is_number(value: object) -> bool:

@@ -162,7 +162,6 @@ SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"postscale": 2.0}, {"postscale": 4.0}, "postscale 2.0", "postscale 4.0"),
     ({"nonfinite": "raise"}, {"nonfinite": "skip"}, 'nonfinite "raise"', 'nonfinite "skip"'),
     ({"clip_norm": 1.0}, {"clip_norm": 2.0}, "clip_norm 1.0", "clip_norm 2.0"),
-    ({"strategy": "group"}, {}, 'strategy "group"', "(mean)"),
     ({"hook": hook_one}, {"hook": hook_two}, "hook hook_one", "hook hook_two"),
     ({"hook": hook_one}, {}, "hook hook_one", "(mean)"),
     ({"hook": LAMBDAS[0]}, {"hook": LAMBDAS[1]}, "hook <lambda> with code", "hook <lambda> with code"),
@@ -220,7 +219,7 @@ def differ(comm: Any, kit_name: str) -> list[str]:
 COMBINATIONS: tuple[dict[str, Any], ...] = (
     {"compression": "bfloat16", "prescale": 0.5, "nonfinite": "raise"},
     {"nonfinite": "skip", "clip_norm": 20.0, "first_bucket_bytes": 200},
-    {"compression": "float16", "clip_norm": 20.0, "strategy": "group"},
+    {"compression": "float16", "clip_norm": 20.0},
     {"hook": True, "postscale": 0.5, "nonfinite": "raise", "clip_norm": 20.0},
     {"missing": "zero", "nonfinite": "skip", "clip_norm": float("inf")},
 )

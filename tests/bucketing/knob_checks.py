@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -110,60 +109,6 @@ def begin_early(comm: Any, kit_name: str) -> None:
                 entries = [entry for entry in comm.recorder.entries() if entry.number > begun]
                 first = next(entry for entry in entries if "all_reduce" in entry.what.headline())
                 assert handed_over[launched_after - 1] <= first.began <= handed_over[launched_after]
-
-
-def reduce_in_groups(comm: Any, kit_name: str) -> None:
-    """strategy="group" reduces where gradients lie, in one group of calls for each bucket, and gives the same."""
-    kit = make_kit(comm, kit_name)
-    for threshold_bytes in (1, 700, 10**7):
-        flat = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes)
-        group = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes, strategy="group")
-        arrays = put_all(kit, values_for(comm.rank, 0))
-        for number in range(4):
-            values = values_for(comm.rank, number)
-            wanted = step(flat, put_all(kit, values))
-            buckets = group.statistics.all_reduces
-            for name, array in arrays.items():
-                arrays[name] = refilled(kit, array, values[name], number % 3)
-            with watched_calls(comm) as calls:
-                got = step(group, arrays)
-            expect_equal(comm, got, reduced(by_rank(comm.world_size, number)), number)
-            for name in got:
-                assert got[name].tobytes() == wanted[name].tobytes(), name
-            if comm.backend == "nccl" and comm.world_size > 1:
-                buckets = group.statistics.all_reduces - buckets
-                sizeable = sum(values[name].size > 0 for name in values)
-                assert calls.count("allReduce") == sizeable
-                assert calls.count("group") == buckets
-                assert "packed" not in calls
-
-
-@contextmanager
-def watched_calls(comm: Any) -> Any:
-    """Notes what a communicator on a GPU calls of NCCL, and whether it packs."""
-    calls: list[str] = []
-    if comm.backend != "nccl":
-        yield calls
-        return
-    handle, call, group, packed = comm._handle, comm._handle.call, comm._handle.group, comm._packed
-
-    def noted(name: str, *arguments: Any) -> Any:
-        calls.append(name)
-        return call(name, *arguments)
-
-    def noted_group() -> Any:
-        calls.append("group")
-        return group()
-
-    def noted_packing(sources: Any) -> Any:
-        calls.append("packed")
-        return packed(sources)
-
-    handle.call, handle.group, comm._packed = noted, noted_group, noted_packing
-    try:
-        yield calls
-    finally:
-        del handle.call, handle.group, comm._packed
 
 
 # -- NaN, infinity, norms -----------------------------------------------------------------------------------------
@@ -278,8 +223,3 @@ def clip_what_cannot_be_clipped(comm: Any, kit_name: str) -> None:
 def watch(comm: Any, kit_name: str) -> list[str]:
     clip_what_cannot_be_clipped(comm, kit_name)
     return [*watch_for_nan(comm, kit_name), *clip(comm, kit_name)]
-
-
-def launch(comm: Any, kit_name: str) -> None:
-    begin_early(comm, kit_name)
-    reduce_in_groups(comm, kit_name)

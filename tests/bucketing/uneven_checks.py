@@ -20,7 +20,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"clip_norm": CLIP_NORM, "nonfinite": "raise", "gradient_as_bucket_view": True},
     {"clip_norm": CLIP_NORM, "hook": Recording("future"), "parameters": SMALL},
     {"compression": "float16"},
-    {"strategy": "group", "threshold_bytes": 10**7},
     {"first_bucket_bytes": 1},
 )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gradsync.arguments import refuse_words
 from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.callback_identity import CallbackIdentity
@@ -27,6 +28,8 @@ from gradsync.communicators.world import get_world, group_or_world
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import parse_reduce_method
+
+_REMOVED = {"strategy": "leave it out, a bucket is always packed"}
 
 
 class AllreduceCallback(WithBlocks):
@@ -74,8 +77,6 @@ class AllreduceCallback(WithBlocks):
             averaged in, or lost. Only arrays whose flag can surely be put back are locked: those that own their memory,
             or are views of one that does. The array that a gradient is a view of, and older views, can still be written
             to. False leaves all as they are. Ranks need not agree on it.
-        strategy: "flat" packs a bucket; "group" has NCCL reduce its gradients where they lie, in one group of calls.
-            Elsewhere than on NCCL the two are the same.
 
     Raises:
         InvalidArgument: an unknown word, a size below 1, knobs that exclude each other, or a group that is none. Later,
@@ -103,8 +104,9 @@ class AllreduceCallback(WithBlocks):
         nonfinite: str = "off",
         clip_norm: float | None = None,
         lock_gradients: bool = True,
-        strategy: str = "flat",
+        **removed: Any,
     ) -> None:
+        refuse_words("AllreduceCallback", removed, _REMOVED)
         self.op = parse_reduce_method(reduce_method)
         if backend is not None and backend not in BACKENDS:
             raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
@@ -115,7 +117,6 @@ class AllreduceCallback(WithBlocks):
             self.op,
             threshold_bytes,
             first_bucket_bytes,
-            strategy,
             parameters,
             missing,
             gradient_as_bucket_view,

@@ -25,9 +25,8 @@ class Options:
     """
 
     op: ReduceOp
-    threshold_bytes: int
+    threshold_bytes: Any
     first_bucket_bytes: int | None
-    strategy: str
     parameters: Any
     missing: str
     gradient_as_bucket_view: bool
@@ -37,7 +36,6 @@ class Options:
     lock_gradients: bool
 
     def __post_init__(self) -> None:
-        _check_word("strategy", self.strategy, ("flat", "group"))
         _check_word("missing", self.missing, ("error", "zero"))
         _check_word("nonfinite", self.nonfinite, POLICIES)
         if not isinstance(self.lock_gradients, bool):
@@ -63,7 +61,6 @@ class Options:
             self.wire.settings(),
             'missing "zero"' if self.missing == "zero" else "",
             "gradient_as_bucket_view" if self.gradient_as_bucket_view else "",
-            'strategy "group"' if self.strategy == "group" else "",
             f'nonfinite "{self.nonfinite}"' if self.nonfinite != "off" else "",
             f"clip_norm {float(self.clip_norm)}" if self.clip_norm is not None else "",
         ]

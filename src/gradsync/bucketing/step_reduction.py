@@ -83,7 +83,7 @@ class StepReduction:
 
     def can_prepare(self, dtype: np.dtype[Any]) -> bool:
         """Whether buckets of a dtype are reduced as lists of arrays, which a communicator can prepare."""
-        return self._hooked is None and self._options.strategy == "flat" and not self._options.wire.changes(dtype)
+        return self._hooked is None and not self._options.wire.changes(dtype)
 
     @property
     def is_hooked(self) -> bool:
@@ -164,7 +164,6 @@ class StepReduction:
             producers=producers,
             mean_over=mean_over,
             prepared=work.prepared if op is self.op else None,
-            grouped=self._options.strategy == "group",
             wire=wire,
             watch=watch,
         )

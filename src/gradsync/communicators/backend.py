@@ -73,12 +73,6 @@ class Backend(ABC):
     ) -> None:
         """Reduces each source into its target. Preconditions: see all_reduce_list; at least one source."""
 
-    def _all_reduce_group(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
-    ) -> None:
-        """The same without packing, where the backend has such a way."""
-        self._all_reduce_list(sources, targets, op, agreement)
-
     def _prepare_list(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
     ) -> PreparedList | None:

@@ -70,7 +70,6 @@ class ForBucketing(CollectiveBase):
         producers: Sequence[Any] = (),
         mean_over: int | None = None,
         prepared: PreparedList | None = None,
-        grouped: bool = False,
         wire: Wire | None = None,
         watch: Watch | None = None,
     ) -> Completion | None:
@@ -88,7 +87,6 @@ class ForBucketing(CollectiveBase):
             producers: marks (see mark_work) of the work that made the sources.
             mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
             prepared: what prepare_list gave for these very arrays.
-            grouped: reduce each array where it lies, in one group of calls, where the backend has such.
             wire: what travels in place of the values.
             watch: looks at the values before and after.
 
@@ -111,8 +109,6 @@ class ForBucketing(CollectiveBase):
                 wire.decode(flat, targets, self.arrays)
             elif prepared is not None:
                 prepared.run(agreement)
-            elif grouped:
-                self._all_reduce_group(sources, targets, op, agreement)
             else:
                 self._all_reduce_list(sources, targets, op, agreement)
             if mean_over is not None:

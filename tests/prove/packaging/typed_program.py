@@ -16,7 +16,7 @@ def train(steps: int) -> float:
     comm: gs.Communicator = gs.get_communicator()
     weights: Array = np.zeros(3, np.float32)
     gs.bcast_list_([weights], root=0)
-    sync = gs.AllreduceCallback("mean", threshold_bytes="auto", nonfinite="skip", clip_norm=1.0)
+    sync = gs.AllreduceCallback("mean", threshold_bytes=2**20, nonfinite="skip", clip_norm=1.0)
     sync.register_hook(hooks.EightBitHook())
     for _ in range(steps):
         with sync.backward():

@@ -104,19 +104,6 @@ class NcclCollectives(Communicator):
             if laps is not None:
                 laps.end("splitting")
 
-    def _all_reduce_group(
-        self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
-    ) -> None:
-        # What travels widened is cast back after the launch, and not before; alone, a rank has nothing to launch.
-        if self.world_size == 1 or self._handle.library.wire(sources[0].dtype).widened is not None:
-            self._all_reduce_list(sources, targets, op, agreement)
-            return
-        self._agree(agreement)
-        self._keep(*sources, *targets)
-        with self._handle.group():
-            for source, target in zip(sources, targets, strict=True):
-                self._reduction.all_reduce(source, target, op)
-
     def _reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self._agree(agreement)
         self._reduction.reduce(source, target, op, root)
