@@ -1,4 +1,4 @@
-"""How a step may end: by itself, twice, empty, with a callback that leaves, with its group; and what is left then."""
+"""How a step may end: twice, empty, with a callback that leaves, with its group; and what is left then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_flush_within_the_block_is_not_followed_by_a_step_of_zeros() -> None:
         "mean", LocalCommunicator(), parameters=SHAPES, gradient_as_bucket_view=True, missing="zero", nonfinite="skip"
     )
     views = callback.gradient_buffers()
-    for names in (("a", "b"), ("a",)):  # flushed by itself, and by the flush
+    for names in (("a", "b"), ("a",)):
         for view in views.values():
             view[...] = np.inf
         with callback.backward():
@@ -31,7 +31,17 @@ def test_a_flush_within_the_block_is_not_followed_by_a_step_of_zeros() -> None:
     assert callback.statistics.steps == 2
 
 
-def test_an_empty_step_with_zeros_follows_one_that_flushed_itself() -> None:
+def test_a_step_whose_gradients_have_all_come_wants_its_flush_all_the_same() -> None:
+    callback = gs.AllreduceCallback("mean", parameters=SHAPES)
+    with (
+        pytest.raises(gs.InvalidArgument, match="gradients of all parameters were handed over, and their step has not"),
+        gs.init_process_group("local", rank=0, world_size=1),
+    ):
+        for name, (shape, dtype) in SHAPES.items():
+            callback(name, np.ones(shape, dtype))
+
+
+def test_an_empty_step_with_zeros_follows_a_full_one() -> None:
     callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=SHAPES, missing="zero")
     with callback.backward():
         for name, (shape, dtype) in SHAPES.items():

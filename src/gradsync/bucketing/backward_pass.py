@@ -59,7 +59,6 @@ class BackwardPass:
         self._has_compared = options.parameters is None  # the parameters' values over the ranks: once
         self._zeros = Zeros()
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
-        self._flushed_itself = False  # because all gradients had come; the caller's flush is yet to follow
         self.ended = 0
         self.told: BaseException | None = None
         self._ends = BucketEnds()
@@ -170,7 +169,6 @@ class BackwardPass:
             self.begin_with(communicator)
         if pending:
             check_may_call(communicator.label, "callback(param, grad)")
-        self._flushed_itself = False
         plan = self.plan
         arrivals, planner = plan.arrivals, plan.planner
         entry = arrivals.recurring(param, grad, communicator.arrays)
@@ -193,37 +191,24 @@ class BackwardPass:
             set_writeable(False)
         if complete:
             self._reduce_all(complete, communicator)
-            places = plan.known_places
-            if places is not None and places.is_complete():
-                try:
-                    self.flush(communicator)
-                finally:
-                    self._flushed_itself = True  # whatever came of it: the caller's flush is not for another step
         return future
 
     def is_flushed_since(self, ended: int) -> bool:
         """Whether a step has ended since `ended` was read, and no other has begun: then there is nothing to flush."""
-        is_flushed = self.ended > ended and not self.is_under_way
-        if is_flushed:
-            self._flushed_itself = False
-        return is_flushed
+        return self.ended > ended and not self.is_under_way
 
     def flush(self, communicator: Communicator) -> None:
         """Reduces what is left, and ends the step."""
         if pending:
             check_may_call(communicator.label, "flush()")
         self.begin_with(communicator)
-        flushed_itself, self._flushed_itself = self._flushed_itself, False
-        if flushed_itself and not self.is_under_way:
-            return
         self.filled = {}
         try:
             if not self._is_known:
                 self.meet(communicator)
             places = self.plan.known_places
             if places is not None and self._is_incomplete(places):
-                self._complete(places, communicator)  # and with it, the step
-                return
+                self._complete(places, communicator)
             self._reduce_all(self.plan.planner.flush(), communicator, at_end=True)
             if self._guard is not None:
                 self._guard.check_results()
@@ -257,7 +242,6 @@ class BackwardPass:
         """Ends the step with an error, which the futures that are not done get."""
         self.unlock_waiting()
         ends, self._ends = self._ends, BucketEnds()
-        self._flushed_itself = False
         self.reduction.fail()
         self._end_step()
         self._works.clear()
@@ -286,7 +270,6 @@ class BackwardPass:
             zeros = self._zeros.at(places.place_of(parameter.parameter), parameter.spec, self.plan.memory, communicator)
             self.hand_over(parameter.parameter, zeros, communicator)
             filled[parameter.label] = zeros
-        self._flushed_itself = False
         self.filled = filled
 
     def _reduce_all(self, complete: Sequence[Bucket], communicator: Communicator, *, at_end: bool = False) -> None:
@@ -390,11 +373,12 @@ class BackwardPass:
             return None
         reduced = {slot.position for bucket in self._reduced for slot in bucket.slots}
         waiting = [entry for entry in self.plan.arrivals.of_step() if entry.position not in reduced]
-        if not waiting:
+        if waiting:
+            count = "1 gradient was" if len(waiting) == 1 else f"{len(waiting)} gradients were"
+            what = f"{count} handed over and never reduced, beginning with that of {waiting[0].spec.name}"
+        elif self.plan.known_places is not None:
+            what = "the gradients of all parameters were handed over, and their step has not ended"
+        else:
             return None
-        count = "1 gradient was" if len(waiting) == 1 else f"{len(waiting)} gradients were"
-        text = (
-            f"{communicator.label}: {count} handed over and never reduced, beginning with that of "
-            f"{waiting[0].spec.name}: end each backward pass with flush() or `with callback.backward()`"
-        )
+        text = f"{communicator.label}: {what}: end each backward pass with flush() or `with callback.backward()`"
         return text, communicator

@@ -55,7 +55,7 @@ class AllreduceCallback(WithBlocks):
             (0.1 s for 100 MB), and where they differ a warning of the logger `gradsync` names the first. For arrays
             that only show a shape pass (shape, dtype).
             Fixes what each step must bring, and the buckets: they are launched in this order, in whatever order the
-            gradients come. When all have come, the step is flushed by itself; the flush() that follows does nothing.
+            gradients come.
         missing: what flush() does where a parameter's gradient has not come: "error" raises on all ranks alike; "zero"
             takes zeros, and gives the result in `filled`.
         gradient_as_bucket_view: gradients live inside the buckets. Futures give views of them, from the second step on

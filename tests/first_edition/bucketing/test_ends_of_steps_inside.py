@@ -1,4 +1,4 @@
-"""How a step may end: by itself, twice, empty, with a callback that leaves, with its group; and what is left then."""
+"""How a step may end: twice, empty, with a callback that leaves, with its group; and what is left then."""
 
 from __future__ import annotations
 
