@@ -12,8 +12,8 @@ with gs.init_process_group() as comm:
     x = rng.normal(size=(256, 3))
     y = x @ [1.0, 2.0, 3.0] + 4.0
     parameters = {"bias": np.zeros(1), "weights": np.zeros(3)}  # in the order in which their gradients come
-    sync = gs.AllreduceCallback("mean", gradient_as_bucket_view=True)
-    gradients = sync.gradient_buffers(parameters)  # arrays of the same shapes, inside the buckets
+    sync = gs.AllreduceCallback("mean", parameters=parameters, gradient_as_bucket_view=True)
+    gradients = sync.gradient_buffers()  # arrays of the same shapes, inside the buckets
 
     for _ in range(100):
         error = x @ parameters["weights"] + parameters["bias"] - y

@@ -84,7 +84,7 @@ def collectives(comm: Any, kit: Any, sync: Any) -> dict[str, Callable[[], Any]]:
         "asynchronous barrier": comm.asynchronous.barrier,
         "a gradient": lambda: sync("late", array),
         "flush": sync.flush,
-        "gradient_buffers": lambda: sync.gradient_buffers({"w": ((3,), "float32")}),
+        "gradient_buffers": sync.gradient_buffers,
         "average_gradients": lambda: gs.average_gradients({"w": array}, communicator=comm),
         "bcast_list_": lambda: gs.bcast_list_([array], 0, comm),
         "broadcast_tree": lambda: gs.broadcast_tree({"w": array}, communicator=comm),
@@ -101,9 +101,10 @@ def collectives(comm: Any, kit: Any, sync: Any) -> dict[str, Callable[[], Any]]:
 
 def refuse_each(comm: Any, kit_name: str) -> None:
     kit = make_kit(comm, kit_name)
-    sync = gs.AllreduceCallback("sum", comm, gradient_as_bucket_view=True)
+    parameters = {"w": ((3,), "float32")}
+    sync = gs.AllreduceCallback("sum", comm, parameters=parameters, gradient_as_bucket_view=True)
     if comm.device == "cpu":
-        sync.gradient_buffers({"w": ((3,), "float32")})
+        sync.gradient_buffers()
     for number, call in enumerate(collectives(comm, kit, sync).values()):
         attempt = Attempt(call)
         future = comm.asynchronous.all_reduce(kit.put(np.ones(3)))

@@ -47,8 +47,8 @@ def through(callback: gs.AllreduceCallback, gradients: list[np.ndarray]) -> Oper
 
 def living_in_buckets(gradients: list[np.ndarray]) -> Operation:
     """Returns a step whose gradients live inside the buckets; those that are given only say their shapes."""
-    callback = gs.AllreduceCallback("mean", gradient_as_bucket_view=True)
-    views = list(callback.gradient_buffers(_parameters(gradients)).values())
+    callback = gs.AllreduceCallback("mean", parameters=_parameters(gradients), gradient_as_bucket_view=True)
+    views = list(callback.gradient_buffers().values())
     return replace(through(callback, views), inputs=views)
 
 

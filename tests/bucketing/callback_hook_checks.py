@@ -58,9 +58,14 @@ def hand_buckets_to_hooks(comm: Any, kit_name: str) -> None:
         if (way == "copy") != (threshold_bytes == 700):  # not all of them
             continue
         callback = gs.AllreduceCallback(
-            "mean", comm, threshold_bytes=threshold_bytes, gradient_as_bucket_view=is_view, **options
+            "mean",
+            comm,
+            threshold_bytes=threshold_bytes,
+            parameters=SPECS if is_view else None,
+            gradient_as_bucket_view=is_view,
+            **options,
         )
-        arrays = callback.gradient_buffers(SPECS) if is_view else put_all(kit, values_for(comm.rank, 0))
+        arrays = callback.gradient_buffers() if is_view else put_all(kit, values_for(comm.rank, 0))
         hook = Recording(way)
         for number in range(5):
             callback.register_hook(None if number == 3 else hook)

@@ -59,13 +59,12 @@ def come_in_any_order(comm: Any, kit_name: str) -> list[list[str]]:
                 fill(arrays[name], each)
             begun = comm.recorder.begun
             futures = {name: callback(name, arrays[name]) for name in values}
-            assert callback.statistics.steps == number + 1  # it has flushed itself
-            assert not callback.filled
             launched.append(reductions(comm, begun))
-            begun = comm.recorder.begun
-            if number % 2:
-                callback.flush()
-            assert comm.recorder.begun == begun
+            assert callback.statistics.steps == number  # all buckets are complete, but only the flush ends the step
+            callback.flush()
+            assert callback.statistics.steps == number + 1
+            assert reductions(comm, begun) == launched[-1]
+            assert not callback.filled
             got = {name: on_host(futures[name].result()) for name in SPECS}
             expect_equal(comm, got, reduced(by_rank(comm.world_size, number)), (number, threshold_bytes))
             assert all(futures[name].result() is arrays[name] for name in SPECS)
@@ -91,7 +90,8 @@ def name_them_by_arrays(comm: Any, kit_name: str) -> None:
         values = values_for(comm.rank, number, SMALL)
         named = dict(zip(values, parameters, strict=True))
         arrays = put_all(kit, values)
-        futures = {name: callback(named[name], arrays[name]) for name in shuffled(values, comm.rank, number)}
+        with callback.backward():
+            futures = {name: callback(named[name], arrays[name]) for name in shuffled(values, comm.rank, number)}
         got = {name: on_host(futures[name].result()) for name in SMALL}
         expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL), "sum"), number)
     twin = kit.put(on_host(parameters[0]))
@@ -189,7 +189,7 @@ def missing_by_step(world_size: int) -> Iterator[list[tuple[str, ...]]]:
 
 
 def accumulate(comm: Any, kit_name: str) -> None:
-    """Local passes between steps, which flush themselves; a gradient within one is refused, and takes no place."""
+    """Local passes between steps; a gradient within one is refused, and takes no place."""
     kit = make_kit(comm, kit_name)
     callback = gs.AllreduceCallback("sum", comm, parameters={"a": ((3,), "float64"), "b": ((2,), "float32")})
     for number in range(6):
@@ -204,7 +204,7 @@ def accumulate(comm: Any, kit_name: str) -> None:
             futures = callback("b", b), callback("a", a)
         assert (on_host(futures[0].result()) == comm.world_size).all()
         assert (on_host(futures[1].result()) == sum(range(1, comm.world_size + 1))).all()
-    callback.flush()  # after a step that has flushed itself: it is over
+    callback.flush()  # an empty step is one
 
 
 def stand_in_for_others(comm: Any, kit_name: str) -> None:

@@ -20,7 +20,7 @@ LARGE = {"weight": ((700, 600), "float32"), "bias": ((600,), "float32"), "double
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "views": {"gradient_as_bucket_view": True},
+    "views": {"parameters": SHAPES, "gradient_as_bucket_view": True},
     "parameters": {"parameters": SHAPES},
     "watched": {"nonfinite": "raise", "clip_norm": float("inf")},
 }
@@ -32,7 +32,7 @@ def make(comm: Any, mode: str, shapes: Any) -> tuple[Any, dict[str, Any]]:
         options["parameters"] = shapes
     callback = gs.AllreduceCallback("mean", comm, threshold_bytes=10**5, **options)
     if mode == "views":
-        return callback, callback.gradient_buffers(shapes)
+        return callback, callback.gradient_buffers()
     return callback, {name: np.ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
 
 

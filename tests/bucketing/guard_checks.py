@@ -17,17 +17,19 @@ BIG, SMALL = 3_000_000, 5
 def change_before_reduction(comm: gs.Communicator, kit_name: str, **options: Any) -> tuple[Any, ...]:
     """Rank 0 writes to a gradient that waits for its bucket; the others hear that it has failed."""
     kit = make_kit(comm, kit_name)
-    sync = gs.AllreduceCallback("mean", **options)
+    names = ["p0", "p1", "p2"]
     if options:  # gradients live in the buckets
-        gradients = list(sync.gradient_buffers({f"p{n}": ((SMALL,), "float32") for n in range(3)}).values())
+        sync = gs.AllreduceCallback("mean", parameters=dict.fromkeys(names, ((SMALL,), "float32")), **options)
+        gradients = list(sync.gradient_buffers().values())
     else:
-        gradients = [kit.put(np.full(SMALL, 1.0 + comm.rank, np.float32)) for _ in range(3)]
+        sync = gs.AllreduceCallback("mean")
+        gradients = [kit.put(np.full(SMALL, 1.0 + comm.rank, np.float32)) for _ in names]
     older_view = gradients[1][...]  # NumPy's gradients are read-only meanwhile, but not such a view
     for step in range(3):
         try:
             with sync.backward():
-                for number, gradient in enumerate(gradients):
-                    sync(f"p{number}", gradient)
+                for number, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+                    sync(name, gradient)
                     if step == 2 and comm.rank == 0 and number == 1:
                         older_view[1] = 7
         except gs.GradientChanged as error:
@@ -88,8 +90,11 @@ def _until_done(future: gs.GradientFuture) -> None:
 def train_well(comm: gs.Communicator, kit_name: str, **options: Any) -> None:
     """All that a program may do passes, with the same sums as ever."""
     kit = make_kit(comm, kit_name)
-    sync = gs.AllreduceCallback("sum", threshold_bytes=1024, **options)
-    gradients = [kit.put(np.ones(shape, np.float32)) for shape in ((3, 4), (), (0,), (200,), (BIG // 100,))]
+    shapes: dict[int, Any] = dict(enumerate([(3, 4), (), (0,), (200,), (BIG // 100,)]))
+    parameters = {number: (shape, "float32") for number, shape in shapes.items()}
+    in_buckets = "gradient_as_bucket_view" in options
+    sync = gs.AllreduceCallback("sum", threshold_bytes=1024, parameters=parameters if in_buckets else None, **options)
+    gradients = [kit.put(np.ones(shape, np.float32)) for shape in shapes.values()]
     for step in range(4):
         for gradient in gradients:
             gradient[...] = step + comm.rank

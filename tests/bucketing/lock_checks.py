@@ -241,8 +241,9 @@ def use_a_hook(comm: Any, _kit: str) -> None:
 
 def live_in_buckets(comm: Any, _kit: str) -> None:
     """Memory that ranks share is not locked; what is copied into its bucket at once is the caller's at once."""
-    sync = gs.AllreduceCallback("sum", comm, gradient_as_bucket_view=True)
-    views = sync.gradient_buffers({"a": ((SIZE,), "float32"), "b": ((3, 4), "float32")})
+    parameters = {"a": ((SIZE,), "float32"), "b": ((3, 4), "float32")}
+    sync = gs.AllreduceCallback("sum", comm, parameters=parameters, gradient_as_bucket_view=True)
+    views = sync.gradient_buffers()
     elsewhere = np.ones((3, 4), F4)
     for _ in range(4):
         views["a"][...] = elsewhere[...] = 1

@@ -23,11 +23,9 @@ def reduce_by_hook(bucket: Any) -> Any:
 MODES: dict[str, dict[str, Any]] = {
     "parameters": {"parameters": SPECS},
     "views": {"parameters": SPECS, "gradient_as_bucket_view": True},
-    "learnt views": {"gradient_as_bucket_view": True},
     "compressed": {"compression": "float16"},
     "hook": {},
     "watched": {"nonfinite": "raise", "clip_norm": 1.0},
-    "auto": {"threshold_bytes": "auto"},
     "zero": {"parameters": SPECS, "missing": "zero"},
 }
 
@@ -98,8 +96,6 @@ def cancel_what_was_not_reduced(comm: Any, kit_name: str) -> None:
     """Futures of buckets that had not been launched are cancelled, the others keep their results."""
     kit = make_kit(comm, kit_name)
     for mode in MODES:
-        if mode == "auto":
-            continue
         callback, arrays = make(comm, kit, mode)
         futures = []
         try:

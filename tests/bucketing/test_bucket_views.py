@@ -30,7 +30,7 @@ def test_gradients_live_in_buckets(place: Place, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
-def test_plans_that_are_learnt_and_arrays_that_are_made_again(place: Place, world_size: int) -> None:
+def test_arrays_that_are_made_again_refused_joined_and_kept(place: Place, world_size: int) -> None:
     place.run(world_size, checks.all_of_it, place.kit)
 
 
@@ -43,9 +43,20 @@ def test_buffers_need_the_option() -> None:
         callback.gradient_buffers()
 
 
+def test_buffers_need_parameters_that_the_constructor_is_told() -> None:
+    parameters = {"a": ((2,), "float32")}
+    with pytest.raises(gs.InvalidArgument, match=r"gradient_as_bucket_view=True needs parameters=\.\.\."):
+        gs.AllreduceCallback("mean", LocalCommunicator(), gradient_as_bucket_view=True)
+    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=parameters, gradient_as_bucket_view=True)
+    with pytest.raises(gs.InvalidArgument, match=r"name them in AllreduceCallback\(parameters=\.\.\."):
+        callback.gradient_buffers(parameters)
+    assert list(callback.gradient_buffers()) == ["a"]
+
+
 def test_read_only_and_strided_gradients_are_copied() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(), gradient_as_bucket_view=True)
-    buffers = callback.gradient_buffers({"a": ((3,), "float64"), "b": ((2, 2), "float64"), "c": ((4,), "float64")})
+    parameters = {"a": ((3,), "float64"), "b": ((2, 2), "float64"), "c": ((4,), "float64")}
+    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=parameters, gradient_as_bucket_view=True)
+    buffers = callback.gradient_buffers()
     for _ in range(4):
         read_only = np.arange(3.0)
         read_only.setflags(write=False)
@@ -59,8 +70,10 @@ def test_read_only_and_strided_gradients_are_copied() -> None:
 
 def test_buckets_begin_at_cache_lines_and_gradients_lie_end_to_end() -> None:
     parameters = {f"p{i}": ((5,), "float32" if i % 3 else "float64") for i in range(9)}
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(), gradient_as_bucket_view=True, threshold_bytes=10**6)
-    buffers = callback.gradient_buffers(parameters)
+    callback = gs.AllreduceCallback(
+        "mean", LocalCommunicator(), parameters=parameters, gradient_as_bucket_view=True, threshold_bytes=10**6
+    )
+    buffers = callback.gradient_buffers()
     for dtype in ("float32", "float64"):
         places = [checks.bounds_of(array) for array in buffers.values() if array.dtype == dtype]
         assert places[0][0] % 64 == 0

@@ -101,10 +101,9 @@ def test_figures_of_the_last_step_go_with_a_failed_one() -> None:
 
 
 def test_views_of_a_place_in_another_form_are_that_place() -> None:
-    callback = gs.AllreduceCallback("sum", LocalCommunicator(), gradient_as_bucket_view=True)
-    views = callback.gradient_buffers(
-        {"row": ((1, 3), "float32"), "shared": ((2,), "float64"), "too": ((2,), "float64")}
-    )
+    parameters = {"row": ((1, 3), "float32"), "shared": ((2,), "float64"), "too": ((2,), "float64")}
+    callback = gs.AllreduceCallback("sum", LocalCommunicator(), parameters=parameters, gradient_as_bucket_view=True)
+    views = callback.gradient_buffers()
     views["row"][...] = 7
     outside = np.full(2, 2.0)
     with callback.backward():

@@ -64,6 +64,8 @@ def reduce_all(callback: gs.AllreduceCallback, arrays: Gradients) -> Gradients:
 def tell_as_the_naive_way(comm: Any, dtype: str, options: dict[str, Any], new_arrays: bool) -> list[str]:
     """Returns what each step told, which is the same on all ranks."""
     n = comm.world_size
+    if "gradient_as_bucket_view" in options:
+        options = {**options, "parameters": {f"w{place}": ((size,), dtype) for place, size in enumerate(_SIZES)}}
     callback, unwatched = (gs.AllreduceCallback("sum", comm, nonfinite=how, **options) for how in ("raise", "off"))
     told, arrays = [], [np.empty(size, dtype_of(dtype)) for size in _SIZES]
     for number in range(_STEPS):

@@ -15,9 +15,9 @@ SMALL = {name: SPECS[name] for name in ("matrix", "one", "double", "huge")}
 CLIP_NORM = 7.0
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"hook": Recording("future")},
-    {"hook": Recording("copy"), "gradient_as_bucket_view": True},
+    {"hook": Recording("copy"), "parameters": SMALL, "gradient_as_bucket_view": True},
     {"clip_norm": CLIP_NORM, "nonfinite": "skip"},
-    {"clip_norm": CLIP_NORM, "nonfinite": "raise", "gradient_as_bucket_view": True},
+    {"clip_norm": CLIP_NORM, "nonfinite": "raise", "parameters": SMALL, "gradient_as_bucket_view": True},
     {"clip_norm": CLIP_NORM, "hook": Recording("future"), "parameters": SMALL},
     {"compression": "float16"},
     {"first_bucket_bytes": 1},
@@ -36,7 +36,7 @@ def train(comm: Any, kit_name: str) -> list[str]:
         callback = gs.AllreduceCallback("mean", comm, **chosen)
         callback.register_hook(hook)
         if "gradient_as_bucket_view" in options:
-            callback.gradient_buffers(SMALL)
+            callback.gradient_buffers()
         with callback.join(SMALL):
             for number in range(batches[comm.rank]):
                 got = step(callback, put_all(kit, values_for(comm.rank, number, SMALL)))

@@ -45,16 +45,16 @@ def live_in_buckets(comm: Any, kit_name: str, cases: tuple[tuple[str, int], ...]
     """Gradients that are written where they live, handed over from elsewhere, or by turns."""
     kit = make_kit(comm, kit_name)
     for method, threshold_bytes in cases:
-        for told in ("in the constructor", "to gradient_buffers", "as shapes"):
+        for told in ("as arrays", "as shapes"):
             parameters: Any = SPECS if told == "as shapes" else put_all(kit, values_for(0, 0))
             callback = gs.AllreduceCallback(
                 method,
                 comm,
                 threshold_bytes=threshold_bytes,
                 gradient_as_bucket_view=True,
-                parameters=parameters if told == "in the constructor" else None,
+                parameters=parameters,
             )
-            buffers = callback.gradient_buffers(None if told == "in the constructor" else parameters)
+            buffers = callback.gradient_buffers()
             assert list(buffers) == list(SPECS)
             for name, (shape, dtype) in SPECS.items():
                 assert (buffers[name].shape, buffers[name].dtype) == (shape, np.dtype(dtype))
@@ -85,33 +85,33 @@ def live_in_buckets(comm: Any, kit_name: str, cases: tuple[tuple[str, int], ...]
                 assert {name: bounds_of(array) for name, array in buffers.items()} == addresses
 
 
-def learn_the_plan(comm: Any, kit_name: str) -> None:
-    """Nobody tells the parameters: the first step does, and from the second on futures give views."""
+def copy_into_the_buckets(comm: Any, kit_name: str) -> None:
+    """Nobody asks for the buffers: futures give places in the buckets all the same, which can be handed over, too."""
     kit = make_kit(comm, kit_name)
     for threshold_bytes in THRESHOLDS:
-        callback = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes, gradient_as_bucket_view=True)
-        expect(gs.InvalidArgument, callback.gradient_buffers, "needs the parameters")
+        callback = gs.AllreduceCallback(
+            "mean", comm, threshold_bytes=threshold_bytes, parameters=SPECS, gradient_as_bucket_view=True
+        )
         arrays = put_all(kit, values_for(comm.rank, 0))
         views: dict[str, Any] = {}
         for number in range(5):
             values = values_for(comm.rank, number)
             names = list(values)
-            if number > 2:
+            if number > 1:
                 np.random.default_rng([comm.rank, number]).shuffle(names)
+            if number == 4:
+                arrays = views
             for name in names:
-                if number == 4:
-                    arrays[name] = views[name]
                 fill(arrays[name], values[name])
-            futures = {name: callback(name, arrays[name]) for name in names}
-            callback.flush()
-            for name, future in futures.items():
-                assert (future.result() is arrays[name]) == (number in (0, 4)), (number, name)
+            with callback.backward():
+                futures = {name: callback(name, arrays[name]) for name in names}
             views = {name: futures[name].result() for name in values}
+            for name, view in views.items():
+                assert (view is arrays[name]) == (number == 4), (number, name)
+                assert number == 4 or on_host(arrays[name]).tobytes() == values[name].tobytes(), (number, name)
             got = {name: on_host(view) for name, view in views.items()}
             expect_equal(comm, got, reduced(by_rank(comm.world_size, number)), (number, threshold_bytes))
         expect_to_lie_in_buckets(views)
-        buffers = callback.gradient_buffers()
-        assert [array.shape for array in buffers] == [shape for shape, _ in SPECS.values()]
         expect(gs.InvalidArgument, lambda c=callback: c("other", kit.put(np.ones(3))), "is not among")
 
 
@@ -119,8 +119,9 @@ def make_them_again(comm: Any, kit_name: str) -> None:
     """Arrays of an earlier call are like any other; by name or by array, the answer has the form of the question."""
     kit = make_kit(comm, kit_name)
     parameters = put_all(kit, values_for(0, 0, SMALL))
-    callback = gs.AllreduceCallback("mean", comm, threshold_bytes=700, gradient_as_bucket_view=True)
-    first = callback.gradient_buffers(parameters)
+    options: dict[str, Any] = {"threshold_bytes": 700, "gradient_as_bucket_view": True}
+    callback = gs.AllreduceCallback("mean", comm, parameters=parameters, **options)
+    first = callback.gradient_buffers()
     rounds: list[tuple[Any, Any]] = [(first, first)]
     for number in range(3):
         again = callback.gradient_buffers()
@@ -134,15 +135,16 @@ def make_them_again(comm: Any, kit_name: str) -> None:
             step(callback, handed)
             got = {name: on_host(array) for name, array in buffers.items()}
             expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL)), number)
-    listed = callback.gradient_buffers(list(parameters.values()))
+    by_array = gs.AllreduceCallback("mean", comm, parameters=list(parameters.values()), **options)
+    listed = by_array.gradient_buffers()
     assert isinstance(listed, list)
     for number in range(3):
         values = values_for(comm.rank, number, SMALL)
         for array, name in zip(listed, SMALL, strict=True):
             fill(array, values[name])
-        with callback.backward():
+        with by_array.backward():
             for param, array in zip(reversed(parameters.values()), reversed(listed), strict=True):
-                callback(param, array)
+                by_array(param, array)
         got = dict(zip(SMALL, map(on_host, listed), strict=True))
         expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL)), number)
 
@@ -162,6 +164,7 @@ def refuse_another_place(comm: Any) -> None:
         for name, array in buffers.items():
             if name != "one":
                 callback(name, array)
+        callback.flush()
         got = {name: on_host(array) for name, array in buffers.items()}
         expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL)), number)
     callback("one", buffers["one"])
@@ -171,29 +174,42 @@ def refuse_another_place(comm: Any) -> None:
 
 def ask_for_different_memory(comm: Any) -> None:
     """Ranks whose gradients differ are told on all, and so is memory that cannot be had; then it goes on."""
-    callback = gs.AllreduceCallback("mean", comm, gradient_as_bucket_view=True)
+
+    def viewed(parameters: Any) -> gs.AllreduceCallback:
+        return gs.AllreduceCallback("mean", comm, parameters=parameters, gradient_as_bucket_view=True)
+
     other = {**SMALL, "one": ((41 if comm.rank == comm.world_size - 1 else 40,), np.float32)}
     if comm.world_size > 1:
-        error = expect(gs.PlanMismatch, lambda: callback.gradient_buffers(other), "first difference, gradient ")
+        error = expect(gs.PlanMismatch, viewed(other).gradient_buffers, "first difference, gradient ")
         assert not error.broken
         assert "'one': float32[41]" in error.descriptions[comm.world_size - 1]
     if comm.backend == "shm":
         huge = {"a": ((2**50,), np.float32)}
-        expect(gs.BackendUnavailable, lambda: callback.gradient_buffers(huge))
-    buffers = callback.gradient_buffers(SMALL)
+        expect(gs.BackendUnavailable, viewed(huge).gradient_buffers)
+    callback = viewed(SMALL)
+    buffers = callback.gradient_buffers()
     for name, values in values_for(comm.rank, 0, SMALL).items():
         fill(buffers[name], values)
     expect_equal(comm, step(callback, buffers), reduced(by_rank(comm.world_size, 0, SMALL)))
 
 
 def stand_in_for_others(comm: Any, kit_name: str) -> None:
-    """join(), where the last rank has fewer batches, or none, with views that are told, learnt, or not known yet."""
+    """join(), where the last rank has fewer batches, or none; gradients are in the buckets, or copied there."""
     kit = make_kit(comm, kit_name)
     n = comm.world_size
-    for how, batches in (("told", [4] * (n - 1) + [0]), ("learnt", [3] * (n - 1) + [1]), ("new", [3] * (n - 1) + [1])):
-        callback = gs.AllreduceCallback("mean", comm, threshold_bytes=700, gradient_as_bucket_view=True)
-        buffers = callback.gradient_buffers(SMALL) if how == "told" else put_all(kit, values_for(0, 0, SMALL))
-        if how == "learnt":
+    for how, of_last in (
+        ("in the buckets", 0),
+        ("elsewhere, later", 1),
+        ("elsewhere, first", 1),
+        ("elsewhere, first", 0),
+    ):
+        batches = [4] * (n - 1) + [of_last]
+        callback = gs.AllreduceCallback(
+            "mean", comm, threshold_bytes=700, parameters=SMALL, gradient_as_bucket_view=True
+        )
+        in_buckets = how == "in the buckets"
+        buffers = callback.gradient_buffers() if in_buckets else put_all(kit, values_for(0, 0, SMALL))
+        if how == "elsewhere, later":
             step(callback, buffers)
         for _ in range(2):
             with callback.join():
@@ -213,8 +229,8 @@ def stand_in_for_others(comm: Any, kit_name: str) -> None:
 
 def outlive_their_communicator(comm: Any) -> None:
     group = comm.split(0)
-    callback = gs.AllreduceCallback("sum", group, gradient_as_bucket_view=True)
-    buffers = callback.gradient_buffers(SMALL)
+    callback = gs.AllreduceCallback("sum", group, parameters=SMALL, gradient_as_bucket_view=True)
+    buffers = callback.gradient_buffers()
     for name, values in values_for(comm.rank, 0, SMALL).items():
         fill(buffers[name], values)
     step(callback, buffers)
@@ -230,7 +246,7 @@ def outlive_their_communicator(comm: Any) -> None:
 
 
 def all_of_it(comm: Any, kit_name: str) -> None:
-    learn_the_plan(comm, kit_name)
+    copy_into_the_buckets(comm, kit_name)
     make_them_again(comm, kit_name)
     refuse_another_place(comm)
     ask_for_different_memory(comm)

@@ -20,7 +20,7 @@ from gradsync.bucketing.gradient_lock import LockedGradients, register
 from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.parameter_specs import known_parameters, warn_of_unequal_values
+from gradsync.bucketing.parameter_specs import warn_of_unequal_values
 from gradsync.bucketing.pending import PendingGradient
 from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
@@ -55,7 +55,6 @@ class BackwardPass:
         self._options = options
         self._identity = identity
         self._is_known = False  # the callback, to the other ranks of the communicator
-        self._told = options.parameters
         self._has_compared = options.parameters is None  # the parameters' values over the ranks: once
         self._zeros = Zeros()
         self._communicator: Communicator | None = None  # for which all that is known from the last step is right
@@ -95,26 +94,18 @@ class BackwardPass:
         self._guard = GradientGuard(communicator) if communicator.debug else None
         self._communicator = communicator
 
-    def live_in_buckets(self, parameters: Any, communicator: Communicator) -> Any:
+    def live_in_buckets(self, communicator: Communicator) -> Any:
         """Makes memory in which gradients live in the buckets; see AllreduceCallback.gradient_buffers."""
         if not self._options.gradient_as_bucket_view:
             raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
         self.begin_with(communicator)
-        if parameters is not None:
-            known = known_parameters(parameters, "gradient_buffers", self._options.op, communicator)
-            self.plan.fix(known, "what gradient_buffers() was told")
-            self._told = parameters
-        if self.plan.known_places is None:
-            raise InvalidArgument(
-                f"{communicator.label}: gradient_buffers() needs the parameters: pass a mapping of names to arrays, or "
-                "to (shape, dtype), here or as AllreduceCallback(parameters=...)"
-            )
         self._zeros.clear()
         self._works.clear()
         self.plan.forget_memory()
         self.ensure_memory(communicator)
         views = [] if self.plan.memory is None else self.plan.memory.views
-        return dict(zip(self._told, views, strict=True)) if isinstance(self._told, Mapping) else list(views)
+        told = self._options.parameters
+        return dict(zip(told, views, strict=True)) if isinstance(told, Mapping) else list(views)
 
     def meet(self, communicator: Communicator) -> None:
         """Makes sure, at the first use, that the other ranks use the same callback. Collective, before all else."""
@@ -223,14 +214,12 @@ class BackwardPass:
         self._ends.raise_leaving()
 
     def _end_well(self, communicator: Communicator) -> None:
-        """Keeps of the step what may come again, and learns from it."""
+        """Keeps of the step what may come again."""
         count = self.plan.arrivals.count
         if (tracer := tracing.active) is not None and count:
             tracer.end_step(communicator.recorder.group, count)
         self.reduction.statistics.steps += count > 0
         self._end_step()
-        if count and self.reduction.roll_call is None:  # a rank that stands in for its gradients would not learn
-            self.plan.learn()
         self.plan.arrivals.end_step()
 
     def note_told(self, error: BaseException) -> None:

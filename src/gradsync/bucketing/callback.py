@@ -58,10 +58,10 @@ class AllreduceCallback(WithBlocks):
             gradients come.
         missing: what flush() does where a parameter's gradient has not come: "error" raises on all ranks alike; "zero"
             takes zeros, and gives the result in `filled`.
-        gradient_as_bucket_view: gradients live inside the buckets. Futures give views of them, from the second step on
-            (or the first, where the parameters are told), which hold their values until the next step. On the CPU,
-            where nothing runs beside the program, buckets that lie side by side are reduced together, up to 64 MiB at
-            a time, the last ones in the flush. See gradient_buffers().
+        gradient_as_bucket_view: gradients live inside the buckets; needs `parameters`. Futures give views of the
+            buckets, which hold their values until the next step. On the CPU, where nothing runs beside the program,
+            buckets that lie side by side are reduced together, up to 64 MiB at a time, the last ones in the flush. See
+            gradient_buffers().
         compression: "float16" or "bfloat16": what float32 and float64 gradients travel in. On the CPU they are added up
             in float32, in rank order (over MPI up to 16 ranks), and rounded once; NCCL adds in half precision.
         prescale: factor of the gradients before the reduction.
@@ -133,7 +133,7 @@ class AllreduceCallback(WithBlocks):
 
     @property
     def threshold_bytes(self) -> int:
-        """Size that a bucket of several gradients never exceeds; with "auto" that of the next step."""
+        """Size that a bucket of several gradients never exceeds."""
         return self._backward.plan.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
@@ -170,28 +170,31 @@ class AllreduceCallback(WithBlocks):
     def gradient_buffers(self, parameters: Any = None) -> Any:
         """Makes arrays for gradients that live inside the buckets, so that synchronising them copies nothing.
 
-        Every rank must call it, for the same parameters, between steps. In each step write the gradients into these
-        arrays, and hand those over. Another array that is handed over is copied into its bucket first. On one machine
-        without GPUs the ranks share this memory; from a gradient's hand-over to its future's end, others write to it.
+        Every rank must call it, between steps. In each step write the gradients into these arrays, and hand those over.
+        Another array that is handed over is copied into its bucket first. On one machine without GPUs the ranks share
+        this memory; from a gradient's hand-over to its future's end, others write to it.
 
         The arrays keep their memory, also when the communicator is closed; only handing them over is an error then.
         Those of an earlier call are like any other array: what is handed over is copied.
 
         Args:
-            parameters: as for the constructor, in the order in which their gradients will come (most often the last
-                layer first); None: those of the constructor.
+            parameters: refused: the constructor takes them.
 
         Returns:
-            As parameters were given: a mapping of names to arrays, or a list. All are zero.
+            As `parameters` were given: a mapping of names to arrays, or a list. All are zero.
 
         Raises:
-            InvalidArgument: the callback was made without gradient_as_bucket_view, in the middle of a step, or nobody
-                has told the parameters.
+            InvalidArgument: the callback was made without gradient_as_bucket_view, or in the middle of a step.
             BackendUnavailable: there is not enough memory to share.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
+        if parameters is not None:
+            raise InvalidArgument(
+                "gradient_buffers() takes no parameters any more: name them in AllreduceCallback(parameters=..., "
+                "gradient_as_bucket_view=True)"
+            )
         self._check_between_steps("gradient_buffers()")
-        return self._backward.live_in_buckets(parameters, self._communicator())
+        return self._backward.live_in_buckets(self._communicator())
 
     def register_hook(self, hook: BucketHook | None) -> None:
         """Has a hook reduce the buckets in place of an all-reduce, until another one is registered, or None.

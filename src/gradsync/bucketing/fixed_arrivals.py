@@ -18,13 +18,11 @@ class FixedArrivals(Arrivals):
 
     Args:
         parameters: in the order of their places.
-        origin: what errors call them.
         label: begins errors.
     """
 
-    def __init__(self, parameters: list[KnownParameter], origin: str, label: str) -> None:
+    def __init__(self, parameters: list[KnownParameter], label: str) -> None:
         super().__init__(label)
-        self._origin = origin
         self._parameters = parameters
         self._places = {parameter.key: place for place, parameter in enumerate(parameters)}
         self.specs = [parameter.spec for parameter in parameters]
@@ -47,7 +45,7 @@ class FixedArrivals(Arrivals):
         position = self._places.get(key_of(param))
         if position is None:
             raise InvalidArgument(
-                f"{self.label}: {display_name(param, self.count)} is not among {self._origin}, which are "
+                f"{self.label}: {display_name(param, self.count)} is not among the callback's parameters, which are "
                 f"{list_of_names([parameter.spec.name for parameter in self._parameters])}"
             )
         if self._has_come[position]:
@@ -59,8 +57,8 @@ class FixedArrivals(Arrivals):
         spec = self.specs[position]
         if spec.shape != native.shape or spec.dtype != dtype:
             raise InvalidArgument(
-                f"{self.label}: the gradient of {spec.name} must be {spec.dtype}{list(spec.shape)}, as by "
-                f"{self._origin}, got {dtype}{list(native.shape)}"
+                f"{self.label}: the gradient of {spec.name} must be {spec.dtype}{list(spec.shape)}, as by the "
+                f"callback's parameters, got {dtype}{list(native.shape)}"
             )
         return spec
 

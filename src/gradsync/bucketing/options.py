@@ -52,7 +52,12 @@ class Options:
                 'threshold_bytes="auto" has gone, as it gained 2.5 % at most: leave it out, or pass the size that '
                 "`gradsync bench thresholds` finds best for the model"
             )
-        if self.missing == "zero" and self.parameters is None and not self.gradient_as_bucket_view:
+        if self.parameters is None and self.gradient_as_bucket_view:
+            raise InvalidArgument(
+                "gradient_as_bucket_view=True needs parameters=...: names -> array or (shape, dtype), as each gradient "
+                "has its place in the buckets"
+            )
+        if self.parameters is None and self.missing == "zero":
             raise InvalidArgument('missing="zero" needs parameters=..., which says what can be missing')
 
     def settings(self) -> str:

@@ -1,7 +1,7 @@
 """What is known of the gradients of a step: their places, their buckets, and where they live.
 
 At first nothing is: places are the order of arrival, and buckets fill as gradients come. Where a caller tells the
-parameters, or gradients live in the buckets, each parameter has its place for good.
+parameters, each has its place for good; only then can gradients live in the buckets.
 """
 
 from __future__ import annotations
@@ -48,45 +48,22 @@ class StepPlan:
         self._options = options
         self._accepted_dtypes: set[Any] = set()
         self._failed_specs: list[GradientSpec] = []  # of the last step, where that has failed
-        self._is_learned = False  # whether the places are those of an earlier step
         self.told: list[KnownParameter] = []
 
     def begin_with(self, communicator: Communicator) -> None:
         """Forgets what was known for another communicator, and takes the parameters that the caller has told."""
-        if self._is_learned:  # of the group before: ranks that are new in this one have not learned it
-            self.arrivals, self._is_learned = Arrivals(), False
-            self.planner = BucketPlanner(self.threshold_bytes, self._options.first_bucket_bytes)
         self.arrivals.forget()
         self.arrivals.label = communicator.label
         self.memory = None
         self._accepted_dtypes.clear()
         if self._options.parameters is not None and not self.told:
-            known = known_parameters(self._options.parameters, "AllreduceCallback", self._options.op, communicator)
-            self.fix(known, "the callback's parameters")
-            self.told = known
-
-    def fix(self, parameters: list[KnownParameter], origin: str) -> None:
-        """Gives each parameter its place for good; errors say where they come from."""
-        if not parameters:
-            raise InvalidArgument(f"{self.arrivals.label}: {origin} are none: name at least one, or leave them out")
-        self._is_learned = False
-        self.arrivals = FixedArrivals(parameters, origin, self.arrivals.label)
-        self.planner = FixedPlanner(
-            [parameter.spec for parameter in parameters], self.threshold_bytes, self._options.first_bucket_bytes
-        )
-        self.memory = None
+            self.told = known_parameters(self._options.parameters, "AllreduceCallback", self._options.op, communicator)
+            self._fix_places()
 
     def forget_memory(self) -> None:
         """Leaves the memory of the buckets to those who hold views of it, which are arrays like any other then."""
         self.arrivals.forget()
         self.memory = None
-
-    def learn(self) -> None:
-        """Gives the parameters of the step that ends their places for good, where gradients shall live in buckets."""
-        if self._options.gradient_as_bucket_view and self.arrivals.count and self.known_places is None:
-            known = [KnownParameter(entry.parameter, entry.key, entry.spec) for entry in self.arrivals.of_step()]
-            self.fix(known, "the first step's gradients, which with gradient_as_bucket_view=True each step repeats")
-            self._is_learned = True
 
     def specs_to_repeat(self) -> list[GradientSpec]:
         """Returns the gradients of the last step, as far as all ranks had agreed on them where it failed."""
@@ -106,9 +83,8 @@ class StepPlan:
 
     @property
     def needs_memory(self) -> bool:
-        """Whether gradients shall live in the buckets, and the plan is known, but there is no memory yet."""
-        is_planned = isinstance(self.planner, FixedPlanner)
-        return self._options.gradient_as_bucket_view and self.memory is None and is_planned
+        """Whether gradients shall live in the buckets, but there is no memory yet."""
+        return self._options.gradient_as_bucket_view and self.memory is None
 
     def ensure_memory(self, communicator: Communicator, agreed: Callable[[Agreement], Agreement]) -> None:
         """Makes the memory of the buckets, where that is needed. Collective; `agreed`: see BucketMemory."""
@@ -154,6 +130,15 @@ class StepPlan:
         native = accept(param, grad, position, communicator, self._options, self._accepted_dtypes)
         key_of(param)
         return native
+
+    def _fix_places(self) -> None:
+        """Gives each parameter that was told its place for good."""
+        label = self.arrivals.label
+        if not self.told:
+            raise InvalidArgument(f"{label}: the callback's parameters are none: name at least one, or leave them out")
+        self.arrivals = FixedArrivals(self.told, label)
+        specs = [parameter.spec for parameter in self.told]
+        self.planner = FixedPlanner(specs, self.threshold_bytes, self._options.first_bucket_bytes)
 
     def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
         """Decides where the reduced values go; where gradients live in buckets, copies one from elsewhere into its."""

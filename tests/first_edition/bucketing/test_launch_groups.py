@@ -64,8 +64,8 @@ def reduce_in_groups(comm: Any) -> int:
     launch_groups._MERGED_BYTES = LIMIT_BYTES
     rng = np.random.default_rng(comm.rank)
     shapes = {i: ((int(n),), "float64" if i > 20 else "float32") for i, n in enumerate(np.arange(30) * 13 % 300)}
-    callback = gs.AllreduceCallback("sum", comm, threshold_bytes=500, gradient_as_bucket_view=True)
-    views = callback.gradient_buffers(shapes)
+    callback = gs.AllreduceCallback("sum", comm, threshold_bytes=500, parameters=shapes, gradient_as_bucket_view=True)
+    views = callback.gradient_buffers()
     for step in range(1, 6):
         for number, view in views.items():
             view[...] = number * (comm.rank + step)

@@ -24,6 +24,7 @@ from rank_processes import run_ranks
 
 Event = dict[str, Any]
 SMALL, LARGE, STEPS = 1000, 3_000_000, 3
+SIZES = (SMALL, SMALL, LARGE, SMALL)
 
 
 def check_format(trace: Any) -> None:
@@ -84,7 +85,7 @@ def check_flow(arrows: list[Event], tracks: dict[tuple[int, int], list[Event]]) 
 
 
 def train(comm: gs.Communicator, folder: str, **options: Any) -> None:
-    gradients = [np.ones(size, np.float32) for size in (SMALL, SMALL, LARGE, SMALL)]
+    gradients = [np.ones(size, np.float32) for size in SIZES]
     sync = gs.AllreduceCallback("mean", threshold_bytes=1024**2, **options)
     with gs.trace(folder):
         for _ in range(STEPS):
@@ -139,17 +140,19 @@ def test_gradients_in_buckets_are_reduced_where_they_lie(tmp_path: Path) -> None
 
 
 def train_in_buckets(comm: gs.Communicator, folder: str) -> None:
-    train(comm, folder, gradient_as_bucket_view=True)
+    parameters = {f"p{number}": ((size,), "float32") for number, size in enumerate(SIZES)}
+    train(comm, folder, parameters=parameters, gradient_as_bucket_view=True)
 
 
 def train_two_dtypes_in_buckets(comm: gs.Communicator, folder: str) -> None:
     """Has buckets of each of three dtypes reduced as one."""
-    sync = gs.AllreduceCallback("mean", threshold_bytes=1024, gradient_as_bucket_view=True)
     gradients = {
         f"{dtype}{number}": np.full(200, comm.rank, dtype)
         for dtype in ("float64", "float32", "float16")
         for number in range(4)
     }
+    parameters = {name: (gradient.shape, gradient.dtype) for name, gradient in gradients.items()}
+    sync = gs.AllreduceCallback("mean", threshold_bytes=1024, parameters=parameters, gradient_as_bucket_view=True)
     with gs.trace(folder):
         for _ in range(STEPS):
             with sync.backward():

@@ -41,7 +41,6 @@ CHANGES = {
     "no_sync": ("InvalidArgument", "issue 17: handing over inside no_sync() kept nothing"),
     "write": ("ValueError", "issue 17: a gradient in flight cannot be written to"),
     "crosswise": ("PlanMismatch", "issue 17: callbacks that met crosswise averaged each other's gradients"),
-    "learnt": ("InvalidArgument", "design.md, section 6: bucket views need named parameters"),
     "number": ("numbers", "design.md, section 3: a gradient may be a number"),
 }
 
@@ -110,14 +109,14 @@ INSTEAD: dict[str, dict[str, Any]] = {
 
 
 def draw_gradients(choices: Seeded, ranks: int, is_planted: bool) -> dict[str, Any]:
-    mode = choices.among(("plain", "plain", "parameters", "zero", "views", "learnt"))
+    mode = choices.among(("plain", "plain", "parameters", "zero", "views"))
     names = sorted(SPECS)
     options: dict[str, Any] = {
         "reduce_method": choices.among(("mean", "sum")),
         "threshold_bytes": choices.among((1, 700, 10**7)),
         "parameters": mode in ("parameters", "zero", "views"),
         "missing": "zero" if mode == "zero" else "error",
-        "gradient_as_bucket_view": mode in ("views", "learnt"),
+        "gradient_as_bucket_view": mode == "views",
         "nonfinite": choices.among(("off", "off", "raise", "skip")),
     }
     if mode in ("plain", "parameters"):
@@ -133,11 +132,10 @@ def draw_gradients(choices: Seeded, ranks: int, is_planted: bool) -> dict[str, A
         mine = [choices.sample(names, len(names)) for _ in range(ranks)]
         if mode == "zero":
             mine = [each[: choices.number(1, len(names))] for each in mine]
-        elif mode in ("plain", "learnt"):
-            count = choices.number(1, len(names)) if mode == "plain" else len(names)
-            mine = [names[:count] if mode == "learnt" else mine[0][:count]] * ranks
+        elif mode == "plain":
+            mine = [mine[0][: choices.number(1, len(names))]] * ranks
         steps.append({"names": mine, "is_own": choices.random() < 0.7 or mode == "views", "has_local_pass": False})
-    planted, constructs = None, ["learnt"] if mode == "learnt" else []
+    planted, constructs = None, []
     if is_planted:
         kinds = [
             "order",

@@ -27,7 +27,7 @@ CHECKS = (
     lambda comm: fixed_checks.fill_with_zeros(comm, "numpy"),
     lambda comm: fixed_checks.stand_in_for_others(comm, "numpy"),
     lambda comm: view_checks.live_in_buckets(comm, "numpy", view_checks.CASES),
-    lambda comm: view_checks.learn_the_plan(comm, "numpy"),
+    lambda comm: view_checks.copy_into_the_buckets(comm, "numpy"),
     lambda comm: view_checks.stand_in_for_others(comm, "numpy"),
     lambda comm: knob_checks.scale_and_compress(comm, "numpy"),
     lambda comm: knob_checks.begin_early(comm, "numpy"),
