@@ -274,6 +274,20 @@ def test_killed_process_fails_the_others_at_once() -> None:
     assert open_descriptors() == descriptors
 
 
+def test_who_has_reported_a_failure_knows_of_it_at_once() -> None:
+    """What it closes then is closed because of a failure, which the others are to hear of first."""
+    with RendezvousServer(2, secret=SECRET) as server:
+        clients = connect_all(server, 2)
+        try:
+            clients[0].report_failure("the disk is full")
+            assert clients[0].has_failed()
+            with pytest.raises(RankFailed, match="the disk is full"):
+                clients[1].get("nobody sets this")
+        finally:
+            for client in clients:
+                client.close()
+
+
 @contextlib.contextmanager
 def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Gives a server in a process of its own, and its address."""

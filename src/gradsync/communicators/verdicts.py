@@ -37,7 +37,7 @@ class Verdicts:
 
     Attributes:
         was_heard: whether a verdict, or the loss of the server, has been raised here: other ranks hear of it too.
-        is_known: tells, at next to no cost, whether `check` would raise.
+        is_known: tells, at next to no cost, whether `check` would raise, or will in the other ranks in a moment.
     """
 
     def __init__(self, client: CommunicatorClient, recorder: FlightRecorder) -> None:

@@ -229,6 +229,7 @@ class Membership:
         fields = (clip_text(reason, MAX_REASON_BYTES), culprit)
         with contextlib.suppress(RendezvousError, RankFailed, CollectiveTimeout, CommunicatorClosed):
             self._requests.ask_at_once("report_failure", FrameType.REPORT_FAILURE, *fields)
+            self._requests.has_reported = True
 
     def set_phase(self, phase: str) -> None:
         """Says what this rank does now, for the texts of RankFailed; sent without waiting for an answer."""

@@ -70,6 +70,7 @@ class RequestChannel:
     Attributes:
         followers: who answers the questions of other ranks.
         self_report: who answers for this rank, when another one misses it.
+        has_reported: whether the server has taken this rank's word that the generation has failed.
     """
 
     def __init__(self, connection: ClientConnection, who: str) -> None:
@@ -83,6 +84,7 @@ class RequestChannel:
         self._phase: str | None = None
         self._sent_phase: str | None = None
         self._pid = os.getpid()
+        self.has_reported = False
 
     @property
     def is_seated(self) -> bool:
@@ -124,8 +126,8 @@ class RequestChannel:
         return self._exchange(operation, listen_until, _AT_ONCE_SECONDS, frame_type, *fields)
 
     def has_failed(self) -> bool:
-        """Whether the sticky failure is there; reads nothing, and costs next to nothing."""
-        return self._inbox.failure is not None
+        """Whether the sticky failure is there, or will be in a moment; reads nothing, and costs next to nothing."""
+        return self._inbox.failure is not None or self.has_reported
 
     def check(self) -> None:
         """Raises the sticky failure, after reading what has come in; never waits, one poll call when idle."""
