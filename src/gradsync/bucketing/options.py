@@ -47,7 +47,7 @@ class Options:
                 raise InvalidArgument(
                     f"clip_norm must be a number above 0, or None for no clipping, got {self.clip_norm!r}"
                 ) from None
-        if self.threshold_bytes == "auto":
+        if isinstance(self.threshold_bytes, str) and self.threshold_bytes == "auto":
             raise InvalidArgument(
                 'threshold_bytes="auto" has gone, as it gained 2.5 % at most: leave it out, or pass the size that '
                 "`gradsync bench thresholds` finds best for the model"
