@@ -56,7 +56,7 @@ def test_a_dump_tells_what_each_collective_was(tmp_path: Path) -> None:
         # An earlier test may have left a communicator of the same name.
         [group] = [g for g in content["groups"] if g["begun"] == 3 and g["entries"][-1]["began"] >= started]
     assert (content["rank"], content["pid"], content["format"]) == (0, os.getpid(), dumps.FORMAT)
-    assert "test_dumps.py" in content["stacks"]
+    assert "test_dumps_inside.py" in content["stacks"]
     assert abs(content["monotonic_seconds"] - time.monotonic()) < 60
     assert abs(content["wall_seconds"] - time.time()) < 60
     entry = group["entries"][0]
