@@ -40,11 +40,12 @@ class Rank:
             (array,) = arrays
             self._run = lambda: self._communicator.all_reduce(array, "mean")
         else:
-            callback = gs.AllreduceCallback("mean")
             if kind == "bucket views":
                 parameters = {index: (array.shape, "float32") for index, array in enumerate(arrays)}
                 callback = gs.AllreduceCallback("mean", parameters=parameters, gradient_as_bucket_view=True)
                 arrays = list(callback.gradient_buffers().values())
+            else:
+                callback = gs.AllreduceCallback("mean")
             self._run = lambda: _step(callback, arrays)
         for _ in range(3):  # the second and the third time other paths are taken
             for array in arrays:

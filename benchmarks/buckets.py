@@ -10,9 +10,9 @@ that live inside its buckets; beside the peers stand a plain local copy of all g
 without buckets: concatenate all, all_reduce that, split it again. A step hands every gradient over, flushes, and asks
 for each result. DistributedDataParallel with bucket views copies each gradient that autograd has made into its bucket.
 
-"thresholds" and "knobs" are of gradsync alone, on gradients that its contenders share: thresholds from 0.25 to 100 MB;
-each knob beside the plain step.
-What is to be told apart there differs by little: they take turns round by round, every second round backwards.
+"thresholds" and "knobs" are of gradsync alone, on gradients that its contenders share: thresholds from 0.25 to 100 MB,
+and each knob beside the plain step. What is to be told apart there differs by little: they take turns round by round,
+every second round backwards.
 
 The exit code is 1 when a promise is not kept, 2 when a rank failed. The largest list needs about 14 GB of memory, in
 all ranks together.

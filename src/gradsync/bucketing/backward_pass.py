@@ -195,8 +195,7 @@ class BackwardPass:
         self.begin_with(communicator)
         self.filled = {}
         try:
-            if not self._is_known:
-                self.meet(communicator)
+            self.meet(communicator)
             places = self.plan.known_places
             if places is not None and self._is_incomplete(places):
                 self._complete(places, communicator)
@@ -275,8 +274,7 @@ class BackwardPass:
         try:
             if self._guard is not None:
                 self._guard.check_handed_over([slot.position for slot in bucket.slots])
-            if not self._is_known:
-                self.meet(communicator)
+            self.meet(communicator)
             work = self._works.of(bucket, communicator, self)
             completion = self.reduction.reduce(work, communicator, self._producers.get(bucket.number, ()), end)
             if self._guard is not None and not self.reduction.is_hooked:
