@@ -105,8 +105,8 @@ class CollectiveEnd:
         "_callbacks",
         "_completing_thread",
         "_error",
-        "_event",
         "_untold",
+        "_waiting",
         "completion",
         "has_result",
         "value",
@@ -119,7 +119,9 @@ class CollectiveEnd:
         self.has_result = False
         self._error: BaseException | None = None
         self._untold: Untold | None = None
-        self._event: threading.Event | None = None
+        # A lock for each thread that waits, released at the end. Not an Event for all: its own lock stays taken where
+        # Ctrl-C comes as a wait begins, and then who ends the collective would wait for ever.
+        self._waiting: list[threading.Lock] | None = None
         self._callbacks: list[Callable[[], None]] | None = []  # None once it has been launched or has failed
 
     @property
@@ -137,13 +139,19 @@ class CollectiveEnd:
 
     def await_finish(self, seconds: float | None) -> bool:
         """Waits until it is launched or has failed; returns whether it is."""
-        with _lock:  # the event is made on first need: most are never waited for from another thread
-            if self._event is None:
-                self._event = threading.Event()
+        at_the_end = threading.Lock()
+        at_the_end.acquire()
+        with _lock:
             if self._callbacks is None:
-                self._event.set()
-            event = self._event
-        return event.wait(seconds)
+                return True
+            # Made on first need: most are never waited for from another thread.
+            self._waiting = [*(self._waiting or ()), at_the_end]
+        if at_the_end.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
+            return True
+        with _lock:  # a future may be asked again and again
+            if self._waiting is not None:
+                self._waiting = [other for other in self._waiting if other is not at_the_end]
+            return self._callbacks is None
 
     def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
         """Calls function(future) once it is over; at once, in the calling thread, when it is."""
@@ -170,16 +178,16 @@ class CollectiveEnd:
             untold: shall log the error when nobody asks.
         """
         with _lock:
-            callbacks, event = self._callbacks, self._event
+            callbacks, waiting = self._callbacks, self._waiting
             if callbacks is None:
                 if untold is not None:
                     untold.forget()
                 return
             self.value, self._error, self.completion, self._untold = value, error, completion, untold
-            self._callbacks = None
+            self._callbacks = self._waiting = None
             self.has_result = error is None and completion is None
-        if event is not None:
-            event.set()
+        for at_the_end in waiting or ():
+            at_the_end.release()
         leaving: BaseException | None = None
         for call in callbacks:
             try:
@@ -191,7 +199,7 @@ class CollectiveEnd:
 
     def disown(self, error: BaseException) -> None:
         """Fails in the child of a fork, where nobody completes it, and calls nobody."""
-        self._event = None  # the parent's threads that held it are not here
+        self._waiting = None  # the parent's threads are not here
         if self._callbacks is not None:
             self._error = error
             self._callbacks = None

@@ -13,7 +13,7 @@ from belongings import Belongings
 
 WARM_UP_STEPS = 200
 LARGEST_GROWTH_BYTES = 2 * 2**20
-LARGEST_TRACED_GROWTH_BYTES = 64 * 1024
+LARGEST_TRACED_GROWTH_BYTES = 16 * 1024
 LARGEST_PEAK_BYTES = 64 * 1024
 SHAPES = {"weight": ((64, 65), "float32"), "bias": ((65,), "float32"), "double": ((50,), "float64")}
 LARGE = {"weight": ((700, 600), "float32"), "bias": ((600,), "float32"), "double": ((90_000,), "float64")}
@@ -56,11 +56,14 @@ def stay_as_large_as_they_are(comm: Any, mode: str, steps: int) -> list[str]:
     tracemalloc.start()
     run(callback, arrays, 20)
     gc.collect()
-    before, _ = tracemalloc.get_traced_memory()
-    run(callback, arrays, 300)
-    gc.collect()
-    traced = tracemalloc.get_traced_memory()[0] - before
+    growths = []
+    for _ in range(3):  # the least of them: a thread that reads from the server has room for a message in its hands
+        before, _ = tracemalloc.get_traced_memory()
+        run(callback, arrays, 100)
+        gc.collect()
+        growths.append(tracemalloc.get_traced_memory()[0] - before)
     tracemalloc.stop()
+    traced = min(growths)
     assert callback.statistics.steps == WARM_UP_STEPS + steps + 320
     return found + ([f"{mode}: {traced} bytes traced"] if traced > LARGEST_TRACED_GROWTH_BYTES else [])
 

@@ -147,11 +147,9 @@ class ClientConnection:
         Raises:
             StreamEnded: the server is gone.
         """
-        if self._unsent and self._sending.acquire(False):  # else a thread that sends takes it along
-            try:
+        if self._unsent and not self._sending.locked():  # else a thread that sends takes it along
+            with self._sending:  # a call of acquire would leave it taken where Ctrl-C comes as soon as it is
                 self._write_some()
-            finally:
-                self._sending.release()
         return not self._unsent
 
     def receive(self, deadline: float) -> Message | None:

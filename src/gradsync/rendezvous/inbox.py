@@ -61,6 +61,8 @@ class Inbox:
         self._poll_input = connection.poll_input
         self._who = who
         self._answer_push = answer_push
+        # Always taken by `with self._lock`: a Condition's own `with`, and a call of acquire, leave it taken for ever
+        # where Ctrl-C comes just then.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._is_read = False  # whether a thread reads the connection now
@@ -102,12 +104,10 @@ class Inbox:
         """Reads what has come in; never waits, one poll call when nothing has. Returns whether a message was read."""
         was_read = False
         # A thread that waits for an answer reads the connection itself, and sees what comes.
-        if self._lock.acquire(False):
-            try:
+        if not self._lock.locked():
+            with self._lock:
                 if not self._is_read and self.failure is None and self._poll_input(0):
                     was_read = self._sort_all(0.0)
-            finally:
-                self._lock.release()
         if self._pushes:
             self._answer_pushes()
         return was_read
@@ -123,14 +123,14 @@ class Inbox:
 
     def give_up(self, failure: GradsyncError) -> None:
         """Notes a failure found otherwise than by reading, unless there is one, and wakes the threads that wait."""
-        with self._changed:
+        with self._lock:
             if self.failure is None:
                 self.failure = failure
             self._changed.notify_all()
 
     def stop(self, failure: GradsyncError) -> None:
         """Replaces the failure, and wakes the threads that wait for another one to read."""
-        with self._changed:
+        with self._lock:
             self.failure = failure
             self._changed.notify_all()
 
@@ -141,7 +141,7 @@ class Inbox:
             StreamEnded: the server has closed it.
             FrameError: the bytes received are not acceptable.
         """
-        with self._changed:
+        with self._lock:
             if self._is_read:
                 return
             self._is_read = True
@@ -156,7 +156,7 @@ class Inbox:
 
         Returns after a moment in any case: it may be this very thread that reads, below a signal handler.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._is_read, _IDLE_WITHIN_SECONDS)
 
     def _is_my_turn(self, pending: Pending, deadline: float) -> bool:
@@ -165,7 +165,7 @@ class Inbox:
         def has_news() -> bool:
             return pending.answer is not None or self.failure is not None or bool(self._pushes)
 
-        with self._changed:
+        with self._lock:
             if self._is_read:
                 left_seconds = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
                 self._changed.wait_for(lambda: not self._is_read or has_news(), left_seconds)
@@ -182,7 +182,7 @@ class Inbox:
             self._end_reading()
 
     def _end_reading(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_read = False
             self._changed.notify_all()
 

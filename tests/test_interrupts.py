@@ -1,0 +1,103 @@
+"""Ctrl-C may strike at any call of a wait: the communicator can be ended all the same, and the others are told."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import gradsync as gs
+from contract import expect
+from gradsync.rendezvous.server import RendezvousServer
+from places import SHM
+from rendezvous.rendezvous_ranks import SECRET, connect_all
+
+WAIT = 0.002  # seconds for what does not come
+ENDS_WITHIN_SECONDS = 20.0  # milliseconds on an idle machine
+
+
+def interrupt(function: Callable[[], Any], number: int) -> bool:
+    """Calls a function, with Ctrl-C at the n-th place where Python looks for signals; returns whether it came there.
+
+    Python looks as a function of Python begins, and when one in C has returned.
+    """
+    count = 0
+
+    def strike(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_return", "c_exception")
+        if count == number:
+            signal.raise_signal(signal.SIGINT)
+
+    gc.disable()  # Python forgets what Ctrl-C raises in a destructor
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setprofile(strike)
+    try:
+        function()
+    except (KeyboardInterrupt, gs.CollectiveTimeout, gs.RendezvousTimeout):
+        pass
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGINT, previous)
+        gc.enable()
+    return count >= number
+
+
+def ends(function: Callable[[], Any]) -> bool:
+    """Calls a function in a thread; returns whether it comes back."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(ENDS_WITHIN_SECONDS)
+    return not thread.is_alive()
+
+
+def interrupt_each_call_of_a_wait(comm: Any) -> int:
+    number, struck = 0, True
+    while struck:
+        group = comm.split(color=0)
+        number, struck = number + 1, False
+        if comm.rank == 0:
+            future = group.asynchronous.all_reduce(np.ones(3))
+            struck = interrupt(lambda future=future: future.result(timeout=WAIT), number)
+            assert ends(lambda group=group: group.abort("enough")), f"call {number} of result() was interrupted"
+            expect(gs.GradsyncError, lambda future=future: future.result(timeout=ENDS_WITHIN_SECONDS))
+        struck = comm.objects.broadcast(struck)
+        if comm.rank == 1:
+            expect(gs.RankFailed, group.barrier)
+    return number
+
+
+def interrupt_each_call_of_a_collective(comm: Any, calls: int) -> None:
+    for number in range(1, calls + 1):
+        group = comm.split(color=0)
+        if comm.rank == 0:
+            assert interrupt(group.barrier, number)
+            assert ends(group.close), f"call {number} of barrier() was interrupted"
+        comm.barrier()
+        if comm.rank == 1:
+            expect(gs.RankFailed, group.barrier)
+
+
+def test_at_any_call_of_a_collective() -> None:
+    SHM.run(2, interrupt_each_call_of_a_collective, 120)
+
+
+def test_at_any_call_of_a_wait_for_a_future() -> None:
+    assert min(SHM.run(2, interrupt_each_call_of_a_wait)) > 10
+
+
+def test_at_any_call_of_a_wait_for_the_server() -> None:
+    number, struck = 0, True
+    while struck:
+        number += 1
+        with RendezvousServer(2, secret=SECRET) as server:
+            waiting, other = connect_all(server, 2)
+            struck = interrupt(lambda client=waiting: client.barrier(timeout_seconds=WAIT), number)
+            assert ends(waiting.close), f"call {number} of barrier() was interrupted"
+            assert ends(other.close)
+    assert number > 10
