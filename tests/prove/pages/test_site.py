@@ -14,7 +14,7 @@ import pytest
 from page_blocks import ROOT
 
 pytest.importorskip("mkdocs", reason="`make docs` brings it")
-sys.path.insert(0, str(ROOT / "documentation"))
+sys.path.insert(0, str(ROOT / "docs"))
 
 import pages
 
