@@ -1,18 +1,17 @@
 """What an all-reduce should cost, from the latency and the bandwidth of the links: predictions, before anything is run.
 
-No room of the library needs it; docs/scaling.md is made from it. All times are in seconds, sizes in bytes. A message of
+docs/scaling.md and predict_threshold.py are made with it. All times are in seconds, sizes in bytes. A message of
 n bytes over a link takes `latency_seconds + n * seconds_per_byte` (the alpha-beta model); the arithmetic of the
 reduction counts as part of the bytes. What NCCL's own tuning says is in `nccl_cost_model`.
 
-Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19
-(2005), for recursive doubling and for halving with doubling; Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", JPDC 69 (2009), for the ring and the least bytes.
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009), for
+the ring and the least bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradsync.errors import InvalidArgument
@@ -45,41 +44,6 @@ def ring_seconds(ranks: int, size_bytes: float, link: Link) -> float:
     _check(ranks, size_bytes)
     steps = 2 * (ranks - 1)
     return steps * link.latency_seconds + steps / ranks * size_bytes * link.seconds_per_byte
-
-
-def recursive_doubling_seconds(ranks: int, size_bytes: float, link: Link) -> float:
-    """Returns the time of recursive doubling: log2 p exchanges of all the bytes; for short messages.
-
-    Where p is no power of two, those beyond it hand theirs in before and get the result after. Source: Thakur et al.
-    """
-    _check(ranks, size_bytes)
-    exchanges = _log2_down(ranks) + (0 if _is_power_of_two(ranks) else 2)
-    return exchanges * link.seconds(size_bytes)
-
-
-def halving_doubling_seconds(ranks: int, size_bytes: float, link: Link) -> float:
-    """Returns the time of Rabenseifner's algorithm: reduce-scatter by halving, all-gather by doubling.
-
-    It has the ring's bytes in 2 log2 p steps; ranks beyond a power of two cost two messages of all the bytes more.
-    Source: Thakur et al.
-    """
-    _check(ranks, size_bytes)
-    core = 1 << _log2_down(ranks)
-    bytes_moved = 2 * (core - 1) / core * size_bytes
-    seconds = 2 * _log2_down(ranks) * link.latency_seconds + bytes_moved * link.seconds_per_byte
-    return seconds if _is_power_of_two(ranks) else seconds + 2 * link.seconds(size_bytes)
-
-
-def tree_seconds(ranks: int, size_bytes: float, link: Link) -> float:
-    """Returns the time of a pipelined double tree: up and down, all the bytes each way, two halves at once.
-
-    The pipeline's own chunks are not counted. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
-    broadcast, reduction and scan", Parallel Computing 35 (2009), which is what NCCL's trees follow.
-    """
-    _check(ranks, size_bytes)
-    if ranks == 1:
-        return 0.0
-    return 2 * math.ceil(math.log2(ranks)) * link.latency_seconds + 2 * size_bytes * link.seconds_per_byte
 
 
 def flat_ring_seconds(nodes: int, ranks_per_node: int, size_bytes: float, inside: Link, between: Link) -> float:
@@ -165,15 +129,12 @@ def best_threshold_bytes(
     total_bytes: float,
     backward_seconds: float,
     seconds_of: Callable[[float], float],
-    candidates: Iterable[float] | None = None,
 ) -> float:
     """Returns the threshold with the least exposed time; the smallest of those within 1 % of it.
 
-    Args:
-        total_bytes, backward_seconds, seconds_of: see `exposed_seconds`.
-        candidates: thresholds to choose from; by default equal parts of the whole, from 1 to 4,096.
+    Equal parts of the whole are tried, from 1 to 4,096. Args as `exposed_seconds`.
     """
-    parts = candidates if candidates is not None else (total_bytes / count for count in range(4096, 0, -1))
+    parts = (total_bytes / count for count in range(4096, 0, -1))
     found = [(size, exposed_seconds(total_bytes, size, backward_seconds, seconds_of)) for size in parts]
     least = min(seconds for _, seconds in found)
     return min(size for size, seconds in found if seconds <= 1.01 * least)
@@ -204,11 +165,3 @@ def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
 def _check(ranks: int, size_bytes: float) -> None:
     if ranks < 1 or size_bytes < 0:
         raise InvalidArgument(f"a cost needs at least one rank and no negative size, got {ranks}, {size_bytes}")
-
-
-def _log2_down(ranks: int) -> int:
-    return ranks.bit_length() - 1
-
-
-def _is_power_of_two(ranks: int) -> bool:
-    return ranks & (ranks - 1) == 0

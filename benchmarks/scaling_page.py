@@ -12,7 +12,7 @@ import sys
 
 import page_tables
 import readme
-from gradsync.cost_model import (
+from cost_model import (
     Link,
     best_threshold_bytes,
     exposed_seconds,
@@ -21,8 +21,8 @@ from gradsync.cost_model import (
     hierarchical_seconds,
     hierarchy_pays_below_bytes,
 )
-from gradsync.nccl_cost_model import H100_NODES, Algorithm, fastest
 from models import MODELS, element_count
+from nccl_cost_model import H100_NODES, Algorithm, fastest
 
 PAGE = readme.ROOT / "docs" / "scaling.md"
 MEGABYTE = 1024**2

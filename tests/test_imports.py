@@ -34,7 +34,6 @@ STRAYS = {
     "backends": "backend_choice backend_override world_siblings",
     "process_group": "world_connection",
     "comm": "synchronising",
-    "bench": "cost_model nccl_cost_model",
     "cli": "__main__",
 }
 ROOM_OF_STRAY = {stray: room for room, strays in STRAYS.items() for stray in strays.split()}

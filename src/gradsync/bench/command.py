@@ -1,7 +1,7 @@
 """The command line of `gradsync bench`: options, and which of them need which; what they do is in threshold_bench.py,
 collectives/command.py and rendezvous/command.py.
 
-Every start of `gradsync` reads this file: it loads nothing but click and the names of things.
+Every start of `gradsync` reads this file: it loads little but click.
 """
 
 from __future__ import annotations
@@ -10,7 +10,27 @@ from typing import Any
 
 import click
 
+from gradsync.errors import InvalidArgument
+
 DEFAULT_LIMIT_SECONDS = 45.0
+#: Options that have gone, and what to do instead.
+_REMOVED_OPTIONS = dict.fromkeys(
+    ("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"),
+    "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository",
+)
+
+
+class _Command(click.Command):
+    """A command that says of an option that has gone what to do instead."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            instead = _REMOVED_OPTIONS.get(error.option_name)
+            if instead is None:
+                raise
+            raise InvalidArgument(f"gradsync bench {self.name} {error.option_name} has gone: {instead}") from None
 
 
 @click.group()
@@ -19,13 +39,12 @@ def bench() -> None:
 
 
 @bench.command(
+    cls=_Command,
     short_help="Finds the bucket threshold that suits a model.",
     epilog="""\b
 Examples:
   gradsync bench thresholds --model resnet50              two ranks, thresholds from 0.25 to 100 MB
   gradsync bench thresholds --model shapes.json -n 4      your own gradients: callback.dump_shapes("shapes.json")
-  gradsync bench thresholds --model gpt2 --predict 64 --latency-us 5 --bandwidth-gbs 20 --backward-ms 100
-                                                          runs nothing: what the model of costs says of 64 GPUs
 
 \b
 A threshold is in MB of 1024**2 bytes. "bus" is the bus bandwidth: 2 (p - 1) / p of the gradients' bytes over the time
@@ -59,20 +78,6 @@ packs gradients on their way, so it may be more than the step; on GPUs it is not
 )
 @click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
 @click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
-@click.option(
-    "--predict",
-    "gpus",
-    type=click.IntRange(min=2),
-    metavar="GPUS",
-    help="Says what threshold should suit so many GPUs; runs nothing where latency and bandwidth are given.",
-)
-@click.option("--backward-ms", type=click.FloatRange(min=0, min_open=True), help="Backward pass, for --predict.")
-@click.option("--latency-us", type=click.FloatRange(min=0), help="Of a message, for --predict.  [default: measured]")
-@click.option(
-    "--bandwidth-gbs",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Of a link in 1e9 bytes/s, for --predict.  [default: measured]",
-)
 def thresholds(**options: Any) -> None:
     """Measures which threshold_bytes synchronises a model's gradients fastest, and recommends one.
 

@@ -1,7 +1,6 @@
 """`gradsync bench thresholds` end to end on tiny gradients, and its mistakes, told before anything runs."""
 
 import importlib.util
-import json
 import subprocess
 import sys
 
@@ -10,8 +9,6 @@ from click.testing import CliRunner
 
 from gradsync.bench import threshold_bench
 from gradsync.cli import main
-
-PREDICTION = ("--predict", "64", "--backward-ms", "50", "--latency-us", "5", "--bandwidth-gbs", "20")
 
 
 @pytest.fixture
@@ -27,32 +24,12 @@ def bench(*arguments, **options):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_given_a_link_a_prediction_runs_nothing(shapes, tmp_path, monkeypatch):
-    monkeypatch.setattr(threshold_bench, "_measure", None)
-    out = tmp_path / "out.json"
-    done = CliRunner().invoke(main, ["bench", "thresholds", "--model", "gpt2", *PREDICTION, "--json", str(out)])
-    assert done.exit_code == 0
-    assert "gpt2: 148 gradients, 475 MB\nPrediction for 64 GPUs, not a measurement" in done.output
-    result = json.loads(out.read_text())
-    assert (result["rows"], result["recommended_threshold_bytes"]) == ([], None)
-    assert result["prediction"]["link"]["latency_seconds"] == pytest.approx(5e-6)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
         (("--model", "alexnet"), 2, "no model is called 'alexnet'"),
         (("--model", "none.json"), 2, "the shapes file 'none.json' cannot be read"),
         (("--model", "bert", "--thresholds", "ten"), 2, "--thresholds needs numbers of megabytes"),
-        (("--model", "bert", "--latency-us", "3"), 2, "are for --predict GPUS"),
-        (("--model", "bert", "--predict", "8"), 2, "--predict needs --backward-ms"),
-        (("--model", "bert", "--predict", "8", "--backward-ms", "9", "-n", "1"), 2, "--predict measures on two ranks"),
-        (
-            ("--model", "bert", "--predict", "8", "--backward-ms", "9", "--thresholds", "500"),
-            2,
-            "--predict needs --thresholds that make different numbers of buckets",
-        ),
-        (("--model", "bert", *PREDICTION, "--plot", "out.png"), 2, "--plot draws what was measured"),
         (("--model", "bert", "--backend", "local", "-n", "2"), 2, "backend 'local' is for one rank, got -n 2"),
         (("--model", "bert", "--backend", "nccl"), 1, "backend 'nccl' cannot run here: no GPU is visible"),
         (("--model", "bert", "--json", "no/such/out.json"), 2, "there is no folder 'no/such'"),

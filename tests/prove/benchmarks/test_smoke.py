@@ -20,7 +20,7 @@ MEASURED = "measured"
 STATUSES = {MEASURED, "not installed", "not offered"}
 #: Scripts that measure nothing: makers of pages, and the ranks of others; and those of the part fault_matrix.
 OTHER_SCRIPTS = {"adapters_rank", "against_rank", "readme", "scaling_page", "scenes", "trace_picture"}
-OTHER_SCRIPTS |= {"detection", "fault_matrix"}
+OTHER_SCRIPTS |= {"detection", "fault_matrix", "predict_threshold"}
 
 
 class Smoke(NamedTuple):
