@@ -24,14 +24,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.rendezvous import run
-from gradsync.bench.rendezvous.contenders import CONTENDERS, GRADSYNC, LEAVE, PHASES, TCPSTORE_OWN
-from gradsync.bench.rendezvous.names import can_give_names
-from gradsync.bench.rendezvous.run import LOAD_PROCESSES, Phase, Run
 from gradsync.rendezvous.silence import heartbeat_seconds
 from measurement import Seconds, provenance
 from peers import systems
 from peers.contenders import TORCH
+from simulated_ranks import run
+from simulated_ranks.contenders import CONTENDERS, GRADSYNC, LEAVE, PHASES, TCPSTORE_OWN
+from simulated_ranks.names import can_give_names
+from simulated_ranks.run import LOAD_PROCESSES, Phase, Run
 
 FOLDER = Path(__file__).parent
 play = functools.partial(run.play, torch_python=str(systems.ENVIRONMENTS / TORCH / "bin" / "python"))

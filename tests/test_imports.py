@@ -104,14 +104,11 @@ INSIDE = {
     "rendezvous.client_connection": "launching",
     "rendezvous.descriptors": "launching",
     "rendezvous.group_client": "backends communicators process_group",
-    "rendezvous.handshake": "bench",
-    "rendezvous.messages": "bench communicators launching",
+    "rendezvous.messages": "communicators launching",
     "rendezvous.rank_names": "communicators diagnostics",
-    "rendezvous.server": "bench cli launching",
-    "rendezvous.silence": "bench",
+    "rendezvous.server": "cli launching",
     "rendezvous.sockets": "environment launching",
     "rendezvous.tls": "environment",
-    "rendezvous.wire": "bench",
 }
 
 

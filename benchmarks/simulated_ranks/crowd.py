@@ -8,8 +8,8 @@ import socket
 import time
 from collections.abc import Sequence
 
-from gradsync.bench.rendezvous.contenders import JOIN
-from gradsync.bench.rendezvous.rank import SimulatedRank
+from simulated_ranks.contenders import JOIN
+from simulated_ranks.rank import SimulatedRank
 
 _READ_BYTES = 65536
 _PATIENCE_SECONDS = 60.0
@@ -25,15 +25,10 @@ class Crowd:
     Attributes:
         lost: how many connections the server has ended, or the kernel refused; who joins comes again then, as the
             library's client does.
-        durations: seconds of each rank in the phase that was played last, in the order in which they came through.
-        connects: likewise, until the kernel had connected it; of a phase in which ranks connect.
     """
 
     def __init__(self, ranks: Sequence[SimulatedRank], address: tuple[str, int]) -> None:
         self.lost = 0
-        self.durations: list[float] = []
-        self.connects: list[float] = []
-        self._began: dict[int, float] = {}  # by index of the rank
         self._ranks = list(ranks)
         self._address = address
         self._streams: dict[int, socket.socket] = {}  # by index of the rank
@@ -49,11 +44,9 @@ class Crowd:
             TimeoutError: they have not for a minute.
         """
         waiting = 0
-        self.durations, self.connects = [], []
         self._may_come_again = phase == JOIN
         for index in range(*chosen.indices(len(self._ranks))):
             rank = self._ranks[index]
-            self._began[index] = time.monotonic()
             if phase == JOIN:
                 self._connect(index)
             else:
@@ -118,7 +111,6 @@ class Crowd:
             first = self._unsent.pop(descriptor, None)
             try:
                 if first is not None:
-                    self.connects.append(time.monotonic() - self._began[index])
                     stream.send(first)
                     self._epoll.modify(descriptor, select.EPOLLIN)
                     continue
@@ -132,7 +124,6 @@ class Crowd:
             if answer := rank.hear(data):
                 stream.send(answer)
             if rank.is_done and not was_done:
-                self.durations.append(time.monotonic() - self._began[index])
                 finished += 1
         return finished
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from gradsync.bench.rendezvous.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID, UNIQUE_ID
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
 from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
+from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID, UNIQUE_ID
 
 _TIMEOUT_MS = 120_000
 

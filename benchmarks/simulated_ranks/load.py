@@ -1,6 +1,6 @@
 """A process that is many ranks of one contender, see `reports` and `crowd`.
 
-    python -m gradsync.bench.rendezvous.load CONTENDER HOST PORT WORLD_SIZE FIRST COUNT
+    python -m simulated_ranks.load CONTENDER HOST PORT WORLD_SIZE FIRST COUNT
 
 The secret's hex digits are the first line of its input.
 """
@@ -11,13 +11,13 @@ import gc
 import sys
 from typing import Any
 
-from gradsync.bench.rendezvous.contenders import GRADSYNC, LEAVE
-from gradsync.bench.rendezvous.crowd import Crowd
-from gradsync.bench.rendezvous.descriptors import raise_limit
-from gradsync.bench.rendezvous.gradsync_rank import GradsyncRank
-from gradsync.bench.rendezvous.rank import SimulatedRank
-from gradsync.bench.rendezvous.reports import chosen, serve
-from gradsync.bench.rendezvous.tcpstore_rank import TCPStoreRank
+from simulated_ranks.contenders import GRADSYNC, LEAVE
+from simulated_ranks.crowd import Crowd
+from simulated_ranks.descriptors import raise_limit
+from simulated_ranks.gradsync_rank import GradsyncRank
+from simulated_ranks.rank import SimulatedRank
+from simulated_ranks.reports import chosen, serve
+from simulated_ranks.tcpstore_rank import TCPStoreRank
 
 
 def make(contender: str, rank: int, world_size: int, secret: bytes) -> SimulatedRank:
@@ -35,7 +35,7 @@ def obey(crowd: Crowd, word: str, rest: str) -> dict[str, Any]:
         crowd.leave(word)
     else:
         crowd.play(word, chosen(rest))
-    return {"lost": crowd.lost, "beats": beats, "durations": crowd.durations, "connects": crowd.connects}
+    return {"lost": crowd.lost, "beats": beats}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A process that is many ranks with TCPStore's own client objects, a thread for each: their calls block.
 
-    python -m gradsync.bench.rendezvous.load_tcpstore tcpstore HOST PORT WORLD_SIZE FIRST COUNT
+    python -m simulated_ranks.load_tcpstore tcpstore HOST PORT WORLD_SIZE FIRST COUNT
 
 It runs where PyTorch is installed, takes the commands of `load`; the first line is read and not needed.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from gradsync.bench.rendezvous.contenders import BARRIER, GET_ID, JOIN, PUT_ID, UNIQUE_ID
-from gradsync.bench.rendezvous.descriptors import raise_limit
-from gradsync.bench.rendezvous.reports import chosen, serve
+from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, PUT_ID, UNIQUE_ID
+from simulated_ranks.descriptors import raise_limit
+from simulated_ranks.reports import chosen, serve
 
 _TIMEOUT = timedelta(seconds=60)
 _STACK_BYTES = 256 * 1024
@@ -78,7 +78,7 @@ def main() -> None:
         for _ in playing:
             if (error := done.get()) is not None:
                 raise error
-        return {"lost": 0, "beats": 0, "durations": [], "connects": []}
+        return {"lost": 0, "beats": 0}
 
     serve(obey)
 

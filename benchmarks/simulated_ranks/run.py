@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import gradsync
-from gradsync.bench.rendezvous.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID, TCPSTORE_OWN
-from gradsync.bench.rendezvous.names import with_names
 from gradsync.cores import BLAS_VARIABLES
 from gradsync.rendezvous.silence import heartbeat_seconds
+from simulated_ranks.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID, TCPSTORE_OWN
+from simulated_ranks.names import with_names
 
-#: Where `python -m gradsync...` finds it in an environment that has PyTorch, and nothing of gradsync's.
-_SOURCES = Path(gradsync.__file__).parents[1]
-_RUN = "gradsync.bench.rendezvous"
+_BENCHMARKS = Path(__file__).parents[1]
 _ONE_THREAD = dict.fromkeys(BLAS_VARIABLES, "1")
 LOAD_PROCESSES = 2
 
@@ -35,13 +32,11 @@ class Phase:
     Attributes:
         wall_seconds: of all ranks together.
         server_cpu_seconds, clients_cpu_seconds: of the server, and of the processes that are the ranks.
-        rank_seconds: of each simulated rank that took part; nothing for a contender's own clients.
     """
 
     wall_seconds: float
     server_cpu_seconds: float
     clients_cpu_seconds: float
-    rank_seconds: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -49,13 +44,10 @@ class Run:
     """What one run has shown; seconds and bytes.
 
     Attributes:
-        server_start_seconds: from starting the server's process to its listening.
-        connect_seconds: of each simulated rank, until the kernel had connected it.
+        memory_growth_bytes: of the server, from before the ranks join to the end of the barrier.
     """
 
     phases: dict[str, Phase] = field(default_factory=dict)
-    server_start_seconds: float = 0.0
-    connect_seconds: list[float] = field(default_factory=list)
     memory_growth_bytes: int = 0
     lost_connections: int = 0
     heartbeats: int = 0
@@ -63,7 +55,7 @@ class Run:
     heartbeat_cpu_seconds: float = 0.0
 
 
-def play(contender: str, world_size: int, *, beat_seconds: float = 0.0, torch_python: str = sys.executable) -> Run:
+def play(contender: str, world_size: int, *, beat_seconds: float, torch_python: str) -> Run:
     """Lets so many ranks join, share an id, meet and, where asked for, live for a while.
 
     Args:
@@ -79,11 +71,9 @@ def play(contender: str, world_size: int, *, beat_seconds: float = 0.0, torch_py
     secret = secrets.token_hex(32)
     with tempfile.TemporaryDirectory(prefix="rendezvous-scale-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        torch = [torch_python] if torch_python == sys.executable else [torch_python, "-E"]
-        began = time.monotonic()
+        torch = [torch_python, "-E"]
         server = stack.enter_context(_process(_server_command(contender, world_size, folder, torch), secret))
         port = int(_line(server))
-        run.server_start_seconds = time.monotonic() - began
         command = [*_load_command(contender, folder, torch), "127.0.0.1", str(port), str(world_size)]
         per_process = -(-world_size // LOAD_PROCESSES)
         starts = range(0, world_size, per_process)
@@ -119,9 +109,7 @@ def _play_phase(phase: str, server: subprocess.Popen[str], loads: list[subproces
     run.lost_connections = max(run.lost_connections, int(sum(report["lost"] for report in reports)))
     time.sleep(0.05)  # what the server still does for this phase is to count as its own
     cpu = _cpu_seconds(server.pid) - cpu
-    run.connect_seconds += [seconds for report in reports for seconds in report["connects"]]
-    ranks = [seconds for report in reports for seconds in report["durations"]]
-    return Phase(wall, cpu, sum(report["cpu_seconds"] for report in reports), ranks)
+    return Phase(wall, cpu, sum(report["cpu_seconds"] for report in reports))
 
 
 def _tell_all(loads: list[subprocess.Popen[str]], commands: list[str]) -> list[dict[str, Any]]:
@@ -133,14 +121,14 @@ def _tell_all(loads: list[subprocess.Popen[str]], commands: list[str]) -> list[d
 
 def _server_command(contender: str, world_size: int, folder: Path, torch: list[str]) -> list[str]:
     if contender == GRADSYNC:
-        return [sys.executable, "-m", f"{_RUN}.serve_gradsync", str(world_size)]
-    return with_names([*torch, "-m", f"{_RUN}.serve_tcpstore", str(world_size)], folder)
+        return [sys.executable, "-m", "simulated_ranks.serve_gradsync", str(world_size)]
+    return with_names([*torch, "-m", "simulated_ranks.serve_tcpstore", str(world_size)], folder)
 
 
 def _load_command(contender: str, folder: Path, torch: list[str]) -> list[str]:
     if contender == TCPSTORE_OWN:
-        return with_names([*torch, "-m", f"{_RUN}.load_tcpstore", contender], folder)
-    return [sys.executable, "-m", f"{_RUN}.load", contender]
+        return with_names([*torch, "-m", "simulated_ranks.load_tcpstore", contender], folder)
+    return [sys.executable, "-m", "simulated_ranks.load", contender]
 
 
 @contextlib.contextmanager
@@ -148,7 +136,7 @@ def _process(command: list[str], secret: str) -> Iterator[subprocess.Popen[str]]
     """Starts a process that ends when its standard input does, and tells it the secret."""
     variables = {**os.environ, **_ONE_THREAD, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with subprocess.Popen(
-        command, cwd=_SOURCES, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=_BENCHMARKS, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             _input(process).write(f"{secret}\n")

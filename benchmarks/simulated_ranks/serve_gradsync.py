@@ -1,6 +1,6 @@
 """gradsync's server alone in a process: prints its port, serves until standard input ends.
 
-python -m gradsync.bench.rendezvous.serve_gradsync WORLD_SIZE   # the secret's hex digits on the first line
+python -m simulated_ranks.serve_gradsync WORLD_SIZE   # the secret's hex digits on the first line
 """
 
 from __future__ import annotations

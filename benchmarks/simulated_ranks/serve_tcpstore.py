@@ -1,6 +1,6 @@
 """PyTorch's TCPStore alone in a process, with its default backend: prints its port, serves until standard input ends.
 
-python -m gradsync.bench.rendezvous.serve_tcpstore WORLD_SIZE   # in an environment that has PyTorch
+python -m simulated_ranks.serve_tcpstore WORLD_SIZE   # in an environment that has PyTorch
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed import TCPStore
 
-from gradsync.bench.rendezvous.descriptors import raise_limit
+from simulated_ranks.descriptors import raise_limit
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 
-from gradsync.bench.rendezvous.contenders import BARRIER, GET_ID, JOIN, PUT_ID, UNIQUE_ID
+from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, PUT_ID, UNIQUE_ID
 
 _VALIDATE, _SET, _GET, _ADD, _WAIT, _PING = 0, 1, 3, 4, 6, 13
 _MAGIC = 0x3C85F7CE

@@ -67,17 +67,6 @@ def test_a_terminal_sees_the_table_grow(shapes):
     assert "\x1b" not in out
 
 
-@pytest.mark.parametrize("option", ["--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"])
-def test_a_prediction_is_a_script_now(option):
-    for arguments in (["--model", "bert", option, 64], [f"{option}=64"]):
-        code, text, err = bench(*arguments)
-        assert (code, text) == (2, "")
-        assert err == (
-            f"gradsync: error: gradsync bench thresholds {option} has gone: leave it out to measure, or predict with "
-            "benchmarks/predict_threshold.py of the repository\n"
-        )
-
-
 def test_a_prediction_has_the_numbers_of_the_model():
     """Between 64 GPUs over links of 5 us and 20 GB/s, a bucket that takes as long as the next one takes to fill."""
     script = Path(__file__).parents[2] / "benchmarks" / "predict_threshold.py"

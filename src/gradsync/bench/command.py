@@ -1,5 +1,5 @@
-"""The command line of `gradsync bench`: options, and which of them need which; what they do is in threshold_bench.py,
-collectives/command.py and rendezvous/command.py.
+"""The command line of `gradsync bench`: options, and which of them need which; what they do is in threshold_bench.py
+and collectives/command.py.
 
 Every start of `gradsync` reads this file: it loads little but click.
 """
@@ -33,9 +33,22 @@ class _Command(click.Command):
             raise InvalidArgument(f"gradsync bench {self.name} {error.option_name} has gone: {instead}") from None
 
 
-@click.group()
+class _Commands(click.Group):
+    """A group that says of a command that has gone what to run instead."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "rendezvous":
+            raise InvalidArgument(
+                "gradsync bench rendezvous has gone: run benchmarks/rendezvous_scale.py of the repository"
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands)
 def bench() -> None:
-    """Times collectives, the rendezvous and bucket thresholds on this machine."""
+    """Times collectives and bucket thresholds on this machine."""
 
 
 @bench.command(
@@ -147,26 +160,3 @@ def collectives(**options: Any) -> None:
     from gradsync.bench.collectives.command import CollectiveOptions, bench_collectives
 
     bench_collectives(CollectiveOptions(**options))
-
-
-@bench.command(
-    short_help="Times how the rendezvous server takes many ranks.",
-    epilog="""\b
-Examples:
-  gradsync bench rendezvous                                  64, 256 and 1,024 simulated ranks
-  gradsync bench rendezvous --ranks 4096 --compare --plot out.png
-""",
-)
-@click.option("--ranks", default="64,256,1024", show_default=True, metavar="N,N,...", help="How many, from 2 to 4096.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each that count.")
-@click.option("--compare", "compares", is_flag=True, help="Beside PyTorch's TCPStore, where this Python has PyTorch.")
-@click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
-@click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
-def rendezvous(**options: Any) -> None:
-    """Times joining, sharing an id and a barrier of many ranks, with the server in a process of its own.
-
-    The ranks are simulated by two processes of this machine, with the library's own handshake and MACs.
-    """
-    from gradsync.bench.rendezvous.command import RendezvousOptions, bench_rendezvous
-
-    bench_rendezvous(RendezvousOptions(**options))

@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
 from gradsync.rendezvous.client import RendezvousClient
 from measurement import provenance
@@ -110,8 +111,8 @@ class Result:
 def serving(ranks: int) -> Iterator[Server]:
     """Runs a server for so many ranks."""
     secret = secrets.token_bytes(32)
-    command = [sys.executable, "-m", "gradsync.bench.rendezvous.serve_gradsync", str(ranks)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "simulated_ranks.serve_gradsync", str(ranks)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=BENCHMARKS) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(secret.hex() + "\n")

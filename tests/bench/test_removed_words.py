@@ -1,0 +1,38 @@
+"""Commands and options of `gradsync bench` that have gone name what to run instead."""
+
+import subprocess
+import sys
+
+import pytest
+
+PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
+SCALE = "run benchmarks/rendezvous_scale.py of the repository"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word", "instead"),
+    [
+        (["thresholds", "--model", "bert", "--predict", "64"], "thresholds --predict", PREDICT),
+        (["thresholds", "--predict=64"], "thresholds --predict", PREDICT),
+        (["thresholds", "--backward-ms", "1"], "thresholds --backward-ms", PREDICT),
+        (["thresholds", "--latency-us", "1"], "thresholds --latency-us", PREDICT),
+        (["thresholds", "--bandwidth-gbs", "1"], "thresholds --bandwidth-gbs", PREDICT),
+        (["rendezvous"], "rendezvous", SCALE),
+        (["rendezvous", "--ranks", "64", "--compare"], "rendezvous", SCALE),
+        (["rendezvous", "--help"], "rendezvous", SCALE),
+    ],
+)
+def test_a_word_that_has_gone_says_what_to_run_instead(arguments: list[str], word: str, instead: str) -> None:
+    command = [sys.executable, "-m", "gradsync", "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"gradsync: error: gradsync bench {word} has gone: {instead}\n"
+
+
+def test_a_word_that_never_was_is_unknown() -> None:
+    for arguments in (["thresholds", "--prediction"], ["meeting"]):
+        command = [sys.executable, "-m", "gradsync", "bench", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 2
+        assert "No such " in done.stderr
+        assert "has gone" not in done.stderr
