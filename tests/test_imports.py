@@ -27,7 +27,7 @@ STRAYS = {
     "reduction": "scalars_by_name",
     "futures": "collective_end collective_future completion",
     "launchers": "launcher_variables run_name slurm_variables",
-    "environment": "arguments secret_file settings tls_files unknown_variables variable_values",
+    "environment": "arguments secret_file settings unknown_variables variable_values",
     "diagnostics": "divergence dumps flight_recorder stack_report tracing whole_file",
     "rendezvous": "bootstrap meeting_file",
     "communicators": "mpi_meeting",
@@ -50,7 +50,6 @@ UPWARD = {
     "environment": "rendezvous.sockets",
     "launcher_variables": "variable_values",
     "slurm_variables": "variable_values",
-    "tls_files": "rendezvous.tls",
     "world_siblings": "world_connection",
 }
 # Files inside a room that are imported from outside, and by which rooms. Outside, a room is its name: from
@@ -108,7 +107,6 @@ INSIDE = {
     "rendezvous.rank_names": "communicators diagnostics",
     "rendezvous.server": "cli launching",
     "rendezvous.sockets": "environment launching",
-    "rendezvous.tls": "environment",
 }
 
 

@@ -1,4 +1,7 @@
-"""Variables that gradsync does not know are told once for a run, with the name that was probably meant."""
+"""Variables that gradsync does not know are told once for a run, with the name that was probably meant.
+
+One that it once had is refused, with what to do in its place.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+
+import gradsync as gs
 
 SCRIPT = "import gradsync as gs\ngs.init_process_group().close()\n"
 
@@ -33,3 +38,39 @@ def test_it_is_told_once_for_a_run(command: list[str], variables: dict[str, str]
     told = [line for line in done.stderr.splitlines() if "GRADSYNC_TIMOUT" in line]
     line = "gradsync: warning: GRADSYNC_TIMOUT: no such variable, so it does nothing: did you mean "
     assert told == [f"{line}GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS?"] * count, done.stderr
+
+
+ON_TWO_NODES = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1", "--secret-file", "secret"]
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        (["-m", "gradsync", "run", "-n", "2", "script.py"], {}),
+        (["-m", "gradsync", "run", "-n", "1", *ON_TWO_NODES, "script.py"], {}),
+        (["-m", "gradsync", "serve", "--world-size", "2", "--secret-file", "secret"], {}),
+        (["script.py"], {}),
+        (["script.py"], of_another_launcher(1)),
+    ],
+    ids=["launcher", "launcher of two machines", "server", "no launcher", "second rank of another launcher"],
+)
+@pytest.mark.parametrize("name", ["GRADSYNC_TLS_CERTIFICATE", "GRADSYNC_TLS_KEY", "GRADSYNC_TLS_CA"])
+def test_one_that_has_gone_is_refused(name: str, command: list[str], variables: dict[str, str], tmp_path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "secret").write_text("5a" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    environ = {**os.environ, **variables, name: "ca.pem"}
+    done = subprocess.run([sys.executable, *command], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"{name} is set, but the rendezvous has no TLS any more: unset it" in done.stderr
+    assert "SSH tunnel" in done.stderr
+    assert "no such variable" not in done.stderr
+
+
+@pytest.mark.parametrize("start", [lambda f: gs.launch(f), lambda f: gs.spawn(f, nprocs=1), lambda f: gs.launcher(f)()])
+def test_one_that_has_gone_is_refused_by_functions_that_start_ranks(start, monkeypatch) -> None:
+    monkeypatch.setenv("GRADSYNC_TLS_CA", "ca.pem")
+    with pytest.raises(gs.InvalidArgument, match="GRADSYNC_TLS_CA is set, but"):
+        start(print)
+    monkeypatch.setenv("GRADSYNC_TLS_CA", "")
+    assert gs.launch(os.getpid) is not None

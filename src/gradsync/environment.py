@@ -38,12 +38,6 @@ ALLOW_SHARED_GPU = "GRADSYNC_ALLOW_SHARED_GPU"
 SECRET = "GRADSYNC_SECRET"
 #: Path of a file that holds the secret in hexadecimal; must be the user's own, mode 0600.
 SECRET_FILE = "GRADSYNC_SECRET_FILE"
-#: Path of this machine's TLS certificate, in PEM, followed by those that lead to its CA; with it the rendezvous is TLS.
-TLS_CERTIFICATE = "GRADSYNC_TLS_CERTIFICATE"
-#: Path of that certificate's key, in PEM.
-TLS_KEY = "GRADSYNC_TLS_KEY"
-#: Path of the certificates, in PEM, that sign those of the other side; without it the secret alone tells who that is.
-TLS_CA = "GRADSYNC_TLS_CA"
 #: How often our launcher has started all ranks again.
 RESTART_COUNT = "GRADSYNC_RESTART_COUNT"
 #: How often our launcher starts all ranks again at most.

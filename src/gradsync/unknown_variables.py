@@ -1,7 +1,7 @@
 """GRADSYNC_* variables that gradsync does not know: most are misspelt, and what they were to do is not done.
 
 Said once on each machine, by whoever reads the variables first: our launcher for all its ranks, or the first of the
-ranks that another one has started there.
+ranks that another one has started there. A variable that gradsync once had is refused instead, by every process.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 
 from gradsync import environment
+from gradsync.errors import InvalidArgument
+from gradsync.variable_values import value_of
 
 PREFIX = "GRADSYNC_"
 _OF_TESTS = (f"{PREFIX}STAND_IN_", f"{PREFIX}TEST_")  # what this project's own tests set
@@ -17,13 +19,32 @@ _OF_TESTS = (f"{PREFIX}STAND_IN_", f"{PREFIX}TEST_")  # what this project's own 
 KNOWN_VARIABLES = {
     v for k, v in vars(environment).items() if k.isupper() and isinstance(v, str) and v.startswith(PREFIX)
 }
+_NO_TLS = (
+    "the rendezvous has no TLS any more: unset it, and keep others from listening with a private network or an SSH "
+    "tunnel (docs/security.md)"
+)
+#: What to do in place of those that it once had.
+REMOVED_VARIABLES = {f"{PREFIX}{name}": _NO_TLS for name in ("TLS_CERTIFICATE", "TLS_KEY", "TLS_CA")}
 _told: set[str] = set()
 
 
+def refuse_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuses to go on without what a variable once did.
+
+    Raises:
+        InvalidArgument: one is set that has gone; the text says what to do in its place.
+    """
+    for name, advice in REMOVED_VARIABLES.items():
+        if value_of(environ, name) is not None:
+            raise InvalidArgument(f"{name} is set, but {advice}")
+
+
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Gives the names among those set that begin as gradsync's do, and are none of them."""
+    """Gives the names among those set that begin as gradsync's do, and have never been any."""
     return sorted(
-        n for n in environ if n.startswith(PREFIX) and n not in KNOWN_VARIABLES and not n.startswith(_OF_TESTS)
+        n
+        for n in environ
+        if n.startswith(PREFIX) and n not in KNOWN_VARIABLES | REMOVED_VARIABLES.keys() and not n.startswith(_OF_TESTS)
     )
 
 

@@ -27,7 +27,7 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.settings import allows_shared_gpu, asks_for_debug_mode
 from gradsync.settings import collective_timeout_seconds as environment_timeout
-from gradsync.unknown_variables import warn_of_unknown_variables
+from gradsync.unknown_variables import refuse_removed_variables, warn_of_unknown_variables
 from gradsync.variable_values import value_of
 from gradsync.visible_devices import count_gpus
 
@@ -92,8 +92,10 @@ def read_settings(
     """Returns the arguments of init_process_group(), checked, with what the environment says.
 
     Raises:
-        InvalidArgument: a rank outside the world, no number of seconds, or nobody tells the rank.
+        InvalidArgument: a rank outside the world, no number of seconds, a variable that has gone, or nobody tells the
+            rank.
     """
+    refuse_removed_variables()
     _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
     place = _find_place(backend, rank, world_size)
     if place.local_rank == 0:  # for all of this machine

@@ -24,8 +24,7 @@ from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.watch import Watch
 from gradsync.rendezvous.sockets import format_address
-from gradsync.tls_files import check_tls_files
-from gradsync.unknown_variables import warn_of_unknown_variables
+from gradsync.unknown_variables import refuse_removed_variables, warn_of_unknown_variables
 
 if TYPE_CHECKING:
     from gradsync.launching.output.pump import OutputPump
@@ -123,9 +122,10 @@ class Supervisor:
 
         Raises:
             BackendUnavailable: the system allows no more processes, or open files.
-            InvalidArgument: a file for TLS does not fit.
+            InvalidArgument: a variable is set that has gone.
             RendezvousError: the job's rendezvous port is taken.
         """
+        refuse_removed_variables()
         warn_of_unknown_variables()
         job = self._job
         if job.n_ranks > _RANKS_BEFORE_SERVER:
@@ -134,7 +134,6 @@ class Supervisor:
             raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         # The server's socket is bound now, so that ranks can start before the server does.
         point = job.meeting_point or self._stack.enter_context(_own_meeting_point(job.rendezvous_port))
-        check_tls_files(hosts=point.listener is not None)
         port = job.master_port or self._stack.enter_context(reserved_port())
         environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
         watch = Watch(self._signals, job.grace_seconds, self._notices, self._news, self._on_stopping)

@@ -8,24 +8,16 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gradsync.environment import TLS_CA, TLS_CERTIFICATE, TLS_KEY
 from gradsync.errors import AuthenticationError, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
 from gradsync.rendezvous.sockets import look_up, parse_address, tune_stream
 from gradsync.rendezvous.wire import FrameError
-from gradsync.tls_files import read_tls_files
-
-if TYPE_CHECKING:
-    from gradsync.rendezvous.tls import ClientTls
+from gradsync.unknown_variables import refuse_removed_variables
 
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
-_NO_TLS = (
-    f"the server is busy, or does not use TLS; if so, unset {TLS_CA} and its like here, or set {TLS_CERTIFICATE} and "
-    f"{TLS_KEY} where it runs"
-)
 # A server that is flooded drops its oldest strangers, and looks from here like a service that ends each connection:
 # several attempts over several seconds tell them apart.
 _HANDSHAKE_ATTEMPTS = 5
@@ -38,8 +30,6 @@ _LAST_BACKOFF_SECONDS = 0.5
 def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientConnection:
     """Returns an authenticated connection; retries while the server is not up yet.
 
-    Speaks TLS where the environment names certificates (GRADSYNC_TLS_CA and its like).
-
     Args:
         address: "host:port" or "[IPv6]:port".
         secret: the run's secret.
@@ -48,13 +38,13 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
 
     Raises:
         RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.
-        AuthenticationError: the server does not know the secret, or one side's certificate does not hold.
-        InvalidArgument: a file for TLS does not fit.
+        AuthenticationError: the server does not know the secret.
+        InvalidArgument: a variable is set that has gone (`refuse_removed_variables`).
         RendezvousError: something else speaks on that port.
     """
     parse_address(address)
+    refuse_removed_variables()
     started = time.monotonic()
-    tls = _load_tls()
     backoff_seconds = _FIRST_BACKOFF_SECONDS
     handshakes = 0
     give_up_at = deadline
@@ -64,7 +54,7 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
         except OSError as error:
             cause = error.strerror or str(error) or type(error).__name__
         else:
-            connection, cause = _try_handshake(stream, tls, address, secret, deadline, who)
+            connection, cause = _try_handshake(stream, address, secret, deadline, who)
             if connection is not None:
                 return connection
             handshakes += cause != _NO_ANSWER
@@ -83,15 +73,6 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
             )
         time.sleep(pause)
         backoff_seconds = min(backoff_seconds * 1.5, _LAST_BACKOFF_SECONDS)
-
-
-def _load_tls() -> ClientTls | None:
-    files = read_tls_files()
-    if files is None:
-        return None
-    from gradsync.rendezvous.tls import ClientTls  # here: OpenSSL is large, and few runs need it
-
-    return ClientTls(files)
 
 
 def _connect(address: str, deadline: float) -> socket.socket:
@@ -124,13 +105,15 @@ def _connect_to(stream: socket.socket, target: Any, timeout_seconds: float) -> s
 
 
 def _try_handshake(
-    stream: socket.socket, tls: ClientTls | None, address: str, secret: bytes, deadline: float, who: str
+    stream: socket.socket, address: str, secret: bytes, deadline: float, who: str
 ) -> tuple[ClientConnection | None, str]:
     """Returns the authenticated connection, or None and why another attempt is worth it."""
+    connection = ClientConnection(stream, address)
     handshake_deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
     try:
-        return _authenticated(stream, tls, address, secret, handshake_deadline), ""
-    except RendezvousError as error:
+        connection.authenticate(secret, handshake_deadline)
+    except BaseException as error:
+        connection.close()
         if isinstance(error, StreamEnded):
             return None, str(error)
         if isinstance(error, RendezvousTimeout):  # a server that has much to do answers later
@@ -142,27 +125,7 @@ def _try_handshake(
                 f"{who}: {address} does not speak the rendezvous protocol ({error}): "
                 "another service or run holds this port"
             ) from error
-        raise RendezvousError(f"{who}: {address}: {error}") from None
-
-
-def _authenticated(
-    stream: socket.socket, tls: ClientTls | None, address: str, secret: bytes, deadline: float
-) -> ClientConnection:
-    """Returns the connection after both handshakes; closes the stream where one fails."""
-    if tls is not None:
-        try:
-            stream, secret = tls.connect(stream, secret, deadline)
-        except OSError as error:
-            if isinstance(error, RendezvousError):
-                raise
-            raise StreamEnded(f"TLS does not come about ({error.strerror or error}): {_NO_TLS}") from error
-    connection = ClientConnection(stream, address)
-    try:
-        connection.authenticate(secret, deadline)
-    except BaseException as error:
-        connection.close()
-        refusal = None if tls is None else tls.refusal_in(error.__cause__)
-        if refusal is not None:
-            raise AuthenticationError(refusal) from error
+        if isinstance(error, RendezvousError):
+            raise RendezvousError(f"{who}: {address}: {error}") from None
         raise
-    return connection
+    return connection, ""

@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 from gradsync.errors import RendezvousError
 from gradsync.rendezvous.events import Action, Close, Event, Look, Lost, Notice, Probe, Received, Send, Tick
@@ -28,9 +27,6 @@ from gradsync.rendezvous.server_connection import ConnectionLost, ServerConnecti
 from gradsync.rendezvous.sockets import tune_stream
 from gradsync.rendezvous.waking import Waker
 from gradsync.rendezvous.wire import UNFINISHED
-
-if TYPE_CHECKING:
-    from gradsync.rendezvous.tls import ServerTls
 
 HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 64  # beside one for each rank: all may come at once, and none is to be turned away for that
@@ -47,7 +43,7 @@ class EventLoop:
     Args:
         listener: the listening socket; owned and closed by the loop.
         core: decides what happens.
-        secret, run_id, tls: for the handshakes; tls makes the connections TLS, or is None.
+        secret, run_id: for the handshakes.
         ranks: how many are expected, for one generation.
     """
 
@@ -59,12 +55,10 @@ class EventLoop:
         secret: bytes,
         run_id: str,
         ranks: int,
-        tls: ServerTls | None = None,
     ) -> None:
         self._listener = listener
         self._core = core
-        self._tls = tls
-        self._secret = secret if tls is None else tls.bind(secret)
+        self._secret = secret
         self._run_id = run_id
         self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
         self._max_strangers = ranks + MAX_STRANGERS
@@ -150,7 +144,7 @@ class EventLoop:
         elif key.data.number in self._connections:  # it may have been dropped in this very turn
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
-            if mask & selectors.EVENT_READ or key.data.reads_on_room:
+            if mask & selectors.EVENT_READ:
                 self._receive(key.data)
 
     def _handle_time(self, now: float) -> None:
@@ -192,8 +186,6 @@ class EventLoop:
             self._drop(next(iter(self._strangers.values())), "too many connections without a handshake")
         try:
             tune_stream(stream)
-            if self._tls is not None:
-                stream = self._tls.wrap(stream)
         except OSError:  # reset already
             stream.close()
             return
@@ -216,7 +208,7 @@ class EventLoop:
             if len(self._connections) - len(self._strangers) > self._max_members:
                 self._refuse(connection, messages[0].sequence)
                 return
-        if connection.wants_write or connection.is_watched_for_room:
+        if connection.wants_write:
             self._flush(connection)
         for message in messages:
             if connection.number in self._closing or connection.number not in self._connections:

@@ -12,7 +12,6 @@ import socket
 import threading
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from gradsync.arguments import integer_of
 from gradsync.errors import InvalidArgument, RendezvousError
@@ -24,18 +23,13 @@ from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, check_secret
 from gradsync.rendezvous.messages import MAX_RANKS
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.sockets import adopt_listener, bind_listener, format_address
-from gradsync.tls_files import TlsFiles, read_tls_files
-
-if TYPE_CHECKING:
-    from gradsync.rendezvous.tls import ServerTls
+from gradsync.unknown_variables import refuse_removed_variables
 
 _STOP_SECONDS = 10.0
 
 
 class RendezvousServer:
     """The server through which the ranks of one run find each other.
-
-    Speaks TLS where the environment names a certificate (GRADSYNC_TLS_CERTIFICATE and its like).
 
     Args:
         world_size: ranks in every generation, from 1.
@@ -53,7 +47,7 @@ class RendezvousServer:
         run_id: the run's name.
 
     Raises:
-        InvalidArgument: an argument is out of its range, the secret is too short, or a file for TLS does not fit.
+        InvalidArgument: an argument is out of its range, the secret is too short, or a variable is set that has gone.
         RendezvousError: the address cannot be bound; names the holder of a port in use where it can be read.
     """
 
@@ -76,7 +70,7 @@ class RendezvousServer:
         self.world_size = world_size = size
         self.run_id = _check_run_id(run_id)
         secret = check_secret(secret)
-        tls = _load_tls(read_tls_files())
+        refuse_removed_variables()
         make_room(2 * world_size + MAX_STRANGERS)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)
@@ -88,14 +82,7 @@ class RendezvousServer:
             called=called,
             host=host_rank,
         )
-        self._loop = EventLoop(
-            listener,
-            self._core,
-            secret=secret,
-            run_id=self.run_id,
-            ranks=world_size,
-            tls=tls,
-        )
+        self._loop = EventLoop(listener, self._core, secret=secret, run_id=self.run_id, ranks=world_size)
         self._pid = os.getpid()
         self._runner: int | None = None  # the thread that runs the loop
         self._thread: threading.Thread | None = None
@@ -203,14 +190,6 @@ class RendezvousServer:
             self._loop.run()
         finally:
             self._ended.set()
-
-
-def _load_tls(files: TlsFiles | None) -> ServerTls | None:
-    if files is None:
-        return None
-    from gradsync.rendezvous.tls import ServerTls  # here: OpenSSL is large, and few runs need it
-
-    return ServerTls(files)
 
 
 def _check_run_id(run_id: str | None) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 from gradsync.rendezvous.handshake import ServerHandshake
 from gradsync.rendezvous.messages import FrameType, Message
-from gradsync.rendezvous.sockets import RoomNeeded
 from gradsync.rendezvous.wire import (
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_FRAME_BYTES,
@@ -41,7 +40,6 @@ class ServerConnection:
     Attributes:
         is_stranger: True until the first authenticated message.
         wants_write: True while output waits for the peer to read.
-        reads_on_room: True while reading waits for that too: a handshake of TLS writes while it reads.
         is_watched_for_room: whether the loop waits for room for that output; the loop's own.
     """
 
@@ -51,7 +49,6 @@ class ServerConnection:
         self.deadline = deadline
         self.is_stranger = True
         self.is_watched_for_room = False
-        self.reads_on_room = False
         self._handshake = handshake
         self._session: Session | None = None
         self._reader = FrameReader()
@@ -60,7 +57,7 @@ class ServerConnection:
     @property
     def wants_write(self) -> bool:
         """Whether output waits for the peer to read."""
-        return bool(self._output) or self.reads_on_room
+        return bool(self._output)
 
     def receive(self) -> list[Message]:
         """Reads once and returns the messages that are now complete.
@@ -70,11 +67,9 @@ class ServerConnection:
             RendezvousError: the peer sent something unacceptable.
         """
         size = MAX_HANDSHAKE_FRAME_BYTES if self.is_stranger else MAX_FRAME_BYTES
-        self.reads_on_room = False
         try:
             data = self.stream.recv(size)
-        except (BlockingIOError, InterruptedError) as error:
-            self.reads_on_room = isinstance(error, RoomNeeded)
+        except (BlockingIOError, InterruptedError):
             return []
         except OSError as error:
             raise ConnectionLost(error.strerror or str(error)) from error

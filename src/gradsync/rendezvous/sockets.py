@@ -22,10 +22,6 @@ _USER_TIMEOUT_MS = 5000
 _TCP_LISTEN_STATE = "0A"
 
 
-class RoomNeeded(BlockingIOError):
-    """Reading has to wait until something can be written: the peer does not read its part of a TLS handshake."""
-
-
 def parse_address(address: str) -> tuple[str, int]:
     """Returns host and port of "127.0.0.1:4000", "name:4000" or "[::1]:4000".
 

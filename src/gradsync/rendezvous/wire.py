@@ -23,7 +23,6 @@ from typing import Any
 
 import msgpack
 
-from gradsync.environment import TLS_CA, TLS_CERTIFICATE, TLS_KEY
 from gradsync.errors import RendezvousError
 from gradsync.rendezvous.mac import MAC_BYTES, Mac
 from gradsync.rendezvous.messages import SCHEMAS, FieldError, FrameType, Message, check_fields
@@ -36,8 +35,6 @@ UNFINISHED = f"it has left a message unfinished for {MAX_FRAME_SECONDS:g} s: wha
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!IBQ")
 _MIN_FRAME_BYTES = _HEADER.size + MAC_BYTES
-_TLS_ALERT = b"\x15\x03"  # how TLS answers what is not TLS
-_TLS_HINT = f": it speaks TLS; set {TLS_CA} (or {TLS_CERTIFICATE} and {TLS_KEY}) here, as where it runs"
 
 
 class FrameError(RendezvousError):
@@ -105,9 +102,8 @@ class FrameReader:
             return None
         total_bytes = _LENGTH.unpack_from(buffer)[0] + _LENGTH.size
         if not _MIN_FRAME_BYTES <= total_bytes <= self.limit_bytes:
-            hint = _TLS_HINT if buffer.startswith(_TLS_ALERT) else ""
             raise FrameError(
-                f"a frame needs {_MIN_FRAME_BYTES} to {self.limit_bytes} bytes, the peer announced {total_bytes}{hint}"
+                f"a frame needs {_MIN_FRAME_BYTES} to {self.limit_bytes} bytes, the peer announced {total_bytes}"
             )
         if len(buffer) < total_bytes:
             return None

@@ -39,8 +39,7 @@ from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.sockets import look_up, parse_address
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Session, _decode, pack_frame
 from gradsync.secret_file import read_secret_file
-from gradsync.tls_files import read_tls_files
-from gradsync.unknown_variables import KNOWN_VARIABLES
+from gradsync.unknown_variables import KNOWN_VARIABLES, refuse_removed_variables
 
 Target = Callable[[bytes], None]
 
@@ -246,7 +245,7 @@ def variables(data: bytes) -> None:
         lambda: read_environment(dict(environ)),
         lambda: settings.flight_recorder_entries(environ),
         lambda: settings.collective_timeout_seconds(300.0, environ),
-        lambda: read_tls_files(environ),
+        lambda: refuse_removed_variables(environ),
     )
     environ.pop(environment.SECRET_FILE, None)  # a file of this machine: `secret_file` has those
     for read in readers:

@@ -16,11 +16,7 @@ def check_clock(here: Surroundings) -> list[Finding]:
     source = here.read("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     if here.now < _EARLIEST:
         date = time.strftime("%Y-%m-%d", time.gmtime(here.now))
-        return [
-            warning(
-                "clock", f"it is {date} here: logs and certificates go by that", "as root: timedatectl set-ntp true"
-            )
-        ]
+        return [warning("clock", f"it is {date} here: logs go by that", "as root: timedatectl set-ntp true")]
     if source in _SLOW:
         text = f"{source}: reading the time takes microseconds, so that waiting and measuring cost more"
         available = here.read("/sys/devices/system/clocksource/clocksource0/available_clocksource") or ""

@@ -8,10 +8,14 @@ from gradsync import environment, settings
 from gradsync.doctor.finding import Finding, broken, ok, warning
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.errors import InvalidArgument
-from gradsync.tls_files import check_tls_files
-from gradsync.unknown_variables import PREFIX, describe_unknown, nearest_variable, unknown_variables
-
-_TLS = f"{environment.TLS_CERTIFICATE} {environment.TLS_KEY} {environment.TLS_CA}"
+from gradsync.unknown_variables import (
+    PREFIX,
+    REMOVED_VARIABLES,
+    describe_unknown,
+    nearest_variable,
+    refuse_removed_variables,
+    unknown_variables,
+)
 
 
 def check_variables(here: Surroundings) -> list[Finding]:
@@ -19,7 +23,6 @@ def check_variables(here: Surroundings) -> list[Finding]:
     present = sorted(name for name in here.environ if name.startswith(PREFIX))
     unknown = [_unknown(name) for name in unknown_variables(here.environ)]
     refused = [broken(name, reason, f"unset {name}") for name, reason in _refusals(here).items()]
-    refused += _tls_refusal(here)
     if unknown or refused:
         return [*refused, *unknown]
     shown = ", ".join(_shown(here, name) for name in present)
@@ -48,6 +51,8 @@ def _refusals(here: Surroundings) -> dict[str, str]:
         ),
         environment.SECRET: lambda: environment.take_secret({environment.SECRET: environ[environment.SECRET]}),
     }
+    for name in REMOVED_VARIABLES:
+        questions[name] = lambda name=name: refuse_removed_variables({name: environ[name]})  # type: ignore[misc]
     found = {}
     for name, ask in questions.items():
         if environ.get(name, "").strip():
@@ -56,15 +61,6 @@ def _refusals(here: Surroundings) -> dict[str, str]:
             except InvalidArgument as error:
                 found[name] = str(error)
     return found
-
-
-def _tls_refusal(here: Surroundings) -> list[Finding]:
-    """Returns what gradsync would say of the files for TLS, where it would: one variable alone is no use."""
-    try:
-        check_tls_files(here.environ, hosts=False)
-    except InvalidArgument as error:
-        return [broken("GRADSYNC_TLS_*", str(error), f"docs/security.md makes such files; without TLS: unset {_TLS}")]
-    return []
 
 
 def _check_backend(value: str) -> None:
