@@ -56,8 +56,8 @@ UPWARD = {
 # gradsync.rendezvous import ..., where rendezvous/__init__.py says what others may use.
 INSIDE = {
     "bench.collectives.cases": "doctor",
+    "bench.collectives.measuring": "doctor",
     "bench.collectives.operation": "doctor",
-    "bench.collectives.systems": "doctor",
     "bench.command": "cli",
     "bench.crew": "doctor",
     "bench.rank_starts": "doctor",

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
+COMPARE = "run benchmarks/full_speed.py (all_reduce) or benchmarks/collectives.py of the repository"
 SCALE = "run benchmarks/rendezvous_scale.py of the repository"
 
 
@@ -17,6 +18,7 @@ SCALE = "run benchmarks/rendezvous_scale.py of the repository"
         (["thresholds", "--backward-ms", "1"], "thresholds --backward-ms", PREDICT),
         (["thresholds", "--latency-us", "1"], "thresholds --latency-us", PREDICT),
         (["thresholds", "--bandwidth-gbs", "1"], "thresholds --bandwidth-gbs", PREDICT),
+        (["collectives", "-e", "1K", "--compare"], "collectives --compare", COMPARE),
         (["rendezvous"], "rendezvous", SCALE),
         (["rendezvous", "--ranks", "64", "--compare"], "rendezvous", SCALE),
         (["rendezvous", "--help"], "rendezvous", SCALE),
@@ -30,7 +32,7 @@ def test_a_word_that_has_gone_says_what_to_run_instead(arguments: list[str], wor
 
 
 def test_a_word_that_never_was_is_unknown() -> None:
-    for arguments in (["thresholds", "--prediction"], ["meeting"]):
+    for arguments in (["thresholds", "--prediction"], ["thresholds", "--compare"], ["meeting"]):
         command = [sys.executable, "-m", "gradsync", "bench", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
         assert done.returncode == 2

@@ -14,10 +14,13 @@ from gradsync.errors import InvalidArgument
 
 DEFAULT_LIMIT_SECONDS = 45.0
 #: Options that have gone, and what to do instead.
-_REMOVED_OPTIONS = dict.fromkeys(
-    ("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"),
-    "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository",
-)
+_PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
+_REMOVED_OPTIONS = {
+    "thresholds": dict.fromkeys(("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"), _PREDICT),
+    "collectives": {
+        "--compare": "run benchmarks/full_speed.py (all_reduce) or benchmarks/collectives.py of the repository"
+    },
+}
 
 
 class _Command(click.Command):
@@ -27,7 +30,7 @@ class _Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            instead = _REMOVED_OPTIONS.get(error.option_name)
+            instead = _REMOVED_OPTIONS[self.name or ""].get(error.option_name)
             if instead is None:
                 raise
             raise InvalidArgument(f"gradsync bench {self.name} {error.option_name} has gone: {instead}") from None
@@ -103,12 +106,13 @@ def thresholds(**options: Any) -> None:
 
 
 @bench.command(
+    cls=_Command,
     short_help="Times collectives, in the columns of nccl-tests.",
     epilog="""\b
 Examples:
   gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 32 MB
   gradsync bench collectives -c all -p 4 -b 64K -e 64M -f 8
-  gradsync bench collectives -c all_reduce,broadcast --compare --plot out.png --json out.json
+  gradsync bench collectives -c all_reduce,broadcast --plot out.png --json out.json
 
 \b
 Columns and formulas are those of NVIDIA's nccl-tests: algbw is size / time; busbw is algbw times 2 (n - 1) / n for
@@ -149,13 +153,12 @@ The exit code is 1 where elements are wrong.
 @click.option("-o", "--op", default="sum", show_default=True, help="sum, mean, prod, min or max.")
 @click.option("-d", "--dtype", default="float", show_default=True, help="float, double, half, bfloat16, int32, ...")
 @click.option("--check/--no-check", "checks", default=True, show_default=True, help="Count what is wrong.")
-@click.option("--compare", "compares", is_flag=True, help="Beside PyTorch and mpi4py, where this Python has them.")
 @click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
 @click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
 def collectives(**options: Any) -> None:
     """Times collectives over a range of sizes, checks every result, and shows bandwidths.
 
-    Ranks are started on this machine. Contenders take turns in blocks.
+    Ranks are started on this machine.
     """
     from gradsync.bench.collectives.command import CollectiveOptions, bench_collectives
 

@@ -11,16 +11,6 @@ from typing import Any
 from gradsync.bench.measurement import Seconds
 from gradsync.errors import BackendUnavailable
 
-LINE = {"markersize": 4, "linewidth": 1.3}
-BARS = {"capsize": 2, "elinewidth": 0.8}
-#: So that a contender has one colour, marker and dash in all pictures, and they differ in print without colour.
-STYLES = (
-    {"color": "tab:blue", "marker": "o", "linestyle": "-"},
-    {"color": "tab:orange", "marker": "s", "linestyle": "--"},
-    {"color": "tab:green", "marker": "^", "linestyle": "-."},
-    {"color": "tab:red", "marker": "D", "linestyle": ":"},
-)
-
 _FEW_DECADES = 1e4  # between which three ticks each have room
 
 
@@ -74,9 +64,3 @@ def draw_times(axes: Any, at: Sequence[float], times: Sequence[Seconds], unit_se
     below = [(each.median - each.lower_quartile) / unit_seconds for each in times]
     above = [(each.upper_quartile - each.median) / unit_seconds for each in times]
     axes.errorbar(at, medians, yerr=[below, above], **style)
-
-
-def show_legend(figure: Any, axes: Any) -> None:
-    """Names the contenders once, below all panels, as one of them has drawn them."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)

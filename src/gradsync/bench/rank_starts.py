@@ -1,4 +1,4 @@
-"""The processes to start for ranks of a measurement: under gradsync's launcher, under mpiexec, or each by itself."""
+"""The processes to start for ranks of a measurement: under gradsync's launcher, or under mpiexec."""
 
 from __future__ import annotations
 
@@ -48,10 +48,3 @@ def under_mpiexec(mpiexec: str, ranks: int, arguments: Sequence[str]) -> list[St
     """Returns mpiexec of so many ranks, likewise."""
     variables = blas_thread_variables(ranks) | _OPEN_MPI
     return [Start([mpiexec, "-n", str(ranks), sys.executable, "-m", *arguments], variables)]
-
-
-def by_themselves(ranks: int, arguments: Sequence[str], variables: Mapping[str, str]) -> list[Start]:
-    """Returns each rank as a process of its own, with RANK and WORLD_SIZE."""
-    common = {**blas_thread_variables(ranks), **variables, "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-m", *arguments]
-    return [Start(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]

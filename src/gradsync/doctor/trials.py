@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsync.bench.collectives.cases import Case
+from gradsync.bench.collectives.measuring import start
 from gradsync.bench.collectives.operation import IN_PLACE, Prepared
-from gradsync.bench.collectives.systems import Contender, start
 from gradsync.bench.crew import Crew, CrewFailed, Patience
 from gradsync.doctor.finding import Finding, Status
 from gradsync.doctor.surroundings import Surroundings
@@ -92,7 +92,7 @@ def _ranks(backend: str, here: Surroundings) -> int:
 def _run(backend: str, ranks: int, folder: str, deadline_seconds: float) -> Trial:
     case = Case("all_reduce", _COUNT, "float32", "sum", ranks, _ITERATIONS, _WARM_UP, checks=True)
     patience = Patience(deadline_seconds, deadline_seconds, _END_SECONDS)
-    with start(Contender(f"gradsync/{backend}"), folder, ranks, patience) as crew:
+    with start(backend, folder, ranks, patience) as crew:
         prepared: list[Prepared] = crew.ask("prepare", case, IN_PLACE)
         wrong = sum(rank.wrong or 0 for rank in prepared)
         if wrong:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import gradsync as gs
-from gradsync.bench.collectives import command, measuring, systems
+from gradsync.bench.collectives import command, measuring
 from gradsync.bench.collectives.cases import Case
 from gradsync.bench.collectives.kinds import KINDS
 from gradsync.bench.collectives.operation import IN_PLACE, SEPARATE, NotOffered, Prepared
@@ -61,29 +61,16 @@ def test_every_collective_is_timed_and_right(tmp_path):
     assert all(form["seconds"]["samples"] == 1 for row in rows for form in row["forms"].values() if form["seconds"])
 
 
-@pytest.mark.timeout(200)
-def test_beside_mpi4py_both_are_right():
-    pytest.importorskip("mpi4py")
-    if systems.find_mpiexec() is None:
-        pytest.skip("no mpiexec here")
-    code, text, err = bench("-c", "all", "-b", "2K", "-e", "2K", "-n", 2, "--blocks", 1, "--compare")
-    assert (code, err) == (0, "")
-    assert "# Avg bus bandwidth" in text
-    found = [line for line in text.splitlines() if line.startswith(" mpi4py ")]
-    assert len(found) == len(KINDS)
-    assert "# mpi4py: no reduce_scatter in-place: in place, MPI leaves the result at the beginning" in text
-
-
-def test_on_device_arrays_too_every_collective_is_right(monkeypatch):
+def test_on_device_arrays_too_every_collective_is_right(monkeypatch, tmp_path):
     """With the stand-in for CuPy in place of GPUs: what is timed there means nothing, and is not looked at."""
     stand_in = Path(__file__).parents[2] / "stand_in"
     sources = Path(gs.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{sources}{os.pathsep}{stand_in}")
     monkeypatch.setenv("GRADSYNC_STAND_IN_DEVICES", "2")
-    with measuring.started([systems.Contender("gradsync/nccl")], 2, {}) as crews:
+    with measuring.start("nccl", str(tmp_path), 2) as crew:
         for kind in KINDS.values():
             case = Case(kind.name, 1000, "float32", "sum" if kind.reduces else "", 2, 1, 0, checks=True)
-            [found] = measuring.measure(case, 4, crews, blocks=1)
+            found = measuring.measure(case, 4, crew, blocks=1)
             assert [form.wrong for form in found.forms.values() if form.seconds] == [0] * (
                 kind.has_separate_target + kind.has_in_place
             )
@@ -92,18 +79,18 @@ def test_on_device_arrays_too_every_collective_is_right(monkeypatch):
 # -- The table ------------------------------------------------------------------------------------------------------
 
 
-def row(collective="all_reduce", contender="gradsync/shm", microseconds=100.0, wrong=0, op="sum"):
+def row(collective="all_reduce", microseconds=100.0, wrong=0, op="sum"):
     case = Case(collective, 262144, "float32", op, 4, 20, 5, checks=True)
     seconds = Seconds(1e-6 * microseconds, 0.9e-6 * microseconds, 1.2e-6 * microseconds, 3)
     forms = {SEPARATE: FormResult(seconds, wrong), IN_PLACE: FormResult(None, None, "not here")}
-    return Row(contender, case, 4, forms)
+    return Row("gradsync/shm", case, 4, forms)
 
 
 def test_the_columns_are_those_of_nccl_tests():
-    assert heading(with_contender=False).splitlines()[1].split() == (
+    assert heading().splitlines()[1].split() == (
         ["#", "size", "count", "type", "redop", "root"] + ["time", "algbw", "busbw", "#wrong"] * 2
     )
-    line = line_of(row(microseconds=128.0, wrong=3), with_contender=False)
+    line = line_of(row(microseconds=128.0, wrong=3))
     assert line.split() == [
         "1048576",
         "262144",
@@ -119,11 +106,9 @@ def test_the_columns_are_those_of_nccl_tests():
         "-",
         "-",
     ]
-    for text in (heading(with_contender=False).splitlines()[1], heading(with_contender=False).splitlines()[2]):
+    for text in (heading().splitlines()[1], heading().splitlines()[2]):
         assert len(text) <= len(line)
-    assert line_of(row("broadcast", op=""), with_contender=True).split()[:6] == [
-        "gradsync/shm", "1048576", "262144", "float", "none", "0",
-    ]  # fmt: skip
+    assert line_of(row("broadcast", op="")).split()[:5] == ["1048576", "262144", "float", "none", "0"]
 
 
 def test_bandwidths_are_size_over_time_and_the_factor():
@@ -133,21 +118,19 @@ def test_bandwidths_are_size_over_time_and_the_factor():
 
 
 def test_the_chart_and_the_summary():
-    rows = [row(), row(contender="torch/gloo", microseconds=400)]
+    rows = [row(), row(microseconds=400)]
     lines = chart(rows).splitlines()
     assert [line.count("#") for line in lines[1:]] == [40, 10]
     assert lines[1].endswith("15.7 GB/s")
-    assert average_bus_gigabytes(rows) == {
-        "gradsync/shm": pytest.approx(15.73, 0.01),
-        "torch/gloo": pytest.approx(3.93, 0.01),
-    }
+    assert average_bus_gigabytes(rows) == pytest.approx((15.73 + 3.93) / 2, 0.01)
+    assert average_bus_gigabytes([]) is None
     assert refusals(rows)[0] == "gradsync/shm: no all_reduce in-place: not here"
     assert chart([Row("x", row().case, 4, {SEPARATE: FormResult(), IN_PLACE: FormResult()})]) == ""
 
 
 def test_a_picture_is_written(tmp_path):
     pytest.importorskip("matplotlib")
-    plot([row(), row("broadcast", "torch/gloo", op="")], "2 ranks", tmp_path / "out.png")
+    plot([row(), row("broadcast", op="")], "2 ranks", tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -209,6 +192,8 @@ def test_what_a_system_does_not_offer_is_said():
 class Crew:
     """Ranks that answer what a test says."""
 
+    system, versions = "gradsync/shm", {}
+
     def __init__(self, answers):
         self.answers = answers
         self.asked = []
@@ -217,10 +202,16 @@ class Crew:
         self.asked.append((method, *arguments))
         return self.answers[method]
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
+        return None
+
 
 def test_wrong_elements_of_all_ranks_are_added_up_and_the_slowest_rank_counts():
     crew = Crew({"prepare": [Prepared(1), Prepared(2)], "time": [1e-3, 3e-3], "release": [None, None]})
-    [found] = measuring.measure(row().case, 4, {"gradsync/shm": crew}, blocks=2)
+    found = measuring.measure(row().case, 4, crew, blocks=2)
     assert found.forms[SEPARATE].wrong == 3
     assert found.forms[SEPARATE].seconds.median == 3e-3
     assert wrong_in_all([found]) == 6
@@ -229,58 +220,11 @@ def test_wrong_elements_of_all_ranks_are_added_up_and_the_slowest_rank_counts():
 
 def test_wrong_elements_end_the_command_with_1(monkeypatch):
     crew = Crew({"prepare": [Prepared(1)], "time": [1e-3], "release": [None], "backend": ["shm"]})
-    crew.versions = {}
-
-    class Started:
-        def __init__(self, *_arguments):
-            pass
-
-        def __enter__(self):
-            return {"gradsync/shm": crew}
-
-        def __exit__(self, *_error):
-            return None
-
-    monkeypatch.setattr(command, "started", Started)
+    monkeypatch.setattr(command, "start", lambda *_: crew)
     done = CliRunner().invoke(main, ["bench", "collectives", "-e", "1K"])
     assert done.exit_code == 1
     assert "# Out of bounds values : 2 FAILED" in done.output
     assert "2 elements are wrong" in done.output
-
-
-def test_a_peer_that_does_not_start_is_left_out(monkeypatch, tmp_path):
-    def start(contender, folder, ranks):
-        raise measuring.CrewFailed(f"{contender.name}: did not start", ["Traceback", "OSError: no such library"])
-
-    monkeypatch.setattr(measuring, "start", start)
-    absent = {}
-    with (
-        pytest.raises(gs.GradsyncError, match="did not start"),
-        measuring.started([systems.Contender("gradsync/shm")], 2, absent),
-    ):
-        pass
-    assert absent == {}
-    real = [systems.Contender("gradsync/shm"), systems.Contender("mpi4py")]
-    monkeypatch.setattr(measuring, "start", lambda c, f, r: Entered() if c is real[0] else start(c, f, r))
-    with measuring.started(real, 2, absent) as crews:
-        assert list(crews) == ["gradsync/shm"]
-    assert absent == {"mpi4py": "mpi4py: did not start: OSError: no such library"}
-
-
-class Entered:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_error):
-        return None
-
-
-def test_who_is_not_installed_is_said(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    present, absent = systems.contenders("shm", compares=True)
-    assert [contender.name for contender in present] == ["gradsync/shm"]
-    assert absent["torch/gloo"] == "PyTorch is not installed in this Python: pip install torch"
-    assert absent["mpi4py"].endswith("pip install mpi4py mpich")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +242,7 @@ def test_who_is_not_installed_is_said(monkeypatch):
     ],
 )
 def test_mistakes_are_told_before_anything_runs(monkeypatch, arguments, code, text):
-    monkeypatch.setattr(command, "started", None)
+    monkeypatch.setattr(command, "start", None)
     monkeypatch.setattr(command, "count_gpus", lambda: 0)
     done = CliRunner().invoke(main, ["bench", "collectives", *arguments])
     assert (done.exit_code, text in done.output) == (code, True), done.output

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from gradsync.bench.collectives.cases import Case, parse_dtype, parse_size, plan_cases, sizes_between
 from gradsync.bench.collectives.kinds import Kind, kinds_of
-from gradsync.bench.collectives.measuring import measure, started
+from gradsync.bench.collectives.measuring import measure, start
 from gradsync.bench.collectives.picture import plot
 from gradsync.bench.collectives.report import average_bus_gigabytes, chart, heading, line_of, refusals
 from gradsync.bench.collectives.rows import Row, as_dictionary, wrong_in_all
-from gradsync.bench.collectives.systems import contenders
-from gradsync.bench.crew import CrewFailed
+from gradsync.bench.crew import Crew, CrewFailed
 from gradsync.bench.live_text import LiveText
 from gradsync.bench.measurement import busy_machine, provenance
 from gradsync.bench.outputs import check_outputs, write_json
@@ -45,7 +44,6 @@ class CollectiveOptions:
     op: str = "sum"
     dtype: str = "float"
     checks: bool = True
-    compares: bool = False
     json_path: str | None = None
     plot_path: str | None = None
 
@@ -92,17 +90,20 @@ def bench_collectives(options: CollectiveOptions) -> None:
     kinds = kinds_of(options.collectives)
     cases = _cases(options, kinds)
     made = provenance(["gradsync", *sys.argv[1:]])
-    present, absent = contenders(options.resolved_backend, compares=options.compares)
-    with _told_in_full(), started(present, options.ranks, absent) as crews:
-        backends = {name: crew.ask("backend")[0] for name, crew in crews.items()}
-        made["versions"]["systems"] = {name: crew.versions for name, crew in crews.items()}
-        _introduce(options, backends, absent)
-        rows = _measure_all(options, cases, crews)
+    with (
+        _told_in_full(),
+        tempfile.TemporaryDirectory(prefix="gradsync-bench-") as folder,
+        start(options.resolved_backend, folder, options.ranks) as crew,
+    ):
+        backends = {crew.system: crew.ask("backend")[0]}
+        made["versions"]["systems"] = {crew.system: crew.versions}
+        _introduce(options, crew.system)
+        rows = _measure_all(options, cases, crew)
     _sum_up(rows)
     if options.plot_path is not None:
         plot(rows, _title(options), options.plot_path)
         print(f"drawn in {options.plot_path}")
-    settings = {**asdict(options), "ranks": options.ranks, "backends": backends, "not_compared": absent}
+    settings = {**asdict(options), "ranks": options.ranks, "backends": backends}
     write_json(options.json_path, made, {"settings": settings, "rows": [as_dictionary(row) for row in rows]})
     if wrong := wrong_in_all(rows):
         raise GradsyncError(f"{wrong} elements are wrong: see the lines where #wrong is not 0")
@@ -129,34 +130,28 @@ def _cases(options: CollectiveOptions, kinds: Sequence[Kind]) -> list[list[Case]
     return [plan_cases(kind, sizes, dtype_of(dtype).itemsize, template) for kind in kinds]
 
 
-def _introduce(options: CollectiveOptions, backends: dict[str, str], absent: dict[str, str]) -> None:
-    names = ", ".join(f"{name} over {backends[name]}" if "/" not in name else name for name in backends)
-    print(f"# {names}: {_ranks_text(options)} on this machine, {usable_cores()} cores")
+def _introduce(options: CollectiveOptions, name: str) -> None:
+    print(f"# {name}: {_ranks_text(options)} on this machine, {usable_cores()} cores")
     print(
         f"# a time is that of the slowest rank: the median of {options.blocks} blocks of {options.iterations} calls, "
         f"after {options.warm_up} to warm up"
     )
     if busy := busy_machine():
         print(f"# {busy}")
-    for name, reason in absent.items():
-        print(f"# not compared with {name}: {reason}")
 
 
-def _measure_all(options: CollectiveOptions, cases: Sequence[Sequence[Case]], crews: Any) -> list[Row]:
+def _measure_all(options: CollectiveOptions, cases: Sequence[Sequence[Case]], crew: Crew) -> list[Row]:
     live = LiveText(sys.stderr)
     itemsize = dtype_of(parse_dtype(options.dtype)).itemsize
-    several = len(crews) > 1
     rows: list[Row] = []
     for of_collective in cases:
-        print(f"#\n# {of_collective[0].collective}\n{heading(with_contender=several)}", flush=True)
+        print(f"#\n# {of_collective[0].collective}\n{heading()}", flush=True)
         mine: list[Row] = []
         for case in of_collective:
             live.show(f"{chart(mine)}\n{case.collective}: {case.count:,} elements ...".lstrip())
-            found = measure(case, itemsize, crews, options.blocks)
+            mine.append(measure(case, itemsize, crew, options.blocks))
             live.clear()
-            for row in found:
-                print(line_of(row, with_contender=several), flush=True)
-            mine += found
+            print(line_of(mine[-1]), flush=True)
         print(f"\n{chart(mine)}\n")
         rows += mine
     return rows
@@ -166,8 +161,8 @@ def _sum_up(rows: Sequence[Row]) -> None:
     for line in refusals(rows):
         print(f"# {line}")
     print(f"# Out of bounds values : {wrong_in_all(rows)} {'FAILED' if wrong_in_all(rows) else 'OK'}")
-    for contender, gigabytes in average_bus_gigabytes(rows).items():
-        print(f"# Avg bus bandwidth    : {gigabytes:.4g} GB/s, {contender}")
+    if (gigabytes := average_bus_gigabytes(rows)) is not None:
+        print(f"# Avg bus bandwidth    : {gigabytes:.4g} GB/s, {rows[0].contender}")
 
 
 def _title(options: CollectiveOptions) -> str:

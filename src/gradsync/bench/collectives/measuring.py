@@ -1,78 +1,75 @@
-"""Who measures when: contenders take turns in blocks, so that the machine's moods meet all of them."""
+"""Starts the ranks of a measurement, and times one case with them, block by block."""
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from gradsync.bench.collectives.cases import Case
 from gradsync.bench.collectives.operation import IN_PLACE, SEPARATE, Prepared
 from gradsync.bench.collectives.rows import FormResult, Row
-from gradsync.bench.collectives.systems import Contender, start
-from gradsync.bench.crew import Crew, CrewFailed
+from gradsync.bench.crew import Crew, Patience, Start
 from gradsync.bench.measurement import Seconds
+from gradsync.bench.rank_starts import find_mpiexec, under_gradsync, under_mpiexec, without_launcher
+from gradsync.errors import BackendUnavailable
 
+_RANK = "gradsync.bench.collectives.rank"
+_PATIENCE = Patience(start_seconds=60.0, answer_seconds=300.0)
 # The first block warms up as it was asked to; what later ones need is to wake.
 _WARM_UP_LATER = 1
 
 
-@contextlib.contextmanager
-def started(contenders: Sequence[Contender], ranks: int, absent: dict[str, str]) -> Iterator[dict[str, Crew]]:
-    """Starts the ranks of all contenders; ends them all.
+def start(backend: str, folder: str, ranks: int, patience: Patience = _PATIENCE) -> Crew:
+    """Starts the ranks: under mpiexec for "mpi", else under gradsync's launcher.
 
     Args:
-        contenders: gradsync first: without the others it goes on alone.
-        ranks: of each.
-        absent: gets those that did not start, and why.
+        backend: of all of them.
+        folder: private to this run, with a path short enough for a socket in it.
+        ranks: how many.
+        patience: how long to wait for them.
 
     Raises:
-        CrewFailed: gradsync's did not start, or some did not end in order.
+        BackendUnavailable: there is no mpiexec.
+        CrewFailed: they did not start.
     """
-    with tempfile.TemporaryDirectory(prefix="gradsync-bench-") as folder, contextlib.ExitStack() as stack:
-        crews: dict[str, Crew] = {}
-        for contender in contenders:
-            try:
-                crews[contender.name] = stack.enter_context(start(contender, folder, ranks))
-            except CrewFailed as error:
-                if not crews:
-                    raise
-                absent[contender.name] = error.summary
-        yield crews
+
+    def starts(address: str) -> Sequence[Start]:
+        arguments = [_RANK, backend, address]
+        if backend != "mpi":
+            return under_gradsync(ranks, arguments)
+        mpiexec = find_mpiexec()
+        if mpiexec is None:
+            raise BackendUnavailable("gradsync/mpi needs mpiexec, found none: pip install mpich, or load your MPI")
+        return under_mpiexec(mpiexec, ranks, arguments)
+
+    return Crew(f"gradsync/{backend}", folder, starts, ranks, environ=without_launcher(), patience=patience)
 
 
-def measure(case: Case, itemsize: int, crews: Mapping[str, Crew], blocks: int) -> list[Row]:
-    """Times a case with all contenders.
+def measure(case: Case, itemsize: int, crew: Crew, blocks: int) -> Row:
+    """Times both forms of a case.
 
     Args:
         case: what to time.
         itemsize: bytes of its elements.
-        crews: by contender.
-        blocks: of each form of each contender.
+        crew: the ranks.
+        blocks: of each form.
 
     Raises:
         CrewFailed: a rank failed.
     """
-    prepared = {name: _prepare(crew, case) for name, crew in crews.items()}
-    samples: dict[tuple[str, str], list[float]] = {}
+    forms = _prepare(crew, case)
+    samples: dict[str, list[float]] = {form: [] for form in forms}
     for block in range(blocks):
-        order = list(prepared.items())
-        for name, forms in order[:: -1 if block % 2 else 1]:
-            for form, found in forms.items():
-                if not found.refusal:
-                    warm_up = case.warm_up if block == 0 else min(_WARM_UP_LATER, case.warm_up)
-                    slowest = max(crews[name].ask("time", form, case.iterations, warm_up))
-                    samples.setdefault((name, form), []).append(slowest)
-    rows = []
-    for name, forms in prepared.items():
-        crews[name].ask("release")
-        results = {form: _result(found, samples.get((name, form))) for form, found in forms.items()}
-        rows.append(Row(name, case, itemsize, results))
-    return rows
+        warm_up = case.warm_up if block == 0 else min(_WARM_UP_LATER, case.warm_up)
+        for form, found in forms.items():
+            if not found.refusal:
+                samples[form].append(max(crew.ask("time", form, case.iterations, warm_up)))
+    crew.ask("release")
+    results = {form: _result(found, samples[form]) for form, found in forms.items()}
+    return Row(crew.system, case, itemsize, results)
 
 
 def _prepare(crew: Crew, case: Case) -> dict[str, Prepared]:
-    """Returns what the ranks of a contender say of each form, as one: all wrong elements together."""
+    """Returns what the ranks say of each form, as one: all wrong elements together."""
     forms = {SEPARATE: case.kind.has_separate_target, IN_PLACE: case.kind.has_in_place}
     found = {}
     for form, exists in forms.items():
@@ -86,5 +83,5 @@ def _prepare(crew: Crew, case: Case) -> dict[str, Prepared]:
     return found
 
 
-def _result(prepared: Prepared, samples: Sequence[float] | None) -> FormResult:
+def _result(prepared: Prepared, samples: Sequence[float]) -> FormResult:
     return FormResult(Seconds.of(samples) if samples else None, prepared.wrong, prepared.refusal)

@@ -1,19 +1,21 @@
-"""One form of a collective on one rank: what runs it, and where its result is."""
+"""One form of a collective on one rank: its arrays, and what came of preparing it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gradsync.bench.collectives.cases import Case
 from gradsync.bench.collectives.kinds import GATHER, REDUCE, ROOT, SCATTER
+
+if TYPE_CHECKING:
+    from gradsync.bench.collectives.over_gradsync import Gradsync
 
 SEPARATE, IN_PLACE = "out-of-place", "in-place"
 
 
 class NotOffered(Exception):
-    """A system has no such collective, dtype or operator, and says so."""
+    """There is no such dtype or operator: the text says so."""
 
 
 @dataclass(frozen=True)
@@ -43,50 +45,7 @@ class Prepared:
     refusal: str = ""
 
 
-class System(Protocol):
-    """What moves the bytes between ranks.
-
-    Attributes:
-        rank: this rank's number.
-        versions: of what it runs on.
-        backend: what carries the bytes, as tables call it.
-    """
-
-    rank: int
-    versions: dict[str, str]
-    backend: str
-
-    def empty(self, elements: int, dtype: str) -> Any:
-        """Returns an array where this system wants it, every page touched.
-
-        Raises:
-            NotOffered: not of this dtype.
-        """
-
-    def fill(self, target: Any, values: Any) -> None:
-        """Writes a host array, or 0, into an array of `empty`."""
-
-    def to_host(self, array: Any) -> Any:
-        """Returns an array of `empty` as NumPy's."""
-
-    def operation(self, case: Case, buffers: Buffers) -> Callable[[], object]:
-        """Returns what runs the collective once on these arrays.
-
-        Raises:
-            NotOffered: there is no such collective, or not in this form.
-        """
-
-    def barrier(self) -> object:
-        """Returns once all ranks have called it."""
-
-    def wait(self) -> object:
-        """Returns once all that was begun on a device has been done."""
-
-    def close(self) -> object:
-        """Leaves in order."""
-
-
-def make_buffers(system: System, case: Case, form: str) -> Buffers:
+def make_buffers(system: Gradsync, case: Case, form: str) -> Buffers:
     """Makes the arrays of a rank, as nccl-tests lays them out.
 
     In place, what is gathered comes from its own part of the target, and what is dealt out goes to its own part of the
@@ -95,7 +54,7 @@ def make_buffers(system: System, case: Case, form: str) -> Buffers:
     return _make_separate(system, case) if form == SEPARATE else _make_in_place(system, case)
 
 
-def _make_separate(system: System, case: Case) -> Buffers:
+def _make_separate(system: Gradsync, case: Case) -> Buffers:
     is_root = system.rank == ROOT
     source_count = case.count * (case.ranks if case.kind.source_parts == "n" else 1)
     target_count = case.count * (case.ranks if case.kind.target_parts == "n" else 1)
@@ -107,7 +66,7 @@ def _make_separate(system: System, case: Case) -> Buffers:
     )
 
 
-def _make_in_place(system: System, case: Case) -> Buffers:
+def _make_in_place(system: Gradsync, case: Case) -> Buffers:
     if case.kind.source_parts == case.kind.target_parts:
         array = system.empty(case.count * (case.ranks if case.kind.is_dealt else 1), case.dtype)
         return Buffers(array, array)

@@ -1,4 +1,4 @@
-"""gradsync on one rank: the communicator of all, with arrays where its backend wants them."""
+"""One rank: the communicator of all, with arrays where its backend wants them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,22 @@ from gradsync.reduction import ReduceOp, check_operation, dtype_of
 
 
 class Gradsync:
-    """See System.
+    """What moves the bytes between ranks.
 
     Args:
         backend: what init_process_group is given.
-        allow_shared_gpu: as there.
+
+    Attributes:
+        rank: this rank's number.
+        backend: what carries the bytes.
+        versions: of what it runs on.
+        barrier: returns once all ranks have called it.
+        wait: returns once all that was begun on a device has been done.
+        close: leaves in order.
     """
 
-    def __init__(self, backend: str, *, allow_shared_gpu: bool = False) -> None:
-        self._communicator = gs.init_process_group(backend=backend, allow_shared_gpu=allow_shared_gpu)
+    def __init__(self, backend: str) -> None:
+        self._communicator = gs.init_process_group(backend=backend)
         self._xp, self.wait = array_module(self._communicator)
         self.rank = self._communicator.rank
         self.backend = self._communicator.backend
@@ -48,15 +55,23 @@ class Gradsync:
             self.versions["cupy"] = str(self._xp.__version__)
 
     def empty(self, elements: int, dtype: str) -> Any:
+        """Returns an array where the backend wants it, every page touched."""
         return self._xp.zeros(elements, dtype_of(dtype))
 
     def fill(self, target: Any, values: Array | int) -> None:
+        """Writes a host array, or 0, into an array of `empty`."""
         target[...] = values if isinstance(values, int) else self._xp.asarray(values)
 
     def to_host(self, array: Any) -> Any:
+        """Returns an array of `empty` as NumPy's."""
         return array if self._xp is np else self._xp.asnumpy(array)
 
     def operation(self, case: Case, buffers: Buffers) -> Callable[[], object]:
+        """Returns what runs the collective once on these arrays.
+
+        Raises:
+            NotOffered: there is no such operator for this dtype.
+        """
         comm, source, target, op = self._communicator, buffers.source, buffers.target, case.op
         if op:
             _check(op, case.dtype)

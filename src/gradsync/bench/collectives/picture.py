@@ -1,4 +1,4 @@
-"""The collectives as a picture: of each the time and the bus bandwidth over the size, contenders side by side."""
+"""The collectives as a picture: of each the time and the bus bandwidth over the size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from gradsync.bench.collectives.rows import Row
 from gradsync.bench.measurement import Seconds
-from gradsync.bench.picture import BARS, LINE, STYLES, draw_times, picture, show_legend, tick_times
+from gradsync.bench.picture import draw_times, picture, tick_times
 
 _WIDTH, _ROW_HEIGHT = 9.0, 2.9
 
@@ -20,13 +20,10 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
         OSError: the file cannot be written.
     """
     collectives = list(dict.fromkeys(row.case.collective for row in rows))
-    contenders = list(dict.fromkeys(row.contender for row in rows))
     with picture(path, _WIDTH, 0.6 + _ROW_HEIGHT * len(collectives), 150) as figure:
         panels = figure.subplots(len(collectives), 2, squeeze=False)
         for collective, (of_time, of_bandwidth) in zip(collectives, panels, strict=True):
-            for contender, style in zip(contenders, STYLES, strict=False):
-                mine = [r for r in rows if (r.case.collective, r.contender) == (collective, contender)]
-                _draw(of_time, of_bandwidth, mine, contender, style)
+            _draw(of_time, of_bandwidth, [row for row in rows if row.case.collective == collective])
             _label(of_time, collective, "time (µs)")
             _label(of_bandwidth, collective, "bus bandwidth (GB/s)")
             of_time.set_yscale("log")
@@ -34,18 +31,19 @@ def plot(rows: Sequence[Row], title: str, path: str | Path) -> None:
             of_bandwidth.set_ylim(bottom=0)
         for axes in panels[-1]:
             axes.set_xlabel("size (bytes)")
-        show_legend(figure, panels[0][0])
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", frameon=False)
         figure.align_ylabels()
         figure.suptitle(title, fontsize="medium")
 
 
-def _draw(of_time: Any, of_bandwidth: Any, rows: Sequence[Row], contender: str, style: dict[str, str]) -> None:
+def _draw(of_time: Any, of_bandwidth: Any, rows: Sequence[Row]) -> None:
     timed = [(row, seconds) for row in rows if (seconds := _fastest(row)) is not None]
     if not timed:
         return
     sizes = [row.size_bytes for row, _ in timed]
-    common: dict[str, Any] = {**style, **LINE, "label": contender}
-    draw_times(of_time, sizes, [seconds for _, seconds in timed], 1e-6, **BARS, **common)
+    common: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.3, "label": rows[0].contender}
+    draw_times(of_time, sizes, [seconds for _, seconds in timed], 1e-6, capsize=2, elinewidth=0.8, **common)
     buses = [(row.best_bus_bytes_per_second() or 0.0) / 1e9 for row, _ in timed]
     of_bandwidth.plot(sizes, buses, **common)
 

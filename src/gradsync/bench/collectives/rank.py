@@ -1,14 +1,14 @@
-"""One rank of a system, started as its ranks are: `python -m gradsync.bench.collectives.rank SYSTEM SOCKET`."""
+"""One rank, started as all are: `python -m gradsync.bench.collectives.rank BACKEND SOCKET`."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from gradsync.bench.collectives.cases import Case
-from gradsync.bench.collectives.operation import Buffers, NotOffered, Prepared, System, make_buffers
+from gradsync.bench.collectives.operation import Buffers, NotOffered, Prepared, make_buffers
+from gradsync.bench.collectives.over_gradsync import Gradsync
 from gradsync.bench.collectives.values import count_wrong, source_of
 from gradsync.bench.crew_member import serve
 
@@ -24,7 +24,7 @@ class Timer:
         system: what moves the bytes.
     """
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, system: Gradsync) -> None:
         self._system = system
         self.rank, self.versions, self.close = system.rank, system.versions, system.close
         self._runs: dict[str, Callable[[], object]] = {}
@@ -91,29 +91,10 @@ def _compute_for(seconds: float) -> None:
         pass
 
 
-def join(name: str) -> Timer:
-    """Meets the other ranks by the means of the system of that name: "gradsync/shm", "torch/gloo", "mpi4py"."""
-    system, _, backend = name.partition("/")
-    found: Any
-    if system == "gradsync":
-        from gradsync.bench.collectives.over_gradsync import Gradsync
-
-        found = Gradsync(backend)
-    elif system == "torch":
-        from gradsync.bench.collectives.over_torch import Torch
-
-        found = Torch(backend)
-    else:
-        from gradsync.bench.collectives.over_mpi import Mpi
-
-        found = Mpi()
-    return Timer(found)
-
-
 def main() -> None:
     """Serves the controller until it hangs up."""
-    name, address = sys.argv[1:]
-    serve(address, lambda: join(name))
+    backend, address = sys.argv[1:]
+    serve(address, lambda: Timer(Gradsync(backend)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from gradsync.bench.collectives.kinds import ROOT
 from gradsync.bench.collectives.operation import IN_PLACE, SEPARATE
@@ -14,11 +14,10 @@ FORMS = (SEPARATE, IN_PLACE)
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}
 _WIDTHS = (12, 12, 8, 6, 6)
 _FORM_WIDTHS = (9, 7, 7, 6)
-_CONTENDER_WIDTH = 14
 
 
-def heading(*, with_contender: bool) -> str:
-    """Returns the three lines above the figures, as nccl-tests prints them; a column more for several contenders."""
+def heading() -> str:
+    """Returns the three lines above the figures, as nccl-tests prints them."""
     form_width = sum(_FORM_WIDTHS) + len(_FORM_WIDTHS)
     over = " " * (sum(_WIDTHS) + len(_WIDTHS))
     names = _line(_WIDTHS, ("size", "count", "type", "redop", "root"))
@@ -27,11 +26,10 @@ def heading(*, with_contender: bool) -> str:
         over += form.center(form_width)
         names += _line(_FORM_WIDTHS, ("time", "algbw", "busbw", "#wrong"))
         units += _line(_FORM_WIDTHS, ("(us)", "(GB/s)", "(GB/s)", ""))
-    indent = " " * _CONTENDER_WIDTH if with_contender else ""
-    return "\n".join(f"#{indent}{line}".rstrip() for line in (over, names, units))
+    return "\n".join(f"#{line}".rstrip() for line in (over, names, units))
 
 
-def line_of(row: Row, *, with_contender: bool) -> str:
+def line_of(row: Row) -> str:
     """Returns a row under that heading."""
     case = row.case
     root = str(ROOT) if case.kind.rooted else "-1"
@@ -39,7 +37,7 @@ def line_of(row: Row, *, with_contender: bool) -> str:
     text = _line(_WIDTHS, cells)
     for form in FORMS:
         text += _line(_FORM_WIDTHS, _form_cells(row, form))
-    return (f" {row.contender:<{_CONTENDER_WIDTH}}" if with_contender else " ") + text
+    return f" {text}"
 
 
 def _form_cells(row: Row, form: str) -> tuple[str, ...]:
@@ -62,19 +60,18 @@ def _line(widths: Sequence[int], cells: Sequence[str]) -> str:
 
 
 def chart(rows: Sequence[Row]) -> str:
-    """Returns bars of the bus bandwidth of one collective, by size and contender, from 0; "" for fewer than two."""
+    """Returns bars of the bus bandwidth of one collective, by size, from 0; "" for fewer than two."""
     shown = [(row, bus) for row in rows if (bus := row.best_bus_bytes_per_second())]
     if len(shown) < 2:
         return ""
-    several = len({row.contender for row, _ in shown}) > 1
-    names = [megabytes(row.size_bytes) + (f"  {row.contender}" if several else "") for row, _ in shown]
+    names = [megabytes(row.size_bytes) for row, _ in shown]
     texts = [f"{bus / 1e9:.3g} GB/s" for _, bus in shown]
     title = f"bus bandwidth of {shown[0][0].case.collective}, the faster form"
     return bars(title, names, [bus for _, bus in shown], texts, [""] * len(shown))
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each collective that a contender does not offer, and why; forms that none has are left out."""
+    """Returns a line for each collective that is not offered, and why; forms that do not exist are left out."""
     found: dict[tuple[str, str, str], None] = {}
     for row in rows:
         for form, result in row.forms.items():
@@ -84,10 +81,7 @@ def refusals(rows: Sequence[Row]) -> list[str]:
     return [f"{contender}: no {what}: {reason}" for contender, what, reason in found]
 
 
-def average_bus_gigabytes(rows: Sequence[Row]) -> Mapping[str, float]:
-    """Returns by contender the mean of all bus bandwidths, in 1e9 bytes/s, as nccl-tests sums a run up."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        of_forms = (row.bus_bytes_per_second(form) for form in FORMS)
-        found.setdefault(row.contender, []).extend(value / 1e9 for value in of_forms if value is not None)
-    return {contender: sum(values) / len(values) for contender, values in found.items() if values}
+def average_bus_gigabytes(rows: Sequence[Row]) -> float | None:
+    """Returns the mean of all bus bandwidths, in 1e9 bytes/s, as nccl-tests sums a run up; None where there is none."""
+    found = [bus / 1e9 for row in rows for form in FORMS if (bus := row.bus_bytes_per_second(form)) is not None]
+    return sum(found) / len(found) if found else None

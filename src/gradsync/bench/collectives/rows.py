@@ -1,4 +1,4 @@
-"""What came out: for each case and contender the time of both forms, the bandwidths, and what was wrong."""
+"""What came out: for each case the time of both forms, the bandwidths, and what was wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
     """A line of the table.
 
     Attributes:
-        contender: its name.
+        contender: what was timed, as "gradsync/shm".
         case: what was timed.
         itemsize: bytes of an element.
         forms: by name.
