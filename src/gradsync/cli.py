@@ -188,9 +188,9 @@ def run(**options: Any) -> None:
     ended, and its traceback comes last. Nothing that a rank started outlives it. Ctrl-C stops all ranks; a second
     one kills them.
     """
-    from gradsync.launching.run_command import RunOptions, run_command
+    from gradsync.launching.run_command import run_command
 
-    sys.exit(run_command(RunOptions(**options)))
+    sys.exit(run_command(**options))
 
 
 @main.command(
@@ -219,14 +219,13 @@ GRADSYNC_BACKEND in the environment asks for a backend as --backend does. Nothin
 def doctor(**options: Any) -> None:
     """Looks at this machine, runs an all-reduce of two ranks over each backend, and says what to do."""
     try:
-        from gradsync.doctor.command import DoctorOptions
         from gradsync.doctor.command import doctor as examine
     except ImportError as error:
         raise BackendUnavailable(
             f"what gradsync stands on does not load here ({error}): "
             "pip install --force-reinstall 'numpy>=2.1' msgpack click rich"
         ) from error
-    sys.exit(examine(DoctorOptions(**options)))
+    sys.exit(examine(**options))
 
 
 @main.command(short_help="Runs a rendezvous server by itself.")

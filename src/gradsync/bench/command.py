@@ -100,9 +100,9 @@ def thresholds(**options: Any) -> None:
     Ranks are started on this machine. Thresholds take turns, round by round; a round counts with its slowest rank, a
     threshold with the median of its rounds.
     """
-    from gradsync.bench.threshold_bench import ThresholdOptions, bench_thresholds
+    from gradsync.bench.threshold_bench import bench_thresholds
 
-    bench_thresholds(ThresholdOptions(**options))
+    bench_thresholds(**options)
 
 
 @bench.command(
@@ -160,6 +160,6 @@ def collectives(**options: Any) -> None:
 
     Ranks are started on this machine.
     """
-    from gradsync.bench.collectives.command import CollectiveOptions, bench_collectives
+    from gradsync.bench.collectives.command import bench_collectives
 
-    bench_collectives(CollectiveOptions(**options))
+    bench_collectives(**options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gradsync.bench.gradients import gradients_of, total_bytes
@@ -30,64 +29,64 @@ from gradsync.visible_devices import count_gpus
 _RANKS_WITHOUT_GPU = 2
 
 
-@dataclass(frozen=True)
-class ThresholdOptions:
-    """The options of the command, as its help explains them."""
-
-    model: str
-    nprocs: int | None = None
-    backend: str = "auto"
-    thresholds: str | None = None
-    steps: int = 20
-    limit_seconds: float = 45.0
-    json_path: str | None = None
-    plot_path: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.backend == "local" and self.ranks != 1:
-            raise InvalidArgument(f"backend 'local' is for one rank, got -n {self.ranks}")
-        if self.backend == "nccl" and count_gpus() == 0:
-            raise BackendUnavailable("backend 'nccl' cannot run here: no GPU is visible; use 'shm' on one host")
-        check_outputs(self.json_path, self.plot_path)
-
-    @property
-    def ranks(self) -> int:
-        """How many to start."""
-        if self.nprocs is not None:
-            return self.nprocs
-        if self.backend == "local":
-            return 1
-        return (count_gpus() if self.backend != "shm" else 0) or _RANKS_WITHOUT_GPU
-
-
-def bench_thresholds(options: ThresholdOptions) -> None:
-    """Measures, prints and writes what the options ask for.
+def bench_thresholds(
+    *,
+    model: str,
+    nprocs: int | None,
+    backend: str,
+    thresholds: str | None,
+    steps: int,
+    limit_seconds: float,
+    json_path: str | None,
+    plot_path: str | None,
+) -> None:
+    """Measures, prints and writes what the options ask for, which are those of the command.
 
     Raises:
         InvalidArgument, BackendUnavailable: before anything runs.
         RankFailed: a rank failed; nothing is written.
     """
+    settings = dict(locals())
+    ranks = _count_ranks(nprocs, backend)
+    if backend == "local" and ranks != 1:
+        raise InvalidArgument(f"backend 'local' is for one rank, got -n {ranks}")
+    if backend == "nccl" and count_gpus() == 0:
+        raise BackendUnavailable("backend 'nccl' cannot run here: no GPU is visible; use 'shm' on one host")
+    check_outputs(json_path, plot_path)
     made = provenance(["gradsync", *sys.argv[1:]])
-    specs = gradients_of(options.model)
-    print(f"{_title(options.model)}: {len(specs)} gradients, {megabytes(total_bytes(specs))}", flush=True)
-    thresholds = parse_megabytes(DEFAULT_MEGABYTES if options.thresholds is None else options.thresholds)
-    sweep = Sweep(specs, plan_sweep(specs, thresholds), options.steps, options.limit_seconds)
-    measured = _measure(options, sweep)
-    rows = rows_of(sweep.contenders, measured.timings, total_bytes=sweep.total_bytes, ranks=options.ranks)
-    _report(options, measured, rows)
-    settings = {**asdict(options), "gradients": len(specs), "total_bytes": total_bytes(specs), "ranks": options.ranks}
+    specs = gradients_of(model)
+    print(f"{Path(model).name}: {len(specs)} gradients, {megabytes(total_bytes(specs))}", flush=True)
+    contenders = plan_sweep(specs, parse_megabytes(DEFAULT_MEGABYTES if thresholds is None else thresholds))
+    sweep = Sweep(specs, contenders, steps, limit_seconds)
+    measured = _measure(sweep, ranks, backend)
+    rows = rows_of(contenders, measured.timings, total_bytes=sweep.total_bytes, ranks=ranks)
+    where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} over {measured.backend}"
+    _report(where, sweep, measured, rows)
+    if plot_path is not None:
+        plot(rows, f"{Path(model).name}: {where}", plot_path)
+        print(f"drawn in {plot_path}")
+    settings |= {"gradients": len(specs), "total_bytes": sweep.total_bytes, "ranks": ranks}
     settings |= {"rounds": measured.rounds, "measured_backend": measured.backend, "device": measured.device}
     result = {
         "settings": settings,
         "rows": [as_dictionary(row) for row in rows],
         "recommended_threshold_bytes": recommend(rows).contender.threshold_bytes,
     }
-    write_json(options.json_path, made, result)
+    write_json(json_path, made, result)
 
 
-def _measure(options: ThresholdOptions, sweep: Sweep) -> Measured:
+def _count_ranks(nprocs: int | None, backend: str) -> int:
+    """Returns how many ranks to start."""
+    if nprocs is not None:
+        return nprocs
+    if backend == "local":
+        return 1
+    return (count_gpus() if backend != "shm" else 0) or _RANKS_WITHOUT_GPU
+
+
+def _measure(sweep: Sweep, ranks: int, backend: str) -> Measured:
     try:
-        by_rank: list[Measured] = launcher(run_sweep, n_gpus=options.ranks, backend=options.backend)(sweep)
+        by_rank: list[Measured] = launcher(run_sweep, n_gpus=ranks, backend=backend)(sweep)
     except RankFailed as error:
         # The command tells errors on one line, which a traceback is not made for.
         print(error.traceback_text, file=sys.stderr)
@@ -95,18 +94,10 @@ def _measure(options: ThresholdOptions, sweep: Sweep) -> Measured:
     return by_rank[0]
 
 
-def _report(options: ThresholdOptions, measured: Measured, rows: Sequence[Row]) -> None:
+def _report(where: str, sweep: Sweep, measured: Measured, rows: Sequence[Row]) -> None:
     place = "" if measured.device == "cpu" else f" on {measured.device} and its like"
     rounds = f"{measured.rounds} steps each"
-    if measured.rounds < options.steps:
-        rounds += f" of {options.steps}, for --time-limit {options.limit_seconds:g} s was reached"
-    ranks = "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"
-    print(f"{ranks} over {measured.backend}{place}; medians of the slowest rank, {rounds}\n")
+    if measured.rounds < sweep.steps:
+        rounds += f" of {sweep.steps}, for --time-limit {sweep.limit_seconds:g} s was reached"
+    print(f"{where}{place}; medians of the slowest rank, {rounds}\n")
     print("\n\n".join(filter(None, (table(rows), notes(rows), bar_chart(rows), recommendation(rows)))))
-    if options.plot_path is not None:
-        plot(rows, f"{_title(options.model)}: {ranks} over {measured.backend}", options.plot_path)
-        print(f"drawn in {options.plot_path}")
-
-
-def _title(model: str) -> str:
-    return Path(model).name

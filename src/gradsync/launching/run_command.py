@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,47 +32,31 @@ if TYPE_CHECKING:
 _REPORT_SECONDS = 1.0  # for a terminal that stands still to take the report of a failure before a restart
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """The command line of `gradsync run`, as its help explains it."""
-
-    script: str
-    arguments: tuple[str, ...]
-    as_module: bool
-    nprocs: int | None
-    gpus: str | None
-    backend: str
-    max_restarts: int
-    state_dir: str | None
-    log_dir: str | None
-    grace_seconds: float
-    stdin_rank: str
-    prefix: bool | None
-    nnodes: int | None = None
-    node_rank: int | None = None
-    rendezvous: str | None = None
-    secret_file: str | None = None
-    join_timeout_seconds: float = 120.0
-    node_address: str | None = None
-    dump_dir: str | None = None
-    trace_dir: str | None = None
-    debug: bool = False
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What the ranks find in their environment because of the options."""
-        folders = {environment.DUMP_DIR: self.dump_dir, environment.TRACE: self.trace_dir}
-        variables = {name: os.path.abspath(folder) for name, folder in folders.items() if folder is not None}
-        return variables | {environment.DEBUG: "1"} if self.debug else variables
-
-    @property
-    def has_other_nodes(self) -> bool:
-        """Whether launchers on other machines take part."""
-        return (self.nnodes or 1) > 1
-
-
-def run_command(options: RunOptions) -> int:
-    """Runs the job and shows what happens to it.
+def run_command(
+    *,
+    script: str,
+    arguments: tuple[str, ...],
+    as_module: bool,
+    nprocs: int | None,
+    gpus: str | None,
+    backend: str,
+    max_restarts: int,
+    state_dir: str | None,
+    log_dir: str | None,
+    grace_seconds: float,
+    stdin_rank: str,
+    prefix: bool | None,
+    nnodes: int | None,
+    node_rank: int | None,
+    rendezvous: str | None,
+    secret_file: str | None,
+    join_timeout_seconds: float,
+    node_address: str | None,
+    dump_dir: str | None,
+    trace_dir: str | None,
+    debug: bool,
+) -> int:
+    """Runs the job and shows what happens to it; the arguments are the options of the command, as its help has them.
 
     Returns:
         The exit code of the command.
@@ -83,49 +66,53 @@ def run_command(options: RunOptions) -> int:
     """
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed by who started us
     notices = Notices(sys.stderr)
-    nodes = _node_options(options)
-    target = (module_target if options.as_module else script_target)(options.script, options.arguments)
-    gpus = None if options.gpus is None else parse_gpus(options.gpus)
-    n_ranks = options.nprocs or (default_process_count() if gpus is None else len(gpus))
-    if gpus is not None:
+    nodes = _node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
+    target = (module_target if as_module else script_target)(script, arguments)
+    devices = None if gpus is None else parse_gpus(gpus)
+    n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
+    if devices is not None:
         if count_gpus() == 0:
-            notices.tell(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {options.gpus} has no effect")
-        gpus = tuple(choose_gpus(gpus, n_ranks, os.environ, allow_shared=allows_shared_gpu()))
-    prefix = n_ranks > 1 or nodes is not None if options.prefix is None else options.prefix
-    stdin_rank = _stdin_rank(options.stdin_rank, n_ranks if nodes is None else None)
-    log_dir = None if options.log_dir is None else Path(options.log_dir)
+            notices.tell(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {gpus} has no effect")
+        devices = tuple(choose_gpus(devices, n_ranks, os.environ, allow_shared=allows_shared_gpu()))
+    shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
+    reading_rank = _stdin_rank(stdin_rank, n_ranks if nodes is None else None)
+    log_path = None if log_dir is None else Path(log_dir)
+    folders = {environment.DUMP_DIR: dump_dir, environment.TRACE: trace_dir}
+    variables = {name: os.path.abspath(folder) for name, folder in folders.items() if folder is not None}
+    if debug:
+        variables[environment.DEBUG] = "1"
 
     def make_output(started: Job, restart: int) -> OutputPump:
-        attempt = restart if options.max_restarts else None
+        attempt = restart if max_restarts else None
         elsewhere = set(range(started.world_size)).difference(started.ranks)
         return OutputPump(
-            sys.stdout, sys.stderr, prefix=prefix, log_dir=log_dir, attempt=attempt, ranks_elsewhere=elsewhere
+            sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_path, attempt=attempt, ranks_elsewhere=elsewhere
         )
 
     def tell_restart(outcome: Outcome, restarts: int) -> None:
         notices.tell(failure_text(outcome).rstrip("\n"), wait_seconds=_REPORT_SECONDS)
-        how_often = f"restart {restarts} of at most {options.max_restarts}"
+        how_often = f"restart {restarts} of at most {max_restarts}"
         notices.tell(f"gradsync: starting all ranks again ({how_often})")
 
-    with _state_dir(options) as state_dir:
+    with _state_dir(state_dir, max_restarts) as folder:
         job = Job(
             target,
             n_ranks,
-            backend=options.backend,
-            gpus=gpus,
-            stdin_rank=stdin_rank,
-            grace_seconds=options.grace_seconds,
-            max_restarts=options.max_restarts,
-            state_dir=state_dir,
-            variables=options.variables,
+            backend=backend,
+            gpus=devices,
+            stdin_rank=reading_rank,
+            grace_seconds=grace_seconds,
+            max_restarts=max_restarts,
+            state_dir=folder,
+            variables=variables,
         )
         if nodes is not None:
             from gradsync.launching.nodes.node_run import run_on_nodes
 
             return run_on_nodes(nodes, job, make_output, notices)
         outcome = supervise(job, make_output=make_output, notices=notices, on_restart=tell_restart)
-    if outcome.exit_code and options.dump_dir is not None:
-        notices.tell(f"gradsync: `gradsync trace {shlex.quote(options.dump_dir)}` shows what the ranks were doing")
+    if outcome.exit_code and dump_dir is not None:
+        notices.tell(f"gradsync: `gradsync trace {shlex.quote(dump_dir)}` shows what the ranks were doing")
     _tell_failure(outcome, notices)
     return outcome.exit_code
 
@@ -143,33 +130,38 @@ def _tell_failure(outcome: Outcome, notices: Notices) -> None:
     notices.insist(text.rstrip("\n"))
 
 
-def _node_options(options: RunOptions) -> NodeOptions | None:
+def _node_options(
+    nnodes: int | None,
+    node_rank: int | None,
+    rendezvous: str | None,
+    secret_file: str | None,
+    join_timeout_seconds: float,
+    node_address: str | None,
+) -> NodeOptions | None:
     """Gives what is known of the other machines; None where this one is alone.
 
     Raises:
         InvalidArgument: an option is missing or wrong, or has no meaning for one machine.
     """
-    if options.has_other_nodes:
+    if nnodes is not None and nnodes > 1:
         from gradsync.launching.nodes.node_options import check_node_options
 
-        return check_node_options(
-            options.nnodes or 1,
-            options.node_rank,
-            options.rendezvous,
-            options.secret_file,
-            options.join_timeout_seconds,
-            options.node_address,
-        )
-    if options.node_rank:
+        return check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
+    if node_rank:
         raise InvalidArgument(
-            f"--node-rank {options.node_rank} needs --nnodes, the number of machines, to be at least "
-            f"{options.node_rank + 1}, got {options.nnodes or 'none'}"
+            f"--node-rank {node_rank} needs --nnodes, the number of machines, to be at least {node_rank + 1}, got "
+            f"{nnodes or 'none'}"
         )
-    if options.nnodes is None:
-        of_nodes = ("node_rank", "rendezvous", "secret_file", "node_address")
-        given = [name for name in of_nodes if getattr(options, name) is not None]
+    if nnodes is None:
+        of_nodes = {
+            "--node-rank": node_rank,
+            "--rendezvous": rendezvous,
+            "--secret-file": secret_file,
+            "--node-address": node_address,
+        }
+        given = [option for option, value in of_nodes.items() if value is not None]
         if given:
-            raise InvalidArgument(f"--{given[0].replace('_', '-')} needs --nnodes, the number of machines")
+            raise InvalidArgument(f"{given[0]} needs --nnodes, the number of machines")
     return None
 
 
@@ -184,15 +176,15 @@ def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _state_dir(options: RunOptions) -> Iterator[str | None]:
+def _state_dir(state_dir: str | None, max_restarts: int) -> Iterator[str | None]:
     """Gives the state directory; one that we made goes when the job has ended."""
-    if options.state_dir is not None:
+    if state_dir is not None:
         try:
-            os.makedirs(options.state_dir, exist_ok=True)
+            os.makedirs(state_dir, exist_ok=True)
         except OSError as error:
-            raise InvalidArgument(f"--state-dir {options.state_dir!r} cannot be made: {error.strerror}") from None
-        yield options.state_dir
-    elif options.max_restarts == 0:
+            raise InvalidArgument(f"--state-dir {state_dir!r} cannot be made: {error.strerror}") from None
+        yield state_dir
+    elif max_restarts == 0:
         yield None
     else:
         path = tempfile.mkdtemp(prefix="gradsync-state-")
