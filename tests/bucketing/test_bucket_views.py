@@ -34,6 +34,11 @@ def test_arrays_that_are_made_again_refused_joined_and_kept(place: Place, world_
     place.run(world_size, checks.all_of_it, place.kit)
 
 
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2), *on(GPU, 2)])
+def test_the_threshold_that_is_not_passed(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.thresholds, place.kit == "cupy")
+
+
 # -- What needs no second process ---------------------------------------------------------------------------------
 
 

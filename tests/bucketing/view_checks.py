@@ -38,6 +38,24 @@ def expect_to_lie_in_buckets(buffers: Mapping[str, Any]) -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
 
 
+def thresholds(comm: Any, beside_the_host: bool) -> None:
+    """Unless one is passed, buckets are larger where nothing is copied and nothing runs beside the program."""
+    mebibytes = {f"p{number}": ((2**18,), "float32") for number in range(66)}
+
+    def buckets(**options: Any) -> tuple[int, int]:
+        callback = gs.AllreduceCallback("sum", comm, parameters=mebibytes, **options)
+        gradient = np.ones(2**18, np.float32)
+        for name in mebibytes:
+            callback(name, gradient if "gradient_as_bucket_view" in options else gradient.copy())
+        callback.flush()
+        return callback.threshold_bytes, callback.statistics.all_reduces
+
+    expected = (10 * 2**20, 7) if beside_the_host else (64 * 2**20, 2)
+    assert buckets(gradient_as_bucket_view=True) == expected
+    assert buckets(gradient_as_bucket_view=True, threshold_bytes=2**22) == (2**22, 17)
+    assert buckets() == (10 * 2**20, 7)
+
+
 CASES = (("mean", 1), ("sum", 700), ("mean", 10 * 1024**2))
 
 

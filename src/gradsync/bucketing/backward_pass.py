@@ -17,7 +17,6 @@ from gradsync.bucketing.fixed_arrivals import FixedArrivals
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.gradient_guard import GradientGuard
 from gradsync.bucketing.gradient_lock import LockedGradients, register
-from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.missing import Zeros
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import warn_of_unequal_values
@@ -65,7 +64,6 @@ class BackwardPass:
         self._works = StepWorks(self.plan, self.reduction)
         self._reduced: list[Bucket] = []
         self._unlocked: set[int] = set()  # places of gradients that were unlocked because nobody will reduce them
-        self._groups: LaunchGroups | None = None  # of the step that is under way
         self._guard: GradientGuard | None = None  # in debug mode
         register(self)
 
@@ -131,12 +129,12 @@ class BackwardPass:
         self.ensure_memory(communicator)
 
     def ensure_memory(self, communicator: Communicator) -> None:
-        """See StepPlan."""
+        """Makes the memory of the buckets, where gradients live there and it is not made. Collective then."""
         if not self.plan.needs_memory:
             return
         try:
             self.meet(communicator)
-            self.plan.ensure_memory(communicator, self.reduction.agreements.of_callback)
+            self.plan.make_memory(communicator, self.reduction.agreements.of_callback)
         except BaseException as error:
             self.note_told(error)
             raise
@@ -199,7 +197,7 @@ class BackwardPass:
             places = self.plan.known_places
             if places is not None and self._is_incomplete(places):
                 self._complete(places, communicator)
-            self._reduce_all(self.plan.planner.flush(), communicator, at_end=True)
+            self._reduce_all(self.plan.planner.flush(), communicator)
             if self._guard is not None:
                 self._guard.check_results()
             later = self.reduction.end(self.plan.arrivals.count, communicator)
@@ -260,17 +258,13 @@ class BackwardPass:
             filled[parameter.label] = zeros
         self.filled = filled
 
-    def _reduce_all(self, complete: Sequence[Bucket], communicator: Communicator, *, at_end: bool = False) -> None:
-        """Reduces complete buckets, together where that can be; at the end of the step, what was held for that too."""
-        if self._groups is None:
-            self._groups = self.reduction.launch_groups(self.plan.memory, communicator)
-        for ready in self._groups.take(complete, at_end=at_end):
-            self._reduce(ready, communicator)
+    def _reduce_all(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
+        for bucket in complete:
+            self._reduce(bucket, communicator)
         self._ends.raise_leaving()
 
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
-        parts = [bucket] if self.plan.memory is None else self.plan.memory.parts(bucket)
-        end = self._ends[parts[0].number]
+        end = self._ends[bucket.number]
         try:
             if self._guard is not None:
                 self._guard.check_handed_over([slot.position for slot in bucket.slots])
@@ -290,8 +284,7 @@ class BackwardPass:
             raise
         self._reduced.append(bucket)
         if not self.reduction.is_hooked:
-            for part in parts:
-                self._ends.finish(part.number, completion)
+            self._ends.finish(bucket.number, completion)
 
     def _end_step(self) -> None:
         self.reduction.statistics.gradients += self.plan.arrivals.count
@@ -304,7 +297,6 @@ class BackwardPass:
         self._producers.clear()
         self._reduced.clear()
         self._unlocked.clear()
-        self._groups = None
 
     @property
     def label(self) -> str:

@@ -51,8 +51,6 @@ class BucketMemory:
         agreed: Callable[[Agreement], Agreement] = lambda agreement: agreement,
     ) -> None:
         self._stretches: dict[int, Stretch] = {}
-        self._parts: dict[int, list[Bucket]] = {}  # of merged buckets, by number
-        self._merged: dict[tuple[int, int], Bucket] = {}  # by the numbers of the first and the last
         end = 0
         for bucket in planner.buckets:
             begin = -(-end // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
@@ -75,32 +73,6 @@ class BucketMemory:
     def stretch(self, bucket: Bucket) -> Stretch:
         """Returns where a bucket lies."""
         return self._stretches[bucket.number]
-
-    def merged(self, buckets: Sequence[Bucket]) -> Bucket:
-        """Returns buckets of one dtype that lie side by side as one; what is between them, for alignment, is zero."""
-        first, last = buckets[0], buckets[-1]
-        if first is last:
-            return first
-        merged = self._merged.get((first.number, last.number))
-        if merged is None:
-            number = -1 - len(self._merged)
-            slots = tuple([slot for bucket in buckets for slot in bucket.slots])
-            merged = self._merged[first.number, last.number] = Bucket(first.dtype, slots, number)
-            stretch = Stretch(self.stretch(first).begin_bytes, self.stretch(last).end_bytes)
-            self._stretches[number], self._parts[number] = stretch, list(buckets)
-        return merged
-
-    def parts(self, bucket: Bucket) -> list[Bucket]:
-        """Returns the buckets of which one was merged; itself, where it was not."""
-        return self._parts.get(bucket.number, [bucket])
-
-    def extents(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """Returns which elements of `flat` each gradient of a bucket is."""
-        whole, extents = self.stretch(bucket).begin_bytes, []
-        for part in self.parts(bucket):
-            at = (self.stretch(part).begin_bytes - whole) // bucket.itemsize
-            extents += [(at + slot.begin, at + slot.end) for slot in part.slots]
-        return extents
 
     def flat(self, bucket: Bucket) -> Array:
         """Returns the gradients of a bucket as one 1-D array of its dtype."""

@@ -40,7 +40,7 @@ class BucketWatch:
         if not self.looks_for_nonfinite:
             return
         if self._work.memory is not None:  # they live in the bucket, which is one array
-            sources = [sources[0][begin:end] for begin, end in self._extents()]
+            sources = [sources[0][slot.begin : slot.end] for slot in self._work.bucket.slots]
         names = [slot.spec.label for slot in self._work.bucket.slots]
         self._finite.note(list(zip(names, sources, strict=True)), self._communicator.arrays)
 
@@ -56,11 +56,4 @@ class BucketWatch:
 
     def _slot_of(self, element: int) -> int:
         """Returns the number of the gradient to which an element of the flat bucket belongs."""
-        return bisect_right([end for _, end in self._extents()], element)
-
-    def _extents(self) -> list[tuple[int, int]]:
-        """Returns which elements of the flat bucket each gradient is."""
-        bucket, memory = self._work.bucket, self._work.memory
-        if memory is not None:
-            return memory.extents(bucket)
-        return [(slot.begin, slot.end) for slot in bucket.slots]
+        return bisect_right([slot.end for slot in self._work.bucket.slots], element)

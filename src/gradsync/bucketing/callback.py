@@ -20,7 +20,6 @@ from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.pending import display_name
-from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 from gradsync.bucketing.shapes_file import write_shapes
 from gradsync.bucketing.with_blocks import WithBlocks
 from gradsync.communicators.base import Communicator
@@ -48,7 +47,8 @@ class AllreduceCallback(WithBlocks):
         name: what this callback is called, on all ranks alike: ranks that use callbacks of other names, or in another
             order, get PlanMismatch, which shows them. Without one it is known by the line that made it; where a program
             has several callbacks and makes them at different lines on different ranks, or in threads, name each.
-        threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone.
+        threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone. None is
+            10 MiB, and 64 MiB for `gradient_as_bucket_view` on the CPU.
         first_bucket_bytes: the same for the first bucket of a step, so that communication starts early.
         parameters: names -> array or (shape, dtype), or a list of arrays where gradients are handed over by those.
             Arrays are taken for the parameters: before the first step their bytes are compared over the ranks, once
@@ -59,9 +59,7 @@ class AllreduceCallback(WithBlocks):
         missing: what flush() does where a parameter's gradient has not come: "error" raises on all ranks alike; "zero"
             takes zeros, and gives the result in `filled`.
         gradient_as_bucket_view: gradients live inside the buckets; needs `parameters`. Futures give views of the
-            buckets, which hold their values until the next step. On the CPU, where nothing runs beside the program,
-            buckets that lie side by side are reduced together, up to 64 MiB at a time, the last ones in the flush. See
-            gradient_buffers().
+            buckets, which hold their values until the next step. See gradient_buffers().
         compression: "float16" or "bfloat16": what float32 and float64 gradients travel in. On the CPU they are added up
             in float32, in rank order (over MPI up to 16 ranks), and rounded once; NCCL adds in half precision.
         prescale: factor of the gradients before the reduction.
@@ -93,7 +91,7 @@ class AllreduceCallback(WithBlocks):
         backend: str | None = None,
         *,
         name: str | None = None,
-        threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
+        threshold_bytes: int | None = None,
         first_bucket_bytes: int | None = None,
         parameters: Any = None,
         missing: str = "error",
@@ -133,8 +131,11 @@ class AllreduceCallback(WithBlocks):
 
     @property
     def threshold_bytes(self) -> int:
-        """Size that a bucket of several gradients never exceeds."""
-        return self._backward.plan.threshold_bytes
+        """Size in bytes that a bucket of several gradients never exceeds.
+
+        With `gradient_as_bucket_view`, and no threshold passed, it is known from the first use on.
+        """
+        return self._backward.plan.planner.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
         """Hands over one gradient; reduces the bucket that it completes.

@@ -19,6 +19,7 @@ class FixedPlanner:
         threshold_bytes, first_bucket_bytes: as for BucketPlanner.
 
     Attributes:
+        threshold_bytes: see above.
         buckets: in the order of their launch.
         placed_in: number of the bucket of the gradient that was added last.
     """
@@ -26,6 +27,7 @@ class FixedPlanner:
     def __init__(
         self, specs: Sequence[GradientSpec], threshold_bytes: int, first_bucket_bytes: int | None = None
     ) -> None:
+        self.threshold_bytes = threshold_bytes
         self.buckets = plan_buckets(specs, threshold_bytes, first_bucket_bytes)
         self.placed_in = 0
         self._place_of = {slot.position: at for at, bucket in enumerate(self.buckets) for slot in bucket.slots}

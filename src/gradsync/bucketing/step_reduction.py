@@ -9,13 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradsync.bucketing.bucket_hook import BucketHook, settings_of
-from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.callback_identity import KnownCallback
 from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.hooked_buckets import HookedBuckets
-from gradsync.bucketing.launch_groups import LaunchGroups
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
@@ -70,16 +68,6 @@ class StepReduction:
         self._options.wire.forget_memory()
         if self._hooked is not None:
             self._hooked.reset()
-
-    def launch_groups(self, memory: BucketMemory | None, communicator: Communicator) -> LaunchGroups:
-        """Returns what says, in a step, which buckets are reduced together.
-
-        Args:
-            memory: where gradients live in the buckets; None where they do not.
-            communicator: whose ranks reduce them.
-        """
-        as_they_are = self._hooked is None and not self._options.wire.settings()
-        return LaunchGroups(memory if as_they_are and not communicator.runs_beside_host else None)
 
     def can_prepare(self, dtype: np.dtype[Any]) -> bool:
         """Whether buckets of a dtype are reduced as lists of arrays, which a communicator can prepare."""
@@ -172,7 +160,6 @@ class StepReduction:
         self,
         planner: BucketPlanner | FixedPlanner,
         specs: Sequence[GradientSpec],
-        memory: BucketMemory | None,
         communicator: Communicator,
         zeros: Callable[[Bucket], BucketWork],
         *,
@@ -184,7 +171,6 @@ class StepReduction:
         Args:
             planner: of the callback, between steps.
             specs: the gradients of the step, in the order of their places.
-            memory: where they live in the buckets; None where they do not.
             communicator: whose ranks take part.
             zeros: zeros(bucket) returns the work on an array of them, which the next call may return again.
             present: how many ranks have gradients.
@@ -193,10 +179,9 @@ class StepReduction:
         self.begin_step(present)
         self.agreements.local_passes = passes
         complete = [bucket for position, spec in enumerate(specs) for bucket in planner.add(spec, position)]
-        groups = self.launch_groups(memory, communicator)
         try:
-            for ready in groups.take([*complete, *planner.flush()], at_end=True):
-                self._reduce_zeros(zeros(ready), communicator)
+            for bucket in [*complete, *planner.flush()]:
+                self._reduce_zeros(zeros(bucket), communicator)
             self.end(len(specs), communicator)
         except BaseException:
             self.fail()

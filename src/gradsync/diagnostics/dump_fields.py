@@ -56,7 +56,7 @@ TRUTH = Rule("true or false", lambda value: isinstance(value, bool))
 INTEGER = Rule("an integer of at least 0", _is_integer)
 INTEGERS = _list_of(INTEGER, "integers of at least 0")
 INTEGER_OR_NONE = _or_none(INTEGER)
-# Below 0: several buckets that were reduced as one (bucketing/bucket_memory.py).
+# Below 0, in dumps from before 0.2: several buckets that were reduced as one.
 BUCKET = Rule("an integer", lambda value: type(value) is int and abs(value) < 2**63)
 MOMENT = Rule("a moment in seconds", _is_moment)
 MOMENT_OR_NONE = _or_none(MOMENT)

@@ -19,7 +19,7 @@ from gradsync import tracing
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump_files import read_dumps
-from places import SHM, STAND_IN, Place, on
+from places import STAND_IN
 from rank_processes import run_ranks
 
 Event = dict[str, Any]
@@ -142,37 +142,6 @@ def test_gradients_in_buckets_are_reduced_where_they_lie(tmp_path: Path) -> None
 def train_in_buckets(comm: gs.Communicator, folder: str) -> None:
     parameters = {f"p{number}": ((size,), "float32") for number, size in enumerate(SIZES)}
     train(comm, folder, parameters=parameters, gradient_as_bucket_view=True)
-
-
-def train_two_dtypes_in_buckets(comm: gs.Communicator, folder: str) -> None:
-    """Has buckets of each of three dtypes reduced as one."""
-    gradients = {
-        f"{dtype}{number}": np.full(200, comm.rank, dtype)
-        for dtype in ("float64", "float32", "float16")
-        for number in range(4)
-    }
-    parameters = {name: (gradient.shape, gradient.dtype) for name, gradient in gradients.items()}
-    sync = gs.AllreduceCallback("mean", threshold_bytes=1024, parameters=parameters, gradient_as_bucket_view=True)
-    with gs.trace(folder):
-        for _ in range(STEPS):
-            with sync.backward():
-                futures = [sync(name, gradient) for name, gradient in gradients.items()]
-            assert all((future.result() == (comm.world_size - 1) / 2).all() for future in futures)
-
-
-@pytest.mark.parametrize(("place", "n"), [*on(SHM, 2, 3), *on(STAND_IN, 2)])
-def test_a_dump_with_merged_buckets_is_read(tmp_path: Path, place: Place, n: int) -> None:
-    place.run(n, train_two_dtypes_in_buckets, str(tmp_path))
-    dumps, earlier = read_dumps([tmp_path])
-    assert (len(dumps), earlier) == (n, [])
-    trace = chrome_trace(dumps)
-    check_format(trace)
-    buckets = [event["args"]["bucket"] for event in slices(trace, "collective") if "bucket" in event["args"]]
-    if place is SHM:  # elsewhere than on the CPU buckets are not merged
-        assert min(buckets) == -3
-    command = [sys.executable, "-m", "gradsync", "trace", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_over_nccl_the_phases_are_the_hosts(tmp_path: Path) -> None:
