@@ -107,9 +107,8 @@ def cancel_what_was_not_reduced(comm: Any, kit_name: str) -> None:
             pass
         bring_to_rest(comm)
         cancelled = [isinstance(future.exception(), gs.GradientCancelled) for future in futures]
-        # A hook's results, and on the CPU buckets in which gradients live, are there at the end only.
-        holds_all = mode == "hook" or (mode == "views" and comm.device == "cpu")
-        assert cancelled == ([True] * 3 if holds_all else [False, False, True]), mode
+        # A hook's results are there at the end only.
+        assert cancelled == ([True] * 3 if mode == "hook" else [False, False, True]), mode
         got = step(callback, put_all(kit, values_for(comm.rank, 1, SPECS)))
         if mode not in ("compressed", "watched"):
             expect_equal(comm, got, reduced(by_rank(comm.world_size, 1, SPECS)), mode)
