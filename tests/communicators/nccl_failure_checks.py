@@ -20,6 +20,7 @@ from contract import expect, wait_until
 from gradsync import process_group
 from gradsync.communicators.nccl import connection as nccl_connection
 from gradsync.communicators.nccl import joining as nccl_joining
+from gradsync.communicators.verdicts import NEWS_SECONDS
 
 SECONDS = 30.0  # for what must come at all
 SOON_SECONDS = 15.0  # the target is 1 s; a busy machine adds; whatever else could end a wait comes after 30 s
@@ -80,6 +81,32 @@ def leave_the_plan_alone(comm: Any, collective: str) -> str:
     expect((gs.PlanMismatch, gs.CommunicatorClosed), comm.barrier)
     expect(gs.CommunicatorClosed, comm.barrier)
     return str(error).partition(":")[2]
+
+
+def leave_the_plan_with_slow_texts(comm: Any) -> None:
+    """Rank 1 has aborted before rank 0 has read what rank 1 launched: NCCL's error is not taken for the cause."""
+    callback = settled(comm)
+    if comm.rank == 1:
+        client().get("rank 0 is ahead", timeout_seconds=SECONDS)
+        assert expect(gs.PlanMismatch, lambda: step(callback, "abced")).broken
+        return
+    agreement = comm._agreements._of_all
+    read = agreement._read
+
+    def read_slowly(*arguments: Any) -> str:
+        wait_until(comm._handle.has_failed)
+        time.sleep(NEWS_SECONDS + 0.5)
+        return read(*arguments)
+
+    agreement._read = read_slowly
+
+    def go_on() -> None:
+        step(callback, "abcde")
+        client().set("rank 0 is ahead", b"")
+        while True:
+            step(callback, "abcde")
+
+    assert expect(gs.PlanMismatch, go_on).broken
 
 
 def leave_the_plan_together(comm: Any) -> None:

@@ -39,6 +39,10 @@ def test_who_goes_ahead_of_a_rank_that_strays_is_told(
     assert all(text in told[0] for text in texts)
 
 
+def test_who_strays_is_told_however_long_that_takes() -> None:
+    STAND_IN.run(2, check, "leave_the_plan_with_slow_texts")
+
+
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2, 3), *on(GPU, 2)])
 def test_ranks_may_leave_the_plan_together(place: Place, world_size: int) -> None:
     place.run(world_size, check, "leave_the_plan_together")

@@ -6,6 +6,7 @@ reference to the communicator, so that a forgotten one can be collected.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ import cupy
 from gradsync.communicators.nccl.agreements import NcclAgreements
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.launch import Launch
+from gradsync.communicators.nccl.predicted_agreement import TEXTS_WITHIN_SECONDS
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.flight_recorder import Entry
@@ -103,7 +105,9 @@ class Watcher:
         """Raises what another rank has done where that is what NCCL has noticed, else the error itself."""
         if self._client.world_size > 1:
             try:
-                self._verdicts.await_news(NEWS_SECONDS, self._look_at_others)
+                self._verdicts.await_news(NEWS_SECONDS, self._look_for_cause)
+                if self._agreements.were_overtaken:  # another thread has taken that, and reads what the others launched
+                    self._verdicts.await_news(TEXTS_WITHIN_SECONDS, self._look_for_cause)
                 self._agreements.look_for_closed_ranks()
             except GradsyncError as cause:
                 raise cause from error
@@ -162,6 +166,12 @@ class Watcher:
         overtaken = self._agreements.overtaken()
         if overtaken is not None:
             raise overtaken
+
+    def _look_for_cause(self) -> None:
+        """Raises what another thread has found to have broken the communicator, or what the server tells."""
+        if self._error is not None:
+            raise copy.copy(self._error)
+        self._look_at_others()
 
     def _look_at_absence(self, head: Launch, ran_seconds: float) -> None:
         """Warns of a collective that runs for long; raises the verdict on one that has reached its deadline."""
