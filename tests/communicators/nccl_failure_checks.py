@@ -410,6 +410,18 @@ def collect_at_each_call(comm: Any) -> int:
     return number
 
 
+def abort_what_has_failed(comm: Any) -> None:
+    """Two ranks abort for reasons of their own: who hears of the other's first need not hear of it again."""
+    if comm.rank == 1:
+        comm.barrier()
+        wait_until(lambda: comm.closed)  # by its watcher
+        comm.abort("enough, too")
+        comm.close()
+    else:
+        comm.barrier()
+        comm.abort("enough")
+
+
 def abort_beside_a_call_that_does_not_return(comm: Any) -> None:
     """A call of NCCL's on the host may block for ever; the abort does not wait for it."""
     if comm.rank == 1:

@@ -186,6 +186,11 @@ def test_the_garbage_collector_may_strike_anywhere(place: Place, world_size: int
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
+def test_an_abort_of_what_has_failed(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "abort_what_has_failed")
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
 def test_an_abort_beside_a_call_that_does_not_return(place: Place, world_size: int) -> None:
     place.run(world_size, check, "abort_beside_a_call_that_does_not_return")
 

@@ -47,7 +47,7 @@ class Lifetime:
 
     Attributes:
         ended_because: why it cannot be used; None while it may be.
-        was_told: whether a failure has been raised to the caller outside of a collective.
+        was_told: whether a failure has been raised to the caller outside of a collective, or the caller has aborted it.
         submitting: held while something is submitted for it.
         last_job: what was submitted for it last, unless that is over; see collective_queue.py.
     """
@@ -104,7 +104,7 @@ class Lifetime:
         self._announce()
         self._end_use()
         tell_lost(self)
-        if self._untold is not None:
+        if self._untold is not None and not self.was_told:
             error, self._untold = self._untold, None
             if str(error) not in self._communicator.family.told():
                 raise error
