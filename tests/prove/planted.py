@@ -1,6 +1,7 @@
 """Plants defects in a copy of the library, one at a time, and sees whether the tests find them.
 
     python tests/prove/planted.py draw --seed 18 --count 100    # writes planted_drawn.json
+    python tests/prove/planted.py lines --python .venv-3.13/bin/python    # which test runs which line; ten minutes
     python tests/prove/planted.py run [--shard 0/2] [--room bucketing] [--only NAME] [--limit 5]
     python tests/prove/planted.py table
     python tests/prove/planted.py check    # which of them the source has outgrown: change or draw these anew
@@ -8,7 +9,8 @@
 Defects are of two kinds: drawn from the source by a seed (planted_drawn.json), and written by hand, at least one for
 each row of the list of failures (planted_by_hand.json). A defect is a replacement of one piece of text in one file. The
 run copies the tree, replaces the text, and runs the tests of the defect's room first, then all others, up to the first
-failure. Found means that a test's assertion on behaviour failed, and failed again when that test was repeated (up to
+failure. Where `lines` has been run on the source as it is, only the tests that run the defect's lines are run, the
+quickest first: to the others nothing has changed. Found means that a test's assertion on behaviour failed, and failed again when that test was repeated (up to
 three times): a busy machine is no defect. A failure of the tests in TEXT_TESTS, which compare the source or its pages
 as text, does not count, nor does an error while tests are collected.
 
@@ -40,6 +42,8 @@ HERE = Path(__file__).resolve().parent
 DRAWN = HERE / "planted_drawn.json"
 BY_HAND = HERE / "planted_by_hand.json"
 RESULTS = ROOT / "build" / "planted.jsonl"
+LINES_RUN = ROOT / "build" / "lines_run"
+RECORDER = HERE / "tools" / "lines_run"
 
 #: Tests that read the source or the pages as text: they find a change, not a defect.
 TEXT_TESTS = ("test_imports", "test_docstrings", "test_public_api", "test_pages", "test_readme", "test_packaging")
@@ -229,11 +233,16 @@ def replaced(text: str, defect: Defect) -> str:
     Raises:
         LookupError: it does not stand there.
     """
+    at = _place(text, defect)
+    return text[:at] + defect.new + text[at + len(defect.old) :]
+
+
+def _place(text: str, defect: Defect) -> int:
     lines = text.splitlines(keepends=True)
     at = text.find(defect.old, sum(map(len, lines[: defect.line - 1])) + defect.column)
     if at < 0:
         raise LookupError(f"{defect.file}, from line {defect.line} on, has no {defect.old!r}")
-    return text[:at] + defect.new + text[at + len(defect.old) :]
+    return at
 
 
 def load() -> list[Defect]:
@@ -276,14 +285,66 @@ def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any
         planted = tree / defect.file
         planted.write_text(replaced(planted.read_text(), defect))
         outcome = {"name": defect.name, "room": defect.room, "kind": defect.kind, "found": False, "by": ""}
+        by_line = tests_that_run(defect)
         of_room = [str(path.relative_to(tree)) for glob in TESTS_OF_ROOM[defect.room] for path in tree.glob(glob)]
-        for chosen in (of_room, ["tests", *(f"--ignore={path}" for path in of_room)]):
-            by = _confirmed_failure(tree, chosen, workers, started + limit_seconds)
+        others = ["tests", *(f"--ignore={path}" for path in of_room)]
+        if by_line is not None:
+            outcome["tests that run it"] = len(by_line)
+        for chosen in (of_room, others) if by_line is None else (by_line[:60], by_line[60:]):
+            by = _confirmed_failure(tree, chosen, workers, started + limit_seconds) if chosen else ""
             if by:
                 outcome |= {"found": True, "by": by}
                 break
         outcome["seconds"] = round(time.monotonic() - started, 1)
     return outcome
+
+
+def record_lines(python: str) -> int:
+    """Runs `make test` with a Python from 3.12 on, and writes down which test runs which line."""
+    shutil.rmtree(LINES_RUN, ignore_errors=True)
+    LINES_RUN.mkdir(parents=True)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{RECORDER}", "LINES_RUN": str(LINES_RUN)}
+    command = [python, "-m", "pytest", "-q", "-p", "lines_run", "-n", "2", "--dist", "worksteal", "--timeout=200"]
+    code = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    seconds = dict(json.loads(line) for line in (LINES_RUN / "seconds").read_text().splitlines())
+    tests: dict[str, set[str]] = {}
+    for path in LINES_RUN.glob("*.lines"):
+        for row in path.read_text(errors="replace").splitlines():
+            test, _, line = row.rpartition("\t")
+            if test in seconds:
+                tests.setdefault(line, set()).add(test)
+        path.unlink()
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / SOURCE).rglob("*.py")}
+    lines = {line: sorted(names, key=seconds.__getitem__) for line, names in tests.items()}
+    (LINES_RUN / "lines.json").write_text(json.dumps({"texts": texts, "lines": lines}))
+    print(f"{len(seconds)} tests run {len(lines)} lines")
+    return code
+
+
+def tests_that_run(defect: Defect) -> list[str] | None:
+    """Returns the tests that run the lines of a defect, the quickest first; None where it is not known."""
+    if not (LINES_RUN / "lines.json").exists():
+        return None
+    known = json.loads((LINES_RUN / "lines.json").read_text())
+    text = (ROOT / defect.file).read_text()
+    if known["texts"].get(defect.file) != text:
+        return None
+    at = _place(text, defect)
+    first, last = _statement_around(ast.parse(text), text.count("\n", 0, at) + 1)
+    chosen = [known["lines"].get(f"{defect.file}:{line}", []) for line in range(first, last + 1)]
+    return list(dict.fromkeys(test for tests in sorted(chosen, key=len) for test in tests))
+
+
+def _statement_around(tree: ast.AST, line: int) -> tuple[int, int]:
+    """Returns the first and last line of the innermost statement around a line, without the statements inside it."""
+    around = (line, line)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno
+            if line <= (last or line):
+                around = node.lineno, max(node.lineno, last or line)  # the walk comes to inner ones later
+    return around
 
 
 def _confirmed_failure(tree: Path, chosen: list[str], workers: int, deadline: float) -> str:
@@ -300,11 +361,12 @@ def _confirmed_failure(tree: Path, chosen: list[str], workers: int, deadline: fl
 
 def _first_failure(tree: Path, chosen: list[str], workers: int, limit_seconds: float) -> str:
     """Returns the first test that fails, or "". Processes that tests leave behind end with their group."""
-    report = tree / "report.txt"
+    report, names = tree / "report.txt", tree / "chosen.txt"
+    names.write_text("\n".join(chosen))  # thousands may be more than a command line takes
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=100", "-n", str(workers)),
         *(f"--ignore-glob=*{test}*" for test in TEXT_TESTS),
-        *chosen,
+        f"@{names}",
     ]
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     with report.open("w") as output:
@@ -380,6 +442,8 @@ def main() -> int:
     running.add_argument("--limit", type=int)
     running.add_argument("--workers", type=int, default=2)
     running.add_argument("--limit-seconds", type=float, default=900.0)
+    recording = commands.add_parser("lines")
+    recording.add_argument("--python", required=True)
     commands.add_parser("table")
     commands.add_parser("check")
     arguments = parser.parse_args()
@@ -390,6 +454,8 @@ def main() -> int:
         return 0
     if arguments.command == "check":
         return check()
+    if arguments.command == "lines":
+        return record_lines(arguments.python)
     return run(arguments) if arguments.command == "run" else table()
 
 
