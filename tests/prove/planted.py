@@ -10,9 +10,9 @@ Defects are of two kinds: drawn from the source by a seed (planted_drawn.json), 
 each row of the list of failures (planted_by_hand.json). A defect is a replacement of one piece of text in one file. The
 run copies the tree, replaces the text, and runs the tests of the defect's room first, then all others, up to the first
 failure. Where `lines` has been run on the source as it is, only the tests that run the defect's lines are run, the
-quickest first: to the others nothing has changed. Found means that a test's assertion on behaviour failed, and failed again when that test was repeated (up to
-three times): a busy machine is no defect. A failure of the tests in TEXT_TESTS, which compare the source or its pages
-as text, does not count, nor does an error while tests are collected.
+quickest first: to the others nothing has changed. Found means that a test's assertion on behaviour failed, and failed
+again when that test was repeated (up to three times): a busy machine is no defect. A failure of the tests in
+TEXT_TESTS, which compare the source or its pages as text, does not count, nor does an error while tests are collected.
 
 Results are appended to a file, one line for each defect, so that a run that was interrupted goes on where it stopped.
 """
@@ -278,9 +278,7 @@ def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         tree = Path(folder) / "tree"
-        leave_out = shutil.ignore_patterns(
-            ".git", ".venv*", "__pycache__", ".environments", "build", ".hypothesis", ".*_cache"
-        )
+        leave_out = shutil.ignore_patterns(".git", ".venv*", ".environments", "build", ".hypothesis", ".*_cache")
         shutil.copytree(ROOT, tree, ignore=leave_out, symlinks=True)
         planted = tree / defect.file
         planted.write_text(replaced(planted.read_text(), defect))
@@ -368,7 +366,7 @@ def _first_failure(tree: Path, chosen: list[str], workers: int, limit_seconds: f
         *(f"--ignore-glob=*{test}*" for test in TEXT_TESTS),
         f"@{names}",
     ]
-    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
     with report.open("w") as output:
         process = subprocess.Popen(
             command, cwd=tree, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True

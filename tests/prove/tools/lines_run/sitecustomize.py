@@ -1,7 +1,7 @@
 """Writes down which lines of gradsync each test runs, in every process of it; for planted.py, by way of PYTHONPATH.
 
-Needs Python 3.12: what it costs there is one call for each line of each process. LINES_RUN names a folder. In there each
-worker of pytest keeps the name of its current test (see lines_run.py), and each process writes a file of its own:
+Needs Python 3.12: what it costs there is one call for each line of each process. LINES_RUN names a folder. In there
+each worker of pytest keeps the name of its current test (see lines_run.py), and each process writes a file of its own:
 the test, a tab, the file, a colon and the line.
 """
 
