@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from gradsync.bench import measurement
-from gradsync.bench.measurement import Seconds, slowest_rank
+from gradsync.bench.measurement import Seconds
 
 __all__ = ["Seconds", "provenance", "slowest_rank"]
+
+
+def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Returns, of each round, the time of the rank that took longest."""
+    return [max(round_) for round_ in zip(*samples_by_rank, strict=True)]
 
 
 def provenance(script: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import click
 
 from gradsync.errors import InvalidArgument
 
-DEFAULT_LIMIT_SECONDS = 45.0
 #: Options that have gone, and what to do instead.
 _PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
 _REMOVED_OPTIONS = {
@@ -88,7 +87,7 @@ packs gradients on their way, so it may be more than the step; on GPUs it is not
     "--time-limit",
     "limit_seconds",
     type=click.FloatRange(min=0),
-    default=DEFAULT_LIMIT_SECONDS,
+    default=45.0,
     show_default=True,
     help="Seconds after which fewer steps have to do, but at least 3.",
 )

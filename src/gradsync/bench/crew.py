@@ -96,7 +96,6 @@ class Crew:
     Attributes:
         system: as given.
         versions: what the ranks run on.
-        pids: of the ranks' processes, by rank.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class Crew:
         try:
             hellos = self._meet(str(address), starts)
             self.versions: dict[str, str] = hellos[0]["versions"]
-            self.pids: list[int] = [hello["pid"] for hello in hellos]
         except (_Trouble, OSError) as error:
             raise self._failure(f"did not start: {error}") from error
         except BaseException:

@@ -55,11 +55,6 @@ class Seconds:
         return f"{1e3 * self.median:.3g} ms"
 
 
-def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Returns, of each round, the time of the rank that took longest."""
-    return [max(round_) for round_ in zip(*samples_by_rank, strict=True)]
-
-
 def provenance(command: Sequence[str]) -> dict[str, Any]:
     """Returns where, when and how a result was made.
 

@@ -5,8 +5,6 @@ A backward pass produces them last first. A test checks the counts against the p
 
 from __future__ import annotations
 
-from math import prod
-
 Shape = tuple[int, ...]
 
 
@@ -70,11 +68,6 @@ def bert_base() -> list[Shape]:
     ]
     embeddings: list[Shape] = [(vocabulary, width), (positions, width), (segments, width), *_layer_norm(width)]
     return [*embeddings, *layer * layers, *square]
-
-
-def element_count(shapes: list[Shape]) -> int:
-    """Returns the number of elements of all shapes together."""
-    return sum(prod(shape) for shape in shapes)
 
 
 def _batch_norm(channels: int) -> list[Shape]:

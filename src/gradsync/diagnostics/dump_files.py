@@ -136,15 +136,6 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
     return kept, [dump for dump in dumps if dump not in kept]
 
 
-def read_dump(path: Path) -> Dump:
-    """Reads one dump.
-
-    Raises:
-        InvalidArgument: it cannot be read, or is no dump of this version.
-    """
-    return _dump(path, _content(path))
-
-
 def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
     """Gives a file, or those of a folder but the picture of an earlier `gradsync trace`, which may lie beside them."""
     if not path.is_dir():

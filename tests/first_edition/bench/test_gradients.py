@@ -1,19 +1,20 @@
 """What is measured: a model's gradients, the last layer's first, or those of a file."""
 
 import json
+import math
 
 import pytest
 
 import gradsync as gs
 from gradsync.bench.gradients import gradients_of, total_bytes
-from gradsync.bench.models import MODELS, element_count
+from gradsync.bench.models import MODELS
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_has_its_gradients_last_first_in_float32(model):
     specs = gradients_of(model)
     assert [spec.shape for spec in specs] == list(reversed(MODELS[model]()))
-    assert total_bytes(specs) == 4 * element_count(MODELS[model]())
+    assert total_bytes(specs) == 4 * sum(map(math.prod, MODELS[model]()))
     assert len({spec.name for spec in specs}) == len(specs)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradsync.bench.measurement import Seconds, provenance, slowest_rank
+from gradsync.bench.measurement import Seconds, provenance
 
 
 def test_timings_are_summed_up_by_their_quartiles():
@@ -14,10 +14,6 @@ def test_timings_are_summed_up_by_their_quartiles():
 def test_one_timing_has_no_spread():
     assert Seconds.of([0.5]) == Seconds(0.5, 0.5, 0.5, 1)
     assert Seconds.of([0.5]).spread == Seconds.of([0.0]).spread == 0
-
-
-def test_a_round_counts_with_its_slowest_rank():
-    assert slowest_rank([[1.0, 2.0], [3.0, 1.0]]) == [3.0, 2.0]
 
 
 def test_a_result_says_where_and_how_it_was_made():

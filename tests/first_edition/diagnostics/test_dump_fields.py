@@ -18,7 +18,7 @@ import gradsync as gs
 from gradsync.cli import main
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.diagnostics.chrome_trace import chrome_trace
-from gradsync.diagnostics.dump_files import read_dump
+from gradsync.diagnostics.dump_files import read_dumps
 from gradsync.diagnostics.report import report
 
 ABSENT = object()
@@ -77,7 +77,7 @@ def test_a_damaged_dump_is_read_or_refused(real: Any, tmp_path: Path, data: st.D
     path = tmp_path / "dump.json"
     path.write_text(json.dumps(altered(real, place, data.draw(st.just(ABSENT) | ANYTHING))))
     try:
-        dump = read_dump(path)
+        dump = read_dumps([path])[0][0]
     except gs.InvalidArgument as error:
         assert str(path) in str(error)
         assert place[0] in str(error)
@@ -99,7 +99,7 @@ def test_the_field_is_named(real: Any, tmp_path: Path, place: tuple[Any, ...]) -
     path = tmp_path / "dump.json"
     path.write_text(json.dumps(altered(real, place, -7.5)))
     with pytest.raises(gs.InvalidArgument, match=re.escape(f"{path} is damaged: {field_text(place)} needs to be ")):
-        read_dump(path)
+        read_dumps([path])
     done = CliRunner().invoke(main, ["trace", str(path)])
     assert (done.exit_code, field_text(place) in done.output) == (2, True)
 
@@ -108,7 +108,7 @@ def test_a_field_that_is_not_there_is_named(real: Any, tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
     path.write_text(json.dumps(altered(real, ("groups", 0, "entries", 1, "ended"), ABSENT)))
     with pytest.raises(gs.InvalidArgument, match=r"groups\[0\]\.entries\[1\] has no 'ended'"):
-        read_dump(path)
+        read_dumps([path])
 
 
 def test_a_name_that_is_no_utf_8_can_be_told(real: Any, tmp_path: Path) -> None:

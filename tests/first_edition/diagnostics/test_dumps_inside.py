@@ -19,7 +19,7 @@ from hanging_files import hanging_files
 import gradsync as gs
 from gradsync import dumps, environment
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.diagnostics.dump_files import read_dump, read_dumps
+from gradsync.diagnostics.dump_files import read_dumps
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -80,7 +80,7 @@ def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"format": "another"}', json.dumps({"format": dumps.FORMAT, "calls": {}})):
         (tmp_path / "a.json").write_text(text)
         with pytest.raises(gs.InvalidArgument, match=r"a\.json"):
-            read_dump(tmp_path / "a.json")
+            read_dumps([tmp_path / "a.json"])
     (tmp_path / "a.json").unlink()
     with pytest.raises(gs.InvalidArgument, match="there are no dumps"):
         read_dumps([tmp_path])
