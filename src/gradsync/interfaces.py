@@ -27,7 +27,7 @@ def interface_of(address: str) -> str | None:
     wanted = ipaddress.ip_address(address.partition("%")[0])
     mapped = wanted.ipv4_mapped if isinstance(wanted, ipaddress.IPv6Address) else None
     wanted = mapped or wanted
-    for index, found in _addresses():
+    for index, found in addresses():
         if found == wanted.packed:
             return socket.if_indextoname(index)
     return "lo" if wanted.is_loopback else None  # which has all of 127.0.0.0/8
@@ -56,7 +56,7 @@ def own_addresses() -> list[str]:
 
     Not those of loopback, of links, and of bridges that container engines make: many machines have these alike.
     """
-    found = [(socket.if_indextoname(index), ipaddress.ip_address(packed)) for index, packed in _addresses()]
+    found = [(socket.if_indextoname(index), ipaddress.ip_address(packed)) for index, packed in addresses()]
     usable = [
         address
         for name, address in found
@@ -65,7 +65,7 @@ def own_addresses() -> list[str]:
     return [str(address) for address in sorted(usable, key=lambda address: address.version)]
 
 
-def _addresses() -> Iterator[tuple[int, bytes]]:
+def addresses() -> Iterator[tuple[int, bytes]]:
     """Gives the addresses of this machine, each with the index of its interface; none where it cannot be told."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as kernel:

@@ -5,14 +5,12 @@ give it any machine.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import os
 import platform
 import resource
 import shutil
 import socket
-import struct
 import sys
 import threading
 import time
@@ -26,11 +24,10 @@ from gradsync.communicators.shared_memory.segment import create_segment
 from gradsync.cores import usable_cores
 from gradsync.doctor.probes import ask_all
 from gradsync.errors import GradsyncError
+from gradsync.interfaces import addresses
 
 _NAME_SECONDS = 1.0
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux's sockios.h
-_REQUEST = struct.Struct("256s")
-_ADDRESS_AT = slice(20, 24)
+_BYTES_OF_IPV4 = 4
 #: Wheels that bring `cupy`; two of them overwrite each other's files.
 CUPY_PACKAGES = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda110", "cupy-cuda111", "cupy-cuda112")
 
@@ -218,19 +215,13 @@ def _host_error() -> str:
 
 
 def _interfaces() -> list[Interface]:
-    found = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            found.append(Interface(name, _address_of(asking, name), _is_up(name)))
-    return found
-
-
-def _address_of(asking: socket.socket, name: str) -> str:
-    try:
-        answer = fcntl.ioctl(asking.fileno(), _GET_ADDRESS, _REQUEST.pack(name.encode()[:15]))
-    except OSError:
-        return ""
-    return socket.inet_ntoa(answer[_ADDRESS_AT])
+    by_index: dict[int, str] = {}
+    for index, packed in addresses():
+        if len(packed) == _BYTES_OF_IPV4:
+            by_index.setdefault(index, socket.inet_ntoa(packed))
+    with contextlib.suppress(OSError):
+        return [Interface(name, by_index.get(index, ""), _is_up(name)) for index, name in socket.if_nameindex()]
+    return []
 
 
 def _is_up(name: str) -> bool:
