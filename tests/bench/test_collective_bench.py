@@ -1,17 +1,21 @@
 """`gradsync bench collectives` end to end on small arrays, its table, its picture, and its mistakes."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import gradsync as gs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
 
 
-def bench(*arguments):
+def bench(*arguments, **variables):
     done = subprocess.run(
         [sys.executable, "-m", "gradsync", "bench", "collectives", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=100,
+        capture_output=True, text=True, check=False, timeout=100, env=os.environ | variables,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -30,3 +34,34 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
     [line] = lines_under(text, "all_reduce")
     assert line[2:5] == ["int32", "prod", "-1"]
     assert line[8] == "N/A"
+
+
+LAUNCHED = {
+    **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node9"},
+    **{"GROUP_RANK": "7", "ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "other", "OMPI_COMM_WORLD_RANK": "3"},
+    **{"SLURM_PROCID": "3", "GRADSYNC_RANK": "3", "GRADSYNC_BACKEND": "nccl", "GRADSYNC_SECRET_FILE": "/none"},
+}
+MINE = {"LOCAL_DATA": "/data", "GROUP_ID": "5", "RANKING": "best", "ROLE_MODEL": "mine", "MASTER_COPY": "1"}
+
+
+def test_ranks_have_the_variables_of_the_shell_but_for_those_of_its_launcher(tmp_path):
+    """Every Python that starts imports sitecustomize, and this one writes down what it finds."""
+    names = [*LAUNCHED, *MINE]
+    found = tmp_path / "found"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\n"
+        f"if os.environ.get('RANK') in ('0', '1'):\n"
+        f"    with open({str(found)!r}, 'a') as file:\n"
+        f"        print({{name: os.environ[name] for name in {names} if name in os.environ}}, file=file)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(gs.__file__).parents[1])])
+    code, _, err = bench("-e", "1K", "-n", 1, "--blocks", 1, PYTHONPATH=path, **LAUNCHED, **MINE)
+    assert (code, err) == (0, "")
+    ranks = [eval(line) for line in found.read_text().splitlines()]
+    assert {each["RANK"] for each in ranks} == {"0", "1"}
+    for each in ranks:
+        assert MINE.items() <= each.items()
+        assert each["WORLD_SIZE"] == each["LOCAL_WORLD_SIZE"] == "2"
+        assert each["ROLE_NAME"] == "default"
+        assert not {"OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & each.keys()
+        assert each.get("GRADSYNC_BACKEND") != "nccl"

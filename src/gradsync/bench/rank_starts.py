@@ -10,14 +10,12 @@ from pathlib import Path
 
 from gradsync.bench.crew import Start
 from gradsync.cores import blas_thread_variables
+from gradsync.launcher_variables import TORCHRUN, variables_of_mpi
 
-# What a shell has inherited that was started by a launcher: it would take the ranks for those of that launcher.
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ADDRESS", "HOSTED", "BACKEND", "SECRET")
-_INHERITED = (
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_"),
-    *("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_"),
-    *(f"GRADSYNC_{name}" for name in _PLACE),
-)
+# What torchrun, and gradsync's launcher likewise, set beside a rank's place.
+_BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ADDRESS", "HOSTED", "BACKEND", "SECRET")
+_PREFIXES = ("TORCHELASTIC_", "SLURM_", *(f"GRADSYNC_{name}" for name in _OURS))
 
 # Open MPI refuses to run as root, which is what one is in a container, and more ranks than cores.
 _OPEN_MPI = {
@@ -29,8 +27,12 @@ _OPEN_MPI = {
 
 
 def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables less those by which a launcher tells a process its place."""
-    return {name: value for name, value in environ.items() if not name.startswith(_INHERITED)}
+    """Returns the variables less those by which a launcher tells a process its place.
+
+    A shell that a launcher has started hands them on, and ranks would take themselves for those of that launcher.
+    """
+    inherited = {*TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
+    return {name: value for name, value in environ.items() if name not in inherited and not name.startswith(_PREFIXES)}
 
 
 def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
