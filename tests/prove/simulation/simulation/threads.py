@@ -32,6 +32,10 @@ class Lock:
             raise RuntimeError("release unlocked lock")
         self._is_held = False
 
+    def locked(self) -> bool:
+        self._scheduler.give_way()
+        return self._is_held
+
     def __enter__(self) -> bool:
         return self.acquire()
 
