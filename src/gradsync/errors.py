@@ -115,7 +115,8 @@ class RankFailed(GradsyncError, RuntimeError):
 
     Attributes:
         rank: the rank that failed, or None when it is not known.
-        phase: where that rank was, e.g. "all_reduce" or "rendezvous".
+        phase: where that rank was: "joining" until all have met, "running" from then on, or "left"; "collective" where
+            shared memory showed it, "function" where a function that ranks were started for raised.
         exit_code: its exit code (negative: the signal), where known.
         traceback_text: its traceback, where known.
         results: what a function that ranks were started for had returned on others of them, by rank.

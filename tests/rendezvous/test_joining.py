@@ -39,7 +39,7 @@ def test_who_stands_still_before_it_joins_is_the_verdict_for_all_within_three_se
     bench.wait(3.0 - SILENT_AFTER_SECONDS + LOOK_EVERY_SECONDS)
     for rank in (0, 1):
         [(sequence, kind, culprit, phase, _, text)] = failures(bench, rank)
-        assert (sequence, kind, culprit, phase) == (0, SILENCE, 2, "rendezvous")
+        assert (sequence, kind, culprit, phase) == (0, SILENCE, 2, "joining")
         assert text.startswith("rank 2/3 (pid 4711) was stopped (SIGSTOP?) before it joined: ")
 
 

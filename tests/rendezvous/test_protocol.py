@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from core_bench import SERVER, Bench
 
+from gradsync.rendezvous.handshake import ServerHandshake
 from gradsync.rendezvous.messages import DEATH, INVALID, PROTOCOL_VERSION, REFUSED, FrameType
+from gradsync.rendezvous.wire import FrameReader
 
 
 def test_generation_forms_when_all_have_joined() -> None:
@@ -104,7 +106,7 @@ def test_who_has_ended_is_not_waited_for() -> None:
     bench.join(0, 0)
     bench.end(1)
     [seated, (kind, *failure, text)] = bench.take(0)
-    assert (seated[0], kind, *failure) == (FrameType.SEATED, FrameType.FAILED, 0, DEATH, 1, "rendezvous", ())
+    assert (seated[0], kind, *failure) == (FrameType.SEATED, FrameType.FAILED, 0, DEATH, 1, "joining", ())
     assert text == "rank 1/3 ended with exit code 0 without joining: the others would wait in vain"
     bench.join(2, 2)  # too late for that generation, and there can be no other
     assert bench.take(2)[-1][0] is FrameType.FAILED
@@ -130,7 +132,7 @@ def test_death_while_others_wait_to_join() -> None:
     bench.take(0)
     bench.lose(1, "killed")
     [(kind, *failure, text)] = bench.take(0)
-    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 1, "rendezvous", ())
+    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 1, "joining", ())
     assert "rank 1/3 died" in text
     assert "killed" in text
     # The third rank belongs to the same, failed generation.
@@ -144,15 +146,35 @@ def test_death_while_others_wait_to_join() -> None:
     assert bench.take(12)[-1] == (FrameType.REPLY, last, 1)
 
 
+# What a rank of the first edition, version 5, sent: its HELLO, PROOF and JOIN, with nonces that are no more secret.
+VERSION_5 = (
+    "000000520100000000000000006772616473796e6301" + "63" * 32 + "00" * 32,
+    "0000002903000000000000000194a172d3ae960516a020ff629fa6f3c1b0d126f76048a3cb8a26dea0e2f56b8e",
+    "0000003010000000000000000294050002cdea60f57002df086c3e396d4a0b37f46340cfc65dc6a4dcfc0feaa053da327dc3e045",
+)
+
+
+def test_recorded_frames_of_the_version_before_are_refused_with_both_versions() -> None:
+    reader, handshake = FrameReader(), ServerHandshake(b"s" * 32, "run", b"n" * 32)
+    reader.feed(bytes.fromhex("".join(VERSION_5)))
+    frames = [reader.next_frame() for _ in VERSION_5]
+    _, session, join = handshake.receive(frames[0]), handshake.receive(frames[1]), frames[2]
+    message = session.open(join)
+    bench = Bench(2)
+    bench.send(9, message.type, *message.fields)
+    [(kind, _, refusal, text)] = bench.take(9)
+    assert (kind, refusal, bench.closed) == (FrameType.REFUSED, REFUSED, [9])
+    assert "the server speaks protocol version 6, rank 0 version 5; run the same version of gradsync" in text
+
+
 def test_death_poisons_waiting_and_later_requests() -> None:
     bench = Bench(3)
     bench.join_all()
-    bench.send(2, FrameType.SET_PHASE, "forward")
     bench.send(0, FrameType.BARRIER, "b", None, 10_000)
     bench.lose(2)
     for connection in (0, 1):
         [(kind, *failure, _)] = bench.take(connection)
-        assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 2, "forward", ())
+        assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 2, "running", ())
     later = bench.send(1, FrameType.SET, "k", b"v")
     assert bench.take(1)[0][:4] == (FrameType.FAILED, later, DEATH, 2)
     bench.lose(0)  # a second death changes nothing
@@ -164,11 +186,10 @@ def test_death_poisons_waiting_and_later_requests() -> None:
 def test_reported_failure_reaches_all_but_the_reporter() -> None:
     bench = Bench(2)
     bench.join_all()
-    bench.send(1, FrameType.SET_PHASE, "step 3")
     sequence = bench.send(1, FrameType.REPORT_FAILURE, "ValueError: 7", None)
     assert bench.take(1) == [(FrameType.REPLY, sequence, None)]
     [(kind, *failure, text)] = bench.take(0)
-    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 1, "step 3", ())
+    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, 1, "running", ())
     assert "ValueError: 7" in text
 
 
@@ -189,10 +210,9 @@ def test_what_the_reporter_waits_for_fails_with_its_own_failure() -> None:
 def test_reported_failure_names_the_culprit(culprit, named) -> None:
     bench = Bench(3)
     bench.join_all()
-    bench.send(2, FrameType.SET_PHASE, "step 2")
     bench.send(1, FrameType.REPORT_FAILURE, "in all_reduce", culprit)
     [(kind, *failure, text)] = bench.take(0)
-    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, named, "step 2" if named == 2 else "running", ())
+    assert (kind, *failure) == (FrameType.FAILED, 0, DEATH, named, "running", ())
     assert "rank 1/3 failed in phase 'running': in all_reduce" in text
 
 
@@ -253,19 +273,18 @@ def test_get_waits_for_set_and_counters_are_text() -> None:
     assert [bench.send(1, FrameType.DELETE, "n") and bench.take(1)[0][2] for _ in range(2)] == [True, False]
 
 
-def test_barrier_deadline_withdraws_the_waiter_and_later_rounds_hold() -> None:
+def test_barrier_deadline_withdraws_the_waiter_and_later_ones_hold() -> None:
     bench = Bench(3)
     bench.join_all()
     first = bench.send(0, FrameType.BARRIER, "b", None, 1000)
     second = bench.send(1, FrameType.BARRIER, "b", None, 1001)
-    bench.send(2, FrameType.SET_PHASE, "evaluation")
     bench.wait(2)
-    where = "rank 2 (in 'evaluation')"
+    where = "rank 2 (in 'running')"
     assert bench.take(0) == [(FrameType.TIMED_OUT, first, (2,), where)]
     assert bench.take(1) == [(FrameType.TIMED_OUT, second, (2,), where)]
-    for number in (1, 2):
+    for _ in range(2):
         sent = [bench.send(rank, FrameType.BARRIER, "b", None, 1000) for rank in (2, 0, 1)]
-        assert [bench.take(c) for c in (2, 0, 1)] == [[(FrameType.REPLY, s, number)] for s in sent]
+        assert [bench.take(c) for c in (2, 0, 1)] == [[(FrameType.REPLY, s, None)] for s in sent]
     bench.wait(10)
     assert bench.inbox == {}
 
@@ -279,7 +298,7 @@ def test_cancelled_barrier_can_be_entered_again() -> None:
     assert bench.core.next_deadline() is None
     again = bench.send(0, FrameType.BARRIER, "b", None, 60_000)
     bench.send(1, FrameType.BARRIER, "b", None, 60_000)
-    assert bench.take(0) == [(FrameType.REPLY, again, 1)]
+    assert bench.take(0) == [(FrameType.REPLY, again, None)]
 
 
 def test_barriers_of_different_ranks_are_different() -> None:
@@ -288,7 +307,7 @@ def test_barriers_of_different_ranks_are_different() -> None:
     pair = bench.send(0, FrameType.BARRIER, "b", [0, 1], 1000)
     bench.send(2, FrameType.BARRIER, "b", None, 1000)
     bench.send(1, FrameType.BARRIER, "b", [0, 1], 1000)
-    assert bench.take(0) == [(FrameType.REPLY, pair, 1)]
+    assert bench.take(0) == [(FrameType.REPLY, pair, None)]
     assert bench.take(2) == []
     bad = bench.send(0, FrameType.BARRIER, "b", [1, 2], 1000)
     assert bench.take(0)[0][:3] == (FrameType.REFUSED, bad, INVALID)
@@ -306,7 +325,7 @@ def test_goodbye_fails_those_who_need_the_rank() -> None:
     assert bench.take(1)[0][:5] == (FrameType.FAILED, late, DEATH, 2, "left")
     pair = bench.send(0, FrameType.BARRIER, "b", [0, 1], 60_000)
     bench.send(1, FrameType.BARRIER, "b", [0, 1], 60_000)
-    assert bench.take(0) == [(FrameType.REPLY, pair, 1)]
+    assert bench.take(0) == [(FrameType.REPLY, pair, None)]
     # A read fails once nobody else remains.
     bench.take(1)
     get = bench.send(0, FrameType.GET, "k", 60_000)

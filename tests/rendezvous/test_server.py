@@ -161,7 +161,9 @@ def test_garbage_connections_do_not_disturb_a_joining_run() -> None:
             stream.close()
 
     def work(client):
-        return [client.barrier() for _ in range(50)][-1]
+        for _ in range(50):
+            client.barrier()
+        return "done"
 
     def run():
         begun.wait(60)
@@ -172,7 +174,7 @@ def test_garbage_connections_do_not_disturb_a_joining_run() -> None:
 
     with RendezvousServer(4, secret=SECRET) as server:
         _, results = run_threads([disturb, run])
-        assert results == [[50] * 4] * 3
+        assert results == [["done"] * 4] * 3
     assert open_descriptors() == descriptors
 
 
@@ -211,7 +213,7 @@ def test_too_many_authenticated_connections_are_refused() -> None:
         with connect(server, 0, 1) as client:
             with pytest.raises(RendezvousError, match="more than 1 authenticated connections"):
                 connect(server, 0, 1)
-            assert client.barrier() == 1
+            client.barrier()
 
 
 def test_member_that_does_not_read_is_dropped(monkeypatch) -> None:
@@ -237,7 +239,6 @@ CHILD = """
 import sys
 from gradsync.rendezvous.client import RendezvousClient
 client = RendezvousClient.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]), rank=2, world_size=3)
-client.set_phase("all_reduce")
 client.barrier("start")
 client.barrier("pair", ranks=[2])
 client.get("never")
@@ -268,8 +269,8 @@ def test_killed_process_fails_the_others_at_once() -> None:
 
             first, second, _ = run_threads([lambda: wait(0), lambda: wait(1), kill])
             for error, failed_at in (first, second):
-                assert (error.rank, error.phase) == (2, "all_reduce")
-                assert f"rank 2/3 (pid {victim.pid}) died in phase 'all_reduce'" in str(error)
+                assert (error.rank, error.phase) == (2, "running")
+                assert f"rank 2/3 (pid {victim.pid}) died in phase 'running'" in str(error)
                 assert failed_at - killed_at[0] < JOIN_SECONDS / 2
     assert open_descriptors() == descriptors
 
@@ -352,7 +353,7 @@ with RendezvousServer(1, secret=b"s" * 16) as server:
             os._exit(0)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    assert client.barrier() == 1
+    client.barrier()
     client.check()
     client.close()
 """

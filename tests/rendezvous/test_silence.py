@@ -55,13 +55,12 @@ def test_ranks_that_beat_are_answered_and_never_looked_at() -> None:
 @pytest.mark.parametrize("finding", FATAL)
 def test_stopped_rank_is_the_verdict_for_all_within_three_seconds(finding: Finding) -> None:
     bench = BeatingBench(3)
-    bench.send(2, FrameType.SET_PHASE, "all_reduce")
     bench.live(10, [0, 1, 2])
     bench.inbox.clear()
     bench.live(2.5, [0, 1], {2: finding})
     [failure] = bench.failures(0)
-    assert failure[:-1] == (0, SILENCE, 2, "all_reduce", ())
-    assert failure[-1].startswith(f"rank 2/3 (pid 1002) {finding.value} in phase 'all_reduce': ")
+    assert failure[:-1] == (0, SILENCE, 2, "running", ())
+    assert failure[-1].startswith(f"rank 2/3 (pid 1002) {finding.value} in phase 'running': ")
     assert bench.failures(1) == bench.failures(2) == [failure]
     # Nobody is listened for in a generation that has failed.
     assert bench.core.next_deadline() is None
@@ -95,7 +94,7 @@ def test_busy_rank_is_told_of_once_and_never_condemned(finding: Finding) -> None
     [notice] = bench.notices
     who = "rank 1/2 (pid 1001), in phase 'running',"
     assert notice.startswith(f"{who} has not been heard of for 5 s, but {finding.value} (")
-    bench.send(1, FrameType.SET_PHASE, "step 2")  # any message is a sign of life
+    bench.send(1, FrameType.ADD, "k", 1)  # any message is a sign of life
     assert bench.notices[1:] == ["rank 1/2 (pid 1001) is heard of again"]
     bench.live(10, [0, 1])
     assert len(bench.notices) == 2
@@ -148,7 +147,7 @@ def test_stopped_rank_fails_those_who_wait_to_join() -> None:
     bench.wait(0.5)
     bench.find(0, Finding.STOPPED)
     bench.join(1, 1)
-    assert bench.take(1)[0][1:5] == (bench._sequence, SILENCE, 0, "rendezvous")
+    assert bench.take(1)[0][1:5] == (bench._sequence, SILENCE, 0, "joining")
 
 
 def test_probe_of_a_rank_that_is_gone_meanwhile_means_nothing() -> None:

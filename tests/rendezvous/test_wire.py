@@ -68,6 +68,7 @@ requests = st.one_of(
     st.tuples(st.just(FrameType.PASSED), groups, positions, digests, st.text(max_size=200).map(clip_text)),
 )
 texts = st.text(max_size=200).map(clip_text)
+phases = st.sampled_from(["joining", "running", "left"])
 progress = st.dictionaries(groups, positions, max_size=MAX_TOLD_GROUPS)
 ranks_in_order = st.lists(st.integers(0, 1000), unique=True, max_size=20).map(sorted)
 calls = st.tuples(positions, digests, st.text(max_size=50).map(clip_text), st.booleans()).map(list)
@@ -86,7 +87,7 @@ pushes = st.one_of(
     st.tuples(st.just(FrameType.PULSE)),
     st.tuples(st.just(FrameType.INQUIRE), positions),
     st.tuples(
-        st.just(FrameType.FAILED), positions, st.integers(0, 2), st.integers(0, 99), texts, ranks_in_order, texts
+        st.just(FrameType.FAILED), positions, st.integers(0, 2), st.integers(0, 99), phases, ranks_in_order, texts
     ),
 )
 answers = st.one_of(

@@ -176,7 +176,7 @@ class Absences:
         members[inquiry.claim.group] = inquiry.claim.members
         told = disagreements(inquiry.histories, members)
         text = absence_report.report(self._roster, absence, inquiry.reports, inquiry.findings, told)
-        return Failure(culprit, self._roster.members[culprit].phase, text, absence.missing)
+        return Failure(culprit, self._roster.phase, text, absence.missing)
 
     def _absence(self, claim: Claim, claimants: set[int]) -> Absence:
         """Works out who waits and who is missing."""

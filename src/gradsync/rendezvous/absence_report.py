@@ -88,7 +88,7 @@ def _whereabouts(roster: Roster, rank: int, absence: Absence) -> str:
         return f"{who} has left"
     begun = member.positions.get(absence.group)
     progress = "" if begun is None else f", and has begun {begun} collective{'' if begun == 1 else 's'}"
-    return f"{who} is in phase {member.phase!r}{progress}"
+    return f"{who} is in phase {roster.phase!r}{progress}"
 
 
 def _grouped(

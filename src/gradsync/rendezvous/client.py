@@ -64,11 +64,11 @@ class RendezvousClient(Membership):
         """Removes a key; returns whether it was there."""
         return bool(self._requests.ask_at_once(f"delete {key!r}", FrameType.DELETE, key))
 
-    def barrier(self, name: str = "", *, ranks: Sequence[int] | None = None, timeout_seconds: float = 120.0) -> int:
-        """Waits until every rank has arrived; returns the round's number, counted from 1.
+    def barrier(self, name: str = "", *, ranks: Sequence[int] | None = None, timeout_seconds: float = 120.0) -> None:
+        """Waits until every rank has arrived.
 
         Every rank of `ranks` must call it with the same name and the same ranks. Reusable any number of
-        times. A rank whose deadline comes first is withdrawn, and may come back to the same round.
+        times. A rank whose deadline comes first is withdrawn, and may come back to it.
 
         Args:
             name: names the barrier among those of the same ranks.
@@ -80,7 +80,7 @@ class RendezvousClient(Membership):
             RankFailed: a rank died, or one that is needed has left.
         """
         members = self._check_ranks(ranks)
-        return int(self._requests.ask(f"barrier {name!r}", timeout_seconds, FrameType.BARRIER, name, members))
+        self._requests.ask(f"barrier {name!r}", timeout_seconds, FrameType.BARRIER, name, members)
 
     def unique_id(
         self,

@@ -92,9 +92,9 @@ class GroupClient:
         """See RendezvousClient."""
         return self._client.delete(self._scoped(key))
 
-    def barrier(self, name: str = "", *, timeout_seconds: float = 120.0) -> int:
+    def barrier(self, name: str = "", *, timeout_seconds: float = 120.0) -> None:
         """Waits until every member has arrived; see RendezvousClient."""
-        return self._client.barrier(self._scoped(name), ranks=self.world_ranks, timeout_seconds=timeout_seconds)
+        self._client.barrier(self._scoped(name), ranks=self.world_ranks, timeout_seconds=timeout_seconds)
 
     def unique_id(
         self, group: str, *, root: int, make_id: Callable[[], bytes] | None, timeout_seconds: float = 120.0

@@ -231,10 +231,6 @@ class Membership:
             self._requests.ask_at_once("report_failure", FrameType.REPORT_FAILURE, *fields)
             self._requests.has_reported = True
 
-    def set_phase(self, phase: str) -> None:
-        """Says what this rank does now, for the texts of RankFailed; sent without waiting for an answer."""
-        self._requests.set_phase(phase)
-
     def close(self) -> None:
         """Says goodbye and closes the connection; the generation goes on without this rank. Idempotent.
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
 MAX_NAME_BYTES = 1024
 MAX_GROUP_BYTES = MAX_NAME_BYTES - 64  # the name of a group that agrees becomes part of its events' keys
 MAX_EVENT_BYTES = 48 * 1024
-MAX_PHASE_BYTES = 256
+MAX_PHASE_BYTES = 16
 MAX_REASON_BYTES = 4096
 MAX_TEXT_BYTES = 8192
 MAX_VERDICT_BYTES = 48 * 1024  # of a failure: an absence is told with the reports of the ranks
@@ -59,7 +59,6 @@ class FrameType(enum.IntEnum):
     BARRIER = 21
     PUT_ID = 22
     GET_ID = 23
-    SET_PHASE = 24
     REPORT_FAILURE = 25
     CANCEL = 26
     BYE = 27
@@ -202,7 +201,6 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.BARRIER: (_NAME, _MEMBERS, _TIMEOUT),
     FrameType.PUT_ID: (_NAME, _RANK, _MEMBERS, _data("unique id", UNIQUE_ID_BYTES, UNIQUE_ID_BYTES)),
     FrameType.GET_ID: (_NAME, _RANK, _MEMBERS, _TIMEOUT),
-    FrameType.SET_PHASE: (_text("phase", MAX_PHASE_BYTES),),
     FrameType.REPORT_FAILURE: (_text("reason", MAX_REASON_BYTES), _CULPRIT),
     FrameType.CANCEL: (_REQUEST,),
     FrameType.BYE: (),

@@ -21,7 +21,7 @@ MAX_GROUP_IDS = 16_384
 
 
 class Barrier:
-    """One barrier, reusable: a round ends when every rank has arrived.
+    """One barrier, reusable: all go on when every rank has arrived.
 
     Args:
         name: its name.
@@ -31,9 +31,8 @@ class Barrier:
     def __init__(self, name: str, ranks: Members) -> None:
         self.name = name
         self.ranks = ranks
-        self.round = 0
         self.arrived: dict[int, Wait] = {}
-        self._gave_up: set[int] = set()  # arrived in this round, and stopped waiting
+        self._gave_up: set[int] = set()  # arrived, and stopped waiting
 
     def arrive(self, wait: Wait) -> bool:
         """Records an arrival; returns whether it was the last one."""
@@ -42,16 +41,16 @@ class Barrier:
         return len(self.arrived) == len(self.ranks)
 
     def withdraw(self, wait: Wait) -> None:
-        """Takes an arrival back: the round goes on as if that rank had not come yet."""
+        """Takes an arrival back: the barrier goes on as if that rank had not come yet."""
         del self.arrived[wait.request.rank]
         self._gave_up.add(wait.request.rank)
 
     def absent_ranks(self) -> Iterator[int]:
-        """Returns the ranks that do not wait in this round now, one after the other."""
+        """Returns the ranks that do not wait in it now, one after the other."""
         return (rank for rank in self.ranks if rank not in self.arrived)
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks that never came to this round; when there are none, those that gave up."""
+        """Returns the ranks that never came; when there are none, those that gave up."""
         absent = tuple(self.absent_ranks())
         return tuple(rank for rank in absent if rank not in self._gave_up) or absent
 
@@ -72,7 +71,7 @@ class Barriers:
         self._barriers: dict[tuple[str, Members], Barrier] = {}
 
     def arrive(self, request: Request, name: str, ranks: Members, timeout_ms: int) -> list[Send]:
-        """Lets a rank arrive; the last one releases all, with the number of the round."""
+        """Lets a rank arrive; the last one releases all."""
         barrier = self._barriers.get((name, ranks))
         if barrier is None:
             if len(self._barriers) >= MAX_BARRIERS:
@@ -91,7 +90,7 @@ class Barriers:
             del self._barriers[name, ranks]
 
     def rank_left(self, rank: int) -> list[Send]:
-        """Fails the rounds that still need a rank which has left."""
+        """Fails the barriers that still need a rank which has left."""
         sends = []
         for barrier in self._barriers.values():
             if barrier.arrived and rank in barrier.ranks:
@@ -99,9 +98,7 @@ class Barriers:
         return sends
 
     def _release(self, barrier: Barrier) -> list[Send]:
-        barrier.round += 1
-        waits = self._take(barrier)
-        return [wait.request.reply(barrier.round) for wait in waits]
+        return [wait.request.reply() for wait in self._take(barrier)]
 
     def _fail(self, barrier: Barrier, left: int) -> list[Send]:
         failure = self._roster.left_failure(left, f"barrier {barrier.name!r} needs it")

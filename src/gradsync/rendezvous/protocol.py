@@ -112,9 +112,6 @@ class RendezvousCore:
         connection, rank = request.connection, request.rank
         if message.type is FrameType.BYE:
             return self._say_goodbye(connection, generation, rank)
-        if message.type is FrameType.SET_PHASE:
-            generation.roster.members[rank].phase = message.fields[0]
-            return []
         if message.type is FrameType.CANCEL:
             return self._cancel(connection, message.fields[0])
         if message.type is FrameType.REPORT_FAILURE:
@@ -138,8 +135,9 @@ class RendezvousCore:
             if member is None:
                 break
             if member.state is MemberState.PRESENT:
-                who = generation.roster.label(rank)
-                refusal = f"{who} has joined already and is alive (in {member.phase!r}); each {self._called} joins once"
+                roster = generation.roster
+                alive = f"{roster.label(rank)} has joined already and is alive (in {roster.phase!r})"
+                refusal = f"{alive}; each {self._called} joins once"
                 return [request.refuse(refusal, REFUSED), Close(connection)]
         else:
             generation = Generation(self._world_size, self._waits, self._called, self._host)
@@ -283,10 +281,10 @@ class RendezvousCore:
 
     def _form(self, generation: Generation) -> list[Action]:
         generation.number = self.formed_count = self.formed_count + 1
+        generation.roster.phase = RUNNING_PHASE
         self._joining.rest()
         actions: list[Action] = []
         for _, member in generation.roster.present():
-            member.phase = RUNNING_PHASE
             waits = self._waits.close_all(member.connection)
             actions += [wait.request.reply(generation.number) for wait in waits]
         return actions

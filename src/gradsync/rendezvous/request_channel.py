@@ -29,7 +29,6 @@ from gradsync.rendezvous.followers import Followers
 from gradsync.rendezvous.inbox import Inbox, Pending
 from gradsync.rendezvous.liveness import Liveness
 from gradsync.rendezvous.messages import (
-    MAX_PHASE_BYTES,
     MAX_RANKS,
     MAX_WHAT_BYTES,
     FieldError,
@@ -81,8 +80,6 @@ class RequestChannel:
         pushes = Pushes(self.followers, self.self_report)
         self._inbox = Inbox(connection, who, pushes.answer)
         self._liveness = Liveness(connection, self._inbox, self.self_report, who)
-        self._phase: str | None = None
-        self._sent_phase: str | None = None
         self._pid = os.getpid()
         self.has_reported = False
 
@@ -144,15 +141,6 @@ class RequestChannel:
         if self._inbox.failure is None and os.getpid() == self._pid:
             try:
                 self._connection.post(FrameType.FORGET, scope, ranks)
-            except StreamEnded as error:
-                self._inbox.lose(error)
-
-    def set_phase(self, phase: str) -> None:
-        """Tells the server what this rank does now, without waiting for an answer."""
-        self._phase = clip_text(phase, MAX_PHASE_BYTES)
-        if self._inbox.failure is None:
-            try:
-                self._send_phase()
             except StreamEnded as error:
                 self._inbox.lose(error)
 
@@ -260,20 +248,12 @@ class RequestChannel:
         # Behind the join, and not with a later message: a rank that is stopped in between would never be missed.
         then = self.self_report.introduction() if frame_type is FrameType.JOIN else ()
         try:
-            self._send_phase()
             self._connection.send(
                 deadline, frame_type, *fields, announce=partial(self._inbox.expect, pending), then=then
             )
         except StreamEnded as error:
             raise copy.copy(self._inbox.lose(error)) from error
         return self._inbox.await_answer(pending, deadline)
-
-    def _send_phase(self) -> None:
-        """Sends the phase where it is news; a full socket delays it until the next request."""
-        phase = self._phase
-        if phase is not None and phase != self._sent_phase and self._connection.flush():
-            self._connection.post(FrameType.SET_PHASE, phase)
-            self._sent_phase = phase
 
     def _send_leftovers(self) -> None:
         try:

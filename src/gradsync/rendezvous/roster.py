@@ -1,4 +1,4 @@
-"""The members of one generation: who joined, who left in good order, who died, and what each was doing.
+"""The members of one generation: who joined, who left in good order, who died, and whether all have met.
 
 Part of the server's core, without I/O.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from gradsync.rendezvous.rank_names import MAX_NAMED_RANKS
 from gradsync.rendezvous.waiting import Failure
 
-JOINING_PHASE = "rendezvous"
-RUNNING_PHASE = "running"  # until the rank says what it does
+JOINING_PHASE = "joining"
+RUNNING_PHASE = "running"
 LEFT_PHASE = "left"
 
 
@@ -30,7 +30,6 @@ class Member:
     """One rank of the generation."""
 
     connection: int
-    phase: str = JOINING_PHASE
     state: MemberState = MemberState.PRESENT
     pid: int | None = None  # once it has introduced itself
     host: str = ""  # where that is not the server's
@@ -48,11 +47,15 @@ class Roster:
     Args:
         world_size: how many ranks the generation needs.
         called: what messages call a member.
+
+    Attributes:
+        phase: where the members are: joining until all have met, then running.
     """
 
     def __init__(self, world_size: int, called: str = "rank") -> None:
         self.world_size = world_size
         self.called = called
+        self.phase = JOINING_PHASE
         self.members: dict[int, Member] = {}
         self._gave_up: dict[int, None] = {}  # ranks that waited to join and stopped waiting, in that order
         self._departures: list[int] = []  # ranks that left in good order, the latest last
@@ -161,4 +164,4 @@ class Roster:
             return "gave up joining" if rank in self._gave_up else "not joined"
         if member.state is MemberState.LEFT:
             return "left"
-        return f"in {member.phase!r}"
+        return f"in {self.phase!r}"

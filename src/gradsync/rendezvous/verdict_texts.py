@@ -33,9 +33,8 @@ def incomplete(roster: Roster) -> str:
 
 def death(roster: Roster, rank: int, cause: str) -> Failure:
     """Returns the failure of a generation that lost a rank's connection."""
-    phase = roster.members[rank].phase
     lost = f"its control connection was lost without a goodbye ({cause})"
-    return Failure(rank, phase, f"{roster.name(rank)} died in phase {phase!r}: {lost}")
+    return Failure(rank, roster.phase, f"{roster.name(rank)} died in phase {roster.phase!r}: {lost}")
 
 
 def ended(roster: Roster, rank: int, how: str) -> Failure:
@@ -53,23 +52,19 @@ def standstill(roster: Roster, rank: int, pid: int, finding: Finding, seconds: f
 
 def reported(roster: Roster, rank: int, reason: str, culprit: int | None) -> Failure:
     """Returns the failure of a generation whose rank said that it failed, or that the culprit, another one, did."""
-    phase = roster.members[rank].phase
-    told = f"{roster.name(rank)} failed in phase {phase!r}: {reason}"
-    if culprit is None or culprit not in roster.members:
-        return Failure(rank, phase, told)
-    return Failure(culprit, roster.members[culprit].phase, told)
+    told = f"{roster.name(rank)} failed in phase {roster.phase!r}: {reason}"
+    return Failure(rank if culprit is None or culprit not in roster.members else culprit, roster.phase, told)
 
 
 def silence(roster: Roster, rank: int, finding: Finding, evidence: str) -> Failure:
     """Returns the failure of a generation with a rank that is silent and was found stopped, gone or unreachable."""
-    phase = roster.members[rank].phase
-    text = finding.of_lost(roster.name(rank), evidence, where=f" in phase {phase!r}")
-    return Failure(rank, phase, text, is_silence=True)
+    text = finding.of_lost(roster.name(rank), evidence, where=f" in phase {roster.phase!r}")
+    return Failure(rank, roster.phase, text, is_silence=True)
 
 
 def slowness(roster: Roster, rank: int, finding: Finding, silent_seconds: float) -> str:
     """Returns the notice about a rank that is silent although nothing was found."""
-    return finding.of_slow(f"{roster.name(rank)}, in phase {roster.members[rank].phase!r},", silent_seconds)
+    return finding.of_slow(f"{roster.name(rank)}, in phase {roster.phase!r},", silent_seconds)
 
 
 def revival(roster: Roster, rank: int) -> str:

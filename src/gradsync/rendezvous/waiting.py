@@ -30,7 +30,7 @@ class Failure:
 
     Attributes:
         rank: the culprit, or one of them.
-        phase: what it was doing.
+        phase: where it was: joining, running or left.
         text: the whole story.
         missing: of an absence, the ranks that did not come, as far as they are known; None for anything else.
         is_silence: whether the culprit was found stopped, gone or out of reach.

@@ -15,7 +15,7 @@ from rendezvous_ranks import SECRET, connect_all, run_ranks, run_threads
 from gradsync.errors import CommunicatorClosed, InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.messages import MAX_EVENT_BYTES
+from gradsync.rendezvous.messages import MAX_EVENT_BYTES, FrameType
 from gradsync.rendezvous.server import RendezvousServer
 
 
@@ -227,7 +227,7 @@ def test_answer_that_finds_no_room_goes_with_a_later_check(pair, room_bytes: int
         connection = pair[0]._requests._connection
         full = connection._stream = FullSocket(connection._stream, room_bytes, refusals=float("inf"))
         check_until(pair[0], answered.is_set)
-        pair[0].set_phase("later still")
+        connection.post(FrameType.FORGET, "later still", None)
         assert connection.has_unsent
         full.refusals = 3
         check_until(pair[0], lambda: not connection.has_unsent)
@@ -272,9 +272,7 @@ def test_callers_mistakes(pair) -> None:
 
 
 def test_deadline_withdraws_the_question(pair) -> None:
-    pair[1].set_phase("evaluation")
-    pair[1].set("told", b"")
-    with pytest.raises(RendezvousTimeout, match=r"missing: rank 1 \(in 'evaluation'\)") as caught:
+    with pytest.raises(RendezvousTimeout, match=r"missing: rank 1 \(in 'running'\)") as caught:
         pair[0].agree("g", 0, 1, timeout_seconds=0.05)
     assert caught.value.missing_ranks == (1,)
     assert run_threads([lambda c=c: c.agree("g", 0, 2) for c in pair]) == [Verdict.SAME] * 2

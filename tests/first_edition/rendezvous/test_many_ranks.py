@@ -139,12 +139,13 @@ def test_the_library_s_own_client_meets_the_simulated_ranks(crowd_of) -> None:
     import threading
 
     with RendezvousServer(2, secret=SECRET) as server:
-        rounds = []
+        generations = []
 
         def run() -> None:
             with connect(server, 1, 2) as client:
                 client.unique_id("world", root=0, make_id=None)
-                rounds.append(client.barrier("all ready"))
+                client.barrier("all ready")
+                generations.append(client.generation)
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -154,4 +155,4 @@ def test_the_library_s_own_client_meets_the_simulated_ranks(crowd_of) -> None:
         thread.join(60)
         crowd.leave(LEAVE)
         crowd.close()
-        assert rounds == [1]
+        assert generations == [1]

@@ -162,7 +162,7 @@ def _one_life(server: Server, rank: int, ranks: int) -> float:
     ) as client:
         joined = time.monotonic()
         client.set(f"from {rank}", bytes([rank]))
-        assert client.barrier(timeout_seconds=_ROUND_SECONDS) == 1
+        client.barrier(timeout_seconds=_ROUND_SECONDS)
         neighbour = (rank + 1) % ranks
         assert client.get(f"from {neighbour}") == bytes([neighbour])
     return joined - began

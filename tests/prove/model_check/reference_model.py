@@ -40,7 +40,6 @@ class ReferenceModel:
         self.values: dict[str, bytes] = {}
         self.reads: dict[str, dict[Waiting, int]] = defaultdict(dict)  # with the rank that reads
         self.arrived: dict[str, dict[int, Waiting]] = defaultdict(dict)
-        self.rounds: dict[str, int] = defaultdict(int)
         self.unique_id: bytes | None = None
         self.id_waits: dict[Waiting, int] = {}
 
@@ -101,8 +100,7 @@ class ReferenceModel:
             return
         arrived[rank] = wait
         if len(arrived) == WORLD_SIZE:
-            self.rounds[name] += 1
-            self._end(arrived, FrameType.REPLY, self.rounds[name])
+            self._end(arrived, FrameType.REPLY, None)
         elif missed := [rank for rank in sorted(self.left) if rank not in arrived]:
             self._end(arrived, FrameType.FAILED, missed[0])
 

@@ -155,7 +155,7 @@ def _a_frame_is_taken_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_core_stumbles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Roster, "mark_dead", lambda self, rank, connection: self.members.pop(rank))
+    patch.setattr(Roster, "mark_dead", lambda self, rank, connection: self.members.pop(rank)._)
 
 
 BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], Configuration, str]] = [

@@ -157,8 +157,8 @@ class StorePath(HostPath):
     def _take(self, key: str) -> bytes:
         return self._await(lambda seconds: self._client.get(key, timeout_seconds=seconds))
 
-    def _meet(self, seconds: float) -> int:
-        return self._client.barrier(self._keys, timeout_seconds=seconds)
+    def _meet(self, seconds: float) -> None:
+        self._client.barrier(self._keys, timeout_seconds=seconds)
 
     def _remove(self, keys: Sequence[str]) -> None:
         with contextlib.suppress(GradsyncError):  # it ends with the generation, or will be told by the next call

@@ -167,7 +167,6 @@ class NodeLink:
 
     def _gather(self, report: NodeReport) -> None:
         try:
-            self._client.set_phase("waiting for other nodes")
             if report.level is not None:
                 self._tell_first(report.only_suffers)
             self._client.set(f"report/{self._node}", report.to_bytes())

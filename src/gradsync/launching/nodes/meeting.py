@@ -179,7 +179,6 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
     except BaseException:
         client.abandon()
         raise
-    client.set_phase("starting ranks")
     return Meeting(client, own, nodes)
 
 

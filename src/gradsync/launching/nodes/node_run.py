@@ -191,7 +191,6 @@ class _NodeRun:
         )
         with supervisor:
             supervisor.start(meeting.restart)
-            meeting.client.set_phase("running ranks")
             return supervisor.finish_start()
 
     def _tell(self, report: str, *, is_last: bool) -> None:

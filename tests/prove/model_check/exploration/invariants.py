@@ -136,21 +136,20 @@ def only_who_has_left_is_missed_as_left(turn: Turn) -> str | None:
 
 
 def a_barrier_releases_all_or_none(turn: Turn) -> str | None:
-    """A round ends for all its ranks in one turn, with the next number; nobody passes a barrier alone."""
-    rounds: dict[tuple[str, tuple[int, ...] | None], list[tuple[int | None, int]]] = {}
+    """A barrier ends for all its ranks in one turn; nobody passes it alone."""
+    ended: dict[tuple[str, tuple[int, ...] | None], list[int | None]] = {}
     for answer in turn.answers:
         asked = turn.asked(answer)
         if answer.type is FrameType.REPLY and asked is not None and asked.type is FrameType.BARRIER:
             name, ranks, _ = asked.fields
-            released = rounds.setdefault((name, None if ranks is None else tuple(ranks)), [])
-            released.append((turn.rank_at(answer.connection), answer.fields[1]))
-    for (name, ranks), released in rounds.items():
+            released = ended.setdefault((name, None if ranks is None else tuple(ranks)), [])
+            released.append(turn.rank_at(answer.connection))
+    for (name, ranks), released in ended.items():
         era = turn.era_at(turn.answers[0].connection)
         assert era is not None
         expected = sorted(era.members) if ranks is None else list(ranks)
-        number = era.rounds.get((name, ranks), 0) + 1
-        if sorted(released) != [(rank, number) for rank in expected]:
-            return f"round {number} of barrier {name!r} needs ranks {expected}, released (rank, round): {released}"
+        if sorted(released) != expected:
+            return f"barrier {name!r} needs ranks {expected}, released {released}"
     return None
 
 

@@ -47,7 +47,6 @@ class Era:
     verdict: tuple[Any, ...] | None = None  # the failure, word for word, as it was told first
     begun: dict[int, int] = field(default_factory=dict)  # rank -> the collective in which it says it waits
     has_claim: bool = False  # that a collective has reached its deadline
-    rounds: dict[tuple[str, Any], int] = field(default_factory=dict)
     words: dict[tuple[str, int], dict[int, Word]] = field(default_factory=dict)
     decided: dict[tuple[str, int], int] = field(default_factory=dict)
     values: dict[str, bytes] = field(default_factory=dict)
@@ -290,9 +289,6 @@ def _settle_reply(era: Era, asked: Message, value: Any) -> None:
         era.values.pop(key, None)
     elif asked.type is FrameType.PUT_ID:
         era.ids[key] = asked.fields[3]
-    elif asked.type is FrameType.BARRIER:
-        ranks = asked.fields[1]
-        era.rounds[key, None if ranks is None else tuple(ranks)] = value
 
 
 def _is_push(send: Send) -> bool:

@@ -189,7 +189,6 @@ class SimulatedRank:
         scheduler.wait(lambda: other.is_over, None)
 
     def _compute(self, client: RendezvousClient, step: Step) -> None:
-        client.set_phase(f"computing {step.number}")
         until = self._machine.scheduler.now + self._machine.scheduler.choices.random() * 0.6
         while self._machine.scheduler.now < until:
             self._call("check", 0.0, client.check)
