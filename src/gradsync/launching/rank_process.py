@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from gradsync.launching.in_rank import report_pipe
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
-from gradsync.launching.return_value import FiledReturnValue, ReturnValue
+from gradsync.launching.return_value import ReturnValue
 from gradsync.launching.signal_inbox import no_other_fork, own_descriptors
 from gradsync.launching.start_methods import RankStart, StartedProcess, start_process
 from gradsync.launching.targets import Target
 from gradsync.launching.told import from_told
 from gradsync.machine import read_stat
 
-_READS_PER_TURN = 64  # of a result that is larger than the pipe
+_READS_PER_TURN = 64  # of a report that is larger than the pipe
 
 
 @dataclass(frozen=True)
@@ -161,18 +161,16 @@ class RankProcess:
         """Takes what the report pipe holds now; returns whether more can come."""
         for kind, body in self._reader.read(limit_reads):
             if kind == report_pipe.RESULT:
-                self.result = ReturnValue(body)
-            elif kind == report_pipe.FILED_RESULT:
-                self._take_filed_result(body)
+                self._take_result(body)
             elif self.error is None:
                 self.error = _error_told(kind, body)
         if self._reader.refused_bytes and self.error is None:
             self.error = _unreadable(f"it announces {self._reader.refused_bytes} bytes, for which there is no memory")
         return not self._reader.ended
 
-    def _take_filed_result(self, told: bytearray) -> None:
+    def _take_result(self, told: bytearray) -> None:
         try:
-            self.result = FiledReturnValue(self._result_file, told)
+            self.result = ReturnValue(self._result_file, told)
         except (ValueError, OSError) as error:
             self.error = self.error or _unreadable(str(error))
         else:

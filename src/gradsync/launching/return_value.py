@@ -1,4 +1,4 @@
-"""What a function returned on a rank, on its way to the caller: pickled, in one piece or in the rank's result file."""
+"""What a function returned on a rank, on its way to the caller: pickled, in the rank's result file."""
 
 from __future__ import annotations
 
@@ -13,25 +13,6 @@ from gradsync.launching.private_map import map_privately
 
 
 class ReturnValue:
-    """A return value that came down the report pipe.
-
-    Args:
-        pickled: the value.
-    """
-
-    def __init__(self, pickled: bytearray) -> None:
-        self._pickled = pickled
-
-    def load(self) -> Any:
-        """Gives the value: each call another copy. Raises what its unpickling does."""
-        return pickle.loads(self._pickled)
-
-    def forget(self) -> None:
-        """Lets go of the memory: the value cannot be loaded any more."""
-        self._pickled = bytearray()
-
-
-class FiledReturnValue(ReturnValue):
     """A return value in a rank's result file. Its large arrays stay there: they are mapped, and a write copies a page.
 
     Args:
@@ -43,7 +24,6 @@ class FiledReturnValue(ReturnValue):
     """
 
     def __init__(self, file: int, told: bytearray) -> None:
-        super().__init__(bytearray())
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else reading what is gone would kill this process
         size = os.fstat(file).st_size
         if not told or len(told) % BOUNDS.size:
@@ -56,10 +36,12 @@ class FiledReturnValue(ReturnValue):
         self._close = weakref.finalize(self, os.close, file)
 
     def load(self) -> Any:
+        """Gives the value: each call another copy. Raises what its unpickling does."""
         # Private: a value that is loaded twice is two, and a process that is forked later shares none of it.
         content = memoryview(map_privately(self._file, self._size_bytes))
         pickled, *buffers = [content[begin:end] for begin, end in self._bounds]
         return pickle.loads(pickled, buffers=buffers)
 
     def forget(self) -> None:
+        """Closes the file: the value cannot be loaded any more."""
         self._close()

@@ -1,4 +1,4 @@
-"""What functions return on ranks, where it is large: it comes through a file in memory, as it was."""
+"""What functions return on ranks, which comes through a file in memory, as it was."""
 
 import os
 import weakref
@@ -9,7 +9,7 @@ import pytest
 
 from gradsync.launching.in_rank import report_pipe
 from gradsync.launching.in_rank.rank_result import BOUNDS, Returned
-from gradsync.launching.return_value import FiledReturnValue
+from gradsync.launching.return_value import ReturnValue
 
 
 def filed(result):
@@ -20,8 +20,8 @@ def filed(result):
     ((kind, told),) = report_pipe.FrameReader(reader).read()
     os.close(reader)
     os.close(writer)
-    assert kind == report_pipe.FILED_RESULT
-    return FiledReturnValue(file, told), file
+    assert kind == report_pipe.RESULT
+    return ReturnValue(file, told), file
 
 
 def test_a_value_that_is_loaded_twice_is_two():
@@ -73,5 +73,5 @@ def test_bounds_beyond_the_file_are_refused(told, why):
     file = os.memfd_create("result", os.MFD_ALLOW_SEALING)
     os.write(file, b"x" * 100)
     with pytest.raises(ValueError, match=why):
-        FiledReturnValue(file, bytearray(told))
+        ReturnValue(file, bytearray(told))
     os.close(file)

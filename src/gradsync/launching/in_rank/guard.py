@@ -42,7 +42,7 @@ class GuardDescriptors(NamedTuple):
         command: read end of the pipe on which the launcher writes signals, one byte each; its end, too, is the
             launcher's death.
         report: write end of the pipe on which the rank reports its result or its error.
-        result_file: an empty file in memory, for what the rank returns where that is large.
+        result_file: an empty file in memory, for what the rank returns.
     """
 
     status: int

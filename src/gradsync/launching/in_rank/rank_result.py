@@ -1,16 +1,15 @@
 """Inside a rank process: what the user's function returned, as bytes for the launcher.
 
 By pickle, and by cloudpickle where pickle refuses: a class that a notebook has defined came to the rank by value, and
-goes back that way. A large result goes through a file in memory that the launcher has given the rank, and its arrays
-are copied once, from the rank's memory into that: the launcher maps it. Imported by every rank at start-up, so it
-imports next to nothing.
+goes back that way. It goes through a file in memory that the launcher has given the rank, and large arrays in it are
+copied once, from the rank's memory into that: the launcher maps it. Imported by every rank at start-up, so it imports
+next to nothing.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
 from typing import Any
 
 from gradsync.launching.in_rank import report_pipe
@@ -18,8 +17,7 @@ from gradsync.launching.in_rank import report_pipe
 #: Where in the result file something begins and ends.
 BOUNDS = struct.Struct("<QQ")
 
-_ARRAY_FROM_BYTES = 256 * 1024  # what is smaller is copied with the rest
-_FILED_FROM_BYTES = 1 << 20
+_ARRAY_FROM_BYTES = 256 * 1024  # what is smaller is pickled with the rest
 _ALIGNMENT_BYTES = 4096
 
 
@@ -46,96 +44,62 @@ class Returned:
         self._value = value
 
     def send(self, report: int, file: int) -> None:
-        """Pickles it, and sends it.
+        """Pickles it into the result file, and says so.
 
         Args:
             report: the report pipe.
             file: the result file, empty.
 
         Raises:
-            UnsendableResult: it does not pickle.
+            UnsendableResult: it does not pickle, or there is no room for it.
             OSError: the launcher is gone.
         """
         try:
-            stream, bounds = _pickle_to_file(self._value, file)
-        except _FileRefused:
-            os.ftruncate(file, 0)
-            stream, bounds = _Stream(None), b""
-            _pickle(self._value, stream, None)
-        if bounds:
-            report_pipe.write_frame(report, report_pipe.FILED_RESULT, bounds)
-        else:
-            report_pipe.write_frame(report, report_pipe.RESULT, stream.held)
+            try:
+                bounds = _write(self._value, file)
+            except _FileRefused:
+                _lift_own_limit()
+                bounds = _write(self._value, file)
+        except _FileRefused as refused:
+            raise _unsendable(f"needs room in a file in memory to reach the launcher: {refused}") from None
+        report_pipe.write_frame(report, report_pipe.RESULT, bounds)
 
 
 class _Stream:
-    """What pickle writes: held in memory while it is little, and then in the result file.
+    """The result file, as what pickle writes to."""
 
-    Args:
-        file: the result file; None: all is held.
-
-    Attributes:
-        held: what is not in the file.
-        filed_bytes: how much is there.
-    """
-
-    def __init__(self, file: int | None) -> None:
+    def __init__(self, file: int) -> None:
         self._file = file
-        self.held = bytearray()
-        self.filed_bytes = 0
 
-    def write(self, data: Any) -> None:
-        """Takes bytes, or whatever has some."""
+    def write(self, data: Any) -> int:
+        """Takes bytes, or whatever has some; returns how many."""
         import pickle
 
         content = pickle.PickleBuffer(data).raw()  # in one dimension, whatever it has
-        if self._file is None or (not self.filed_bytes and len(self.held) + content.nbytes < _FILED_FROM_BYTES):
-            self.held += content
-        else:
-            self.spill()
-            self.filed_bytes += _append(self._file, content)
-
-    def spill(self) -> None:
-        """Moves what is held to the file."""
-        if self.held and self._file is not None:
-            self.filed_bytes += _append(self._file, memoryview(self.held))
-            self.held = bytearray()
-
-    def restart(self) -> None:
-        """Forgets what was written."""
-        self.held, self.filed_bytes = bytearray(), 0
-        if self._file is not None:
-            os.ftruncate(self._file, 0)
-            os.lseek(self._file, 0, os.SEEK_SET)
+        try:
+            report_pipe.write_all(self._file, (content,))
+        except OSError as error:
+            raise _FileRefused(error.strerror) from None
+        return content.nbytes
 
 
-def _pickle_to_file(value: Any, file: int) -> tuple[_Stream, bytes]:
-    """Pickles a value, into the result file where it is large; returns the bounds of what is there, if anything is."""
+def _write(value: Any, file: int) -> bytes:
+    """Pickles a value into the file, and its large arrays behind that; returns the bounds of each."""
+    _empty(file)
     stream = _Stream(file)
     large: list[memoryview] = []
-    _pickle(value, stream, large)
-    if large:
-        stream.spill()
-    bounds = BOUNDS.pack(0, stream.filed_bytes) if stream.filed_bytes else b""
-    at = stream.filed_bytes
+    _pickle(value, stream, file, large)
+    at = os.lseek(file, 0, os.SEEK_CUR)
+    bounds = BOUNDS.pack(0, at)
     for content in large:
         at = os.lseek(file, -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, os.SEEK_SET)
         bounds += BOUNDS.pack(at, at + content.nbytes)
-        at += _append(file, content)
-    return stream, bounds
+        at += stream.write(content)
+    return bounds
 
 
-def _append(file: int, content: memoryview) -> int:
-    """Writes into the file, where it is; returns how much."""
-    try:
-        report_pipe.write_all(file, (content,))
-    except OSError:
-        raise _FileRefused from None
-    return content.nbytes
-
-
-def _pickle(value: Any, stream: _Stream, large: list[memoryview] | None) -> None:
-    """Pickles a value, but for the contents of large arrays where there is a list for these.
+def _pickle(value: Any, stream: _Stream, file: int, large: list[memoryview]) -> None:
+    """Pickles a value, but for the contents of large arrays, which come into the list.
 
     Raises:
         UnsendableResult: it does not pickle.
@@ -144,7 +108,7 @@ def _pickle(value: Any, stream: _Stream, large: list[memoryview] | None) -> None
 
     def stays(buffer: Any) -> bool:
         content: memoryview = buffer.raw()
-        if large is None or content.nbytes < _ARRAY_FROM_BYTES:
+        if content.nbytes < _ARRAY_FROM_BYTES:
             return True
         large.append(content)
         return False
@@ -152,25 +116,31 @@ def _pickle(value: Any, stream: _Stream, large: list[memoryview] | None) -> None
     try:
         pickle.dump(value, stream, pickle.HIGHEST_PROTOCOL, buffer_callback=stays)
     except Exception as error:
-        stream.restart()
-        if large is not None:
-            large.clear()
-        if _pickle_by_value(value, stream, stays):
-            return
-        from gradsync.errors import InvalidArgument
+        _empty(file)
+        large.clear()
+        try:
+            import cloudpickle
 
-        refusal = InvalidArgument(
-            f"the return value of rank {os.environ['RANK']} needs to pickle to reach the launcher, "
-            f"got {type(value).__name__}: {error}"
-        )
-        raise UnsendableResult(refusal) from None
+            cloudpickle.dump(value, stream, buffer_callback=stays)
+        except Exception:  # not installed, or it refuses too: what pickle said is the news
+            refusal = f"needs to pickle to reach the launcher, got {type(value).__name__}: {error}"
+            raise _unsendable(refusal) from None
 
 
-def _pickle_by_value(value: Any, stream: _Stream, stays: Callable[[Any], bool]) -> bool:
-    try:
-        import cloudpickle
+def _empty(file: int) -> None:
+    os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
 
-        cloudpickle.dump(value, stream, buffer_callback=stays)
-    except Exception:  # not installed, or it refuses too: what pickle said is the news
-        return False
-    return True
+
+def _lift_own_limit() -> None:
+    """Allows as large files as the hard limit does: the function may have set itself a lower one, and has ended."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def _unsendable(why: str) -> UnsendableResult:
+    from gradsync.errors import InvalidArgument
+
+    return UnsendableResult(InvalidArgument(f"the return value of rank {os.environ['RANK']} {why}"))

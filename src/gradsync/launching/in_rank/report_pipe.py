@@ -10,17 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-#: The body is the pickled return value.
-RESULT = b"R"
 #: The body says where in the rank's result file the return value lies: see `rank_result`.
-FILED_RESULT = b"F"
+RESULT = b"R"
 #: The body is a JSON object with the attributes of `rank_process.ErrorReport`.
 ERROR = b"E"
 
 _HEADER_BYTES = 9
-_DEFAULT_PIPE_BYTES = 65536
 _GROWTH_BYTES = 16 << 20
-_LARGE_PIPE_BYTES = 1 << 20  # the most that the kernel gives a user, unless it is set up otherwise
 
 
 def write_frame(descriptor: int, kind: bytes, body: bytes | bytearray) -> None:
@@ -34,8 +30,6 @@ def write_frame(descriptor: int, kind: bytes, body: bytes | bytearray) -> None:
     Raises:
         OSError: the launcher is gone.
     """
-    if len(body) > _DEFAULT_PIPE_BYTES:
-        _widen(descriptor)
     write_all(descriptor, (kind + len(body).to_bytes(8, "little"), body))
 
 
@@ -47,23 +41,11 @@ def write_all(descriptor: int, parts: Iterable[bytes | bytearray | memoryview]) 
             rest = rest[os.write(descriptor, rest) :]
 
 
-def _widen(descriptor: int) -> None:
-    """Lets a large frame go in large pieces: each costs two processes a turn on perhaps busy cores.
-
-    Only then, because the kernel grants a user few large pipes.
-    """
-    import contextlib
-    import fcntl
-
-    with contextlib.suppress(OSError):  # the user's share is used up
-        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _LARGE_PIPE_BYTES)
-
-
 class FrameReader:
     """Takes frames off a non-blocking pipe, whatever pieces they arrive in.
 
-    A body is read straight into memory, which grows with what has come: a result may be as large as the machine's
-    memory allows, and a length that was announced may be anything.
+    A body is read straight into memory, which grows with what has come: an error may hold any text, and a length
+    that was announced may be anything.
 
     Attributes:
         ended: whether nothing more comes.
