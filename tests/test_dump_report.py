@@ -30,6 +30,15 @@ def test_a_picture_beside_the_dumps_is_no_dump(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
 
 
+def test_a_damaged_dump_is_named_with_what_is_wrong(tmp_path: Path) -> None:
+    path = gs.dump_flight_recorder(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": "many"}))
+    done = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert done.exit_code == 2
+    assert path.name in done.output.replace("\n", "")
+    assert "is damaged" in done.output
+
+
 def test_dumps_of_no_rank_are_said_to_be_such(tmp_path: Path) -> None:
     path = gs.dump_flight_recorder(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rank": None}))

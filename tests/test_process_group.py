@@ -303,6 +303,14 @@ def test_plain_ranks_without_our_launcher(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("gradsync-*.secret")] == ["gradsync-stale.secret"]
 
 
+def test_ranks_that_differ_in_debug_are_refused(tmp_path: Path) -> None:
+    script = "import os, gradsync as gs\ngs.init_process_group('shm', debug=os.environ['RANK'] == '1')"
+    (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, script=script)]
+    text = "rank 1/2: rank 0 has debug=False, this rank debug=True: it has to be the same on all ranks"
+    assert f"InvalidArgument: {text}" in second
+    assert text in first
+
+
 def test_plain_ranks_tell_an_uncaught_exception(tmp_path: Path) -> None:
     (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, "die")]
     assert "KeyError: 'lost'" in second, first

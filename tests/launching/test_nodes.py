@@ -319,6 +319,13 @@ def test_node_0_elsewhere_is_refused(tmp_path):
     assert "start it on the machine that '192.0.2.77:29400' names" in err
 
 
+def test_a_name_without_an_address_is_refused(tmp_path):
+    script, secret = write(tmp_path)
+    code, _, err = command.run(*arguments(0, 2, "no-such-machine.invalid:29400", secret), script)
+    assert code == 1
+    assert "--rendezvous: node 0 needs to know the address of 'no-such-machine.invalid'" in err
+
+
 def test_an_address_of_another_machine_is_refused(nodes):
     run = nodes(3)
     for node in (0, 2):

@@ -56,7 +56,7 @@ TESTS_OF_ROOM = {
     "launching": ["tests/launching"],
     "diagnostics": ["tests/test_dump*.py", "tests/test_chrome_trace.py", "tests/test_flight_recorder.py"],
     "doctor": ["tests/doctor", "tests/test_golden.py"],
-    "bench": ["tests/bench", "tests/test_golden.py", "tests/test_against.py"],
+    "bench": ["tests/bench", "tests/test_golden.py"],
     "adapters": ["tests/test_arguments.py"],
     "top": ["tests/test_*.py"],
 }
@@ -288,7 +288,7 @@ def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any
         others = ["tests", *(f"--ignore={path}" for path in of_room)]
         if by_line is not None:
             outcome["tests that run it"] = len(by_line)
-        for chosen in (of_room, others) if by_line is None else (by_line[:60], by_line[60:]):
+        for chosen in (by_line[:60], by_line[60:]) if by_line else (of_room,) if by_line == [] else (of_room, others):
             by = _confirmed_failure(tree, chosen, workers, started + limit_seconds) if chosen else ""
             if by:
                 outcome |= {"found": True, "by": by}
@@ -305,16 +305,18 @@ def record_lines(python: str) -> int:
     command = [python, "-m", "pytest", "-q", "-p", "lines_run", "-n", "2", "--dist", "worksteal", "--timeout=200"]
     code = subprocess.run(command, cwd=ROOT, env=environment).returncode
     seconds = dict(json.loads(line) for line in (LINES_RUN / "seconds").read_text().splitlines())
-    tests: dict[str, set[str]] = {}
+    names = sorted(seconds, key=seconds.__getitem__)
+    number_of = {name: number for number, name in enumerate(names)}
+    tests: dict[str, set[int]] = {}
     for path in LINES_RUN.glob("*.lines"):
         for row in path.read_text(errors="replace").splitlines():
             test, _, line = row.rpartition("\t")
             if test in seconds:
-                tests.setdefault(line, set()).add(test)
+                tests.setdefault(line, set()).add(number_of[test])
         path.unlink()
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / SOURCE).rglob("*.py")}
-    lines = {line: sorted(names, key=seconds.__getitem__) for line, names in tests.items()}
-    (LINES_RUN / "lines.json").write_text(json.dumps({"texts": texts, "lines": lines}))
+    lines = {line: sorted(numbers) for line, numbers in tests.items()}
+    (LINES_RUN / "lines.json").write_text(json.dumps({"texts": texts, "tests": names, "lines": lines}))
     print(f"{len(seconds)} tests run {len(lines)} lines")
     return code
 
@@ -327,10 +329,14 @@ def tests_that_run(defect: Defect) -> list[str] | None:
     text = (ROOT / defect.file).read_text()
     if known["texts"].get(defect.file) != text:
         return None
-    at = _place(text, defect)
-    first, last = _statement_around(ast.parse(text), text.count("\n", 0, at) + 1)
-    chosen = [known["lines"].get(f"{defect.file}:{line}", []) for line in range(first, last + 1)]
-    return list(dict.fromkeys(test for tests in sorted(chosen, key=len) for test in tests))
+    tree, begins = ast.parse(text), text.count("\n", 0, _place(text, defect)) + 1
+    lines: set[int] = set()
+    for line in range(begins, begins + defect.old.count("\n") + 1):
+        first, last = _statement_around(tree, line)
+        lines.update(range(first, last + 1))
+    chosen = [known["lines"].get(f"{defect.file}:{line}", []) for line in lines]
+    numbers = dict.fromkeys(number for those in sorted(chosen, key=len) for number in those)
+    return [known["tests"][number] for number in numbers]
 
 
 def _statement_around(tree: ast.AST, line: int) -> tuple[int, int]:
