@@ -412,14 +412,15 @@ def collect_at_each_call(comm: Any) -> int:
 
 def abort_what_has_failed(comm: Any) -> None:
     """Two ranks abort for reasons of their own: who hears of the other's first need not hear of it again."""
+    group = comm.split(color=0)
+    comm.barrier()
     if comm.rank == 1:
-        comm.barrier()
-        wait_until(lambda: comm.closed)  # by its watcher
-        comm.abort("enough, too")
+        wait_until(lambda: comm.closed and group.closed)  # by their watchers
+        group.abort("enough, too")
+        group.close()
         comm.close()
     else:
-        comm.barrier()
-        comm.abort("enough")
+        group.abort("enough")
 
 
 def abort_beside_a_call_that_does_not_return(comm: Any) -> None:

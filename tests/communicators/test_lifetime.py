@@ -108,3 +108,10 @@ def test_one_that_was_closed_in_order_is_not_aborted_afterwards() -> None:
     comm.close()
     comm.abort("late")
     assert comm.heard == ["closed", "released"]
+
+
+def test_later_calls_name_the_first_line_of_why_it_was_aborted() -> None:
+    comm = LocalCommunicator()
+    comm.abort("it failed\nwith a report of all ranks")
+    with pytest.raises(gs.CommunicatorClosed, match=r"cannot be used: it was aborted: it failed$"):
+        comm.barrier()

@@ -336,8 +336,11 @@ def tests_that_run(defect: Defect) -> list[str] | None:
         first, last = _statement_around(tree, line)
         lines.update(range(first, last + 1))
     chosen = [known["lines"].get(f"{defect.file}:{line}", []) for line in lines]
-    numbers = dict.fromkeys(number for those in sorted(chosen, key=len) for number in those)
-    return [known["tests"][number] for number in numbers]
+    tests = [known["tests"][number] for number in sorted({number for those in chosen for number in those})]
+    # Ranks that stay from test to test are seen to run a line in the first of them only.
+    files = {test.partition("::")[0] for test in tests}
+    stay = {file for file in files if "RankPool" in (ROOT / file).read_text()}
+    return list(dict.fromkeys([*tests, *(test for test in known["tests"] if test.partition("::")[0] in stay)]))
 
 
 def _statement_around(tree: ast.AST, line: int) -> tuple[int, int]:

@@ -137,7 +137,7 @@ class Communicator(Reductions, Movements, AllToAll, Messages, Groups, ForBucketi
             reason: told to every rank, e.g. "ValueError in the backward pass".
             culprit: the rank that the others' RankFailed names; None is this rank.
         """
-        self.lifetime.was_told = True  # who aborts it knows that it ends: closing has no other failure to raise
+        self.family.was_aborted = True  # who aborts one knows that all end: closing has no other failure to raise
         self.lifetime.abort(reason, culprit)
 
     def __enter__(self) -> Self:

@@ -47,7 +47,7 @@ class Lifetime:
 
     Attributes:
         ended_because: why it cannot be used; None while it may be.
-        was_told: whether a failure has been raised to the caller outside of a collective, or the caller has aborted it.
+        was_told: whether a failure has been raised to the caller outside of a collective.
         submitting: held while something is submitted for it.
         last_job: what was submitted for it last, unless that is over; see collective_queue.py.
     """
@@ -104,15 +104,17 @@ class Lifetime:
         self._announce()
         self._end_use()
         tell_lost(self)
-        if self._untold is not None and not self.was_told:
+        if self._untold is not None:
             error, self._untold = self._untold, None
-            if str(error) not in self._communicator.family.told():
+            family = self._communicator.family
+            if not family.was_aborted and str(error) not in family.told():
                 raise error
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends it for all ranks; see Communicator.abort."""
         self._take_back()
-        self._claim_end(f"it was aborted: {reason}", partial(self._communicator._announce_abort, reason, culprit))
+        first_line = reason.partition("\n")[0]  # the others get the whole of it
+        self._claim_end(f"it was aborted: {first_line}", partial(self._communicator._announce_abort, reason, culprit))
         self._announce()
         self._end_use()
 

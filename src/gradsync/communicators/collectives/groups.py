@@ -48,11 +48,13 @@ class Family:
 
     Attributes:
         local_group: the ranks of this machine, where comm.py was asked for them.
+        was_aborted: whether this rank has aborted one of them.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.local_group: Communicator | None = None
+        self.was_aborted = False
         self._counts: dict[str, int] = {}
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._told: set[str] = set()

@@ -103,7 +103,7 @@ class NcclCommunicator(NcclCollectives):
 
     def close(self) -> None:
         """See Communicator.close; waits for what is queued, and raises a failure that no call has told yet."""
-        was_told, told = self.lifetime.was_told, self.family.told()
+        was_told, told = self.lifetime.was_told or self.family.was_aborted, self.family.told()
         failure = None if self.closed else self._await_last_launch()
         try:
             super().close()
