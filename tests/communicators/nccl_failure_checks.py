@@ -262,24 +262,6 @@ def close_before_a_group(comm: Any) -> None:
     comm.close()
 
 
-def wait_for_each_other(comm: Any, first: str) -> None:
-    """Two ranks both send, or both receive first: they are told, and can go on; the third one has no part in it."""
-    if comm.rank < 2:
-        peer = 1 - comm.rank
-        for _ in range(2):
-            array = cupy.full(3, comm.rank)
-            began = time.monotonic()
-            meet = (lambda a=array: comm.send(a, peer)) if first == "send" else (lambda a=array: comm.recv(a, peer))
-            error = expect(gs.PlanMismatch, meet, "ranks 0 and 1 wait for each other")
-            assert time.monotonic() - began < SOON_SECONDS
-            assert not error.broken
-            assert set(error.descriptions) == {0, 1}
-            for sender in (0, 1):
-                comm.send(array, peer) if comm.rank == sender else comm.recv(array, peer)
-            assert array.get().tolist() == [0] * 3
-    comm.barrier()
-
-
 def abort_because_of_another_rank(comm: Any) -> None:
     if comm.rank == 1:
         comm.abort("rank 2 told me nonsense", culprit=2)

@@ -6,8 +6,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -159,3 +159,53 @@ def test_a_rank_that_nobody_waits_for_is_left_alone(
 ) -> None:
     place.run(world_size, compute_alone, collective_timeout_seconds=1.0)
     assert not caplog.records
+
+
+def first_of_rank_0(meet: Callable[[], None]) -> None:
+    meet()
+
+
+def first_of_rank_1(meet: Callable[[], None]) -> None:
+    meet()
+
+
+def first_of_rank_2(meet: Callable[[], None]) -> None:
+    meet()
+
+
+FIRST = (first_of_rank_0, first_of_rank_1, first_of_rank_2)
+
+
+def wait_for_each_other(comm: Any, first: str) -> tuple[tuple[int, ...], str]:
+    """Each rank sends to the next one first, or each receives first from the one before it."""
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    mine, room = np.full(3, comm.rank), np.zeros(3, int)
+    comm.exchange(mine, dest=after, out=room, source=before)  # which does both at once
+    assert (room == before).all()
+    verdicts.WARN_AFTER_SECONDS = 0.2
+    meet = partial(comm.send, mine, after) if first == "send" else partial(comm.recv, room, before)
+    error = expect(gs.CollectiveTimeout, lambda: FIRST[comm.rank](meet))
+    expect(gs.CommunicatorClosed, comm.barrier)
+    return error.missing_ranks, str(error)
+
+
+@pytest.mark.parametrize("first", ["send", "receive"])
+@pytest.mark.parametrize(
+    ("place", "world_size"), [*on(SHM, 2), *on(SHM, 3), *on(STAND_IN_STUCK, 2), *on(STAND_IN_STUCK, 3), *on(GPU, 2)]
+)
+def test_ranks_that_wait_for_each_other_are_told_with_their_lines_and_end_at_the_deadline(
+    place: Place, world_size: int, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = place.run(world_size, wait_for_each_other, first, collective_timeout_seconds=2.5)
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert len({without_prefix(text) for _, text in found}) == 1, found
+    text = without_prefix(found[0][1])
+    assert re.match(r"rank \d waited [2-9]\S* s in message\(rank \d to rank \d\) after #\d .* for rank \d$", text, re.M)
+    for rank, missing in enumerate((rank + (1 if first == "send" else -1)) % world_size for rank in range(world_size)):
+        way = f"rank {rank} to rank {missing}" if first == "send" else f"rank {missing} to rank {rank}"
+        line = FIRST[rank].__code__.co_firstlineno + 1
+        place_told = rf"at \S*test_absent_ranks\.py:{line} in first_of_rank_{rank}"
+        in_message = rf"message\({way}\) after #\d \(int64\[3\] 24 bytes, {place_told}\)"
+        assert re.search(rf"rank {rank} waits in {in_message} for rank {missing} since ", told), told
+        assert f"in first_of_rank_{rank}" in text
+    assert {missing for missing, _ in found} <= {(rank,) for rank in range(world_size)}

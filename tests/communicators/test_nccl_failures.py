@@ -55,12 +55,6 @@ def test_ranks_that_all_stray_are_unharmed(place: Place, world_size: int) -> Non
     assert "no data was moved" in told[0]
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 3), *on(GPU, 2)])
-@pytest.mark.parametrize("first", ["send", "receive"])
-def test_ranks_that_wait_for_each_other_are_told(place: Place, world_size: int, first: str) -> None:
-    place.run(world_size, check, "wait_for_each_other", first)
-
-
 # Ranks that die, or do not come.
 
 

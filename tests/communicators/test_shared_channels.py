@@ -29,20 +29,6 @@ def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_waiting, "_LOOK_FOR_FAILURES_EVERY_SECONDS", 0.0)
 
 
-# What disagrees.
-
-
-def told(errors: list[Any], *members: int) -> list[gs.PlanMismatch]:
-    """Checks that these ranks got the same PlanMismatch; returns theirs."""
-    mismatches = [errors[member] for member in members]
-    for error in mismatches:
-        assert isinstance(error, gs.PlanMismatch), errors
-        assert error.descriptions == mismatches[0].descriptions
-        assert str(error).partition(": ")[2] == str(mismatches[0]).partition(": ")[2]
-        assert not error.broken
-    return mismatches
-
-
 # Between processes.
 
 
@@ -89,22 +75,3 @@ def test_the_deadline_is_told_on_both_ranks() -> None:
     assert first == second
     assert first[0] == (1,)
     assert 0.5 <= seconds_waited(first[1]) < 5.0
-
-
-def send_to_each_other(comm: Any) -> Any:
-    mine, room = np.full(3, comm.rank), np.zeros(3, int)
-    error = expect(gs.PlanMismatch, lambda: comm.send(mine, 1 - comm.rank))
-    comm.exchange(mine, dest=1 - comm.rank, out=room, source=1 - comm.rank)
-    assert (room == 1 - comm.rank).all()
-    return error.descriptions
-
-
-def test_two_sends_to_each_other_are_told_at_once() -> None:
-    started = time.monotonic()
-    first, second = run_ranks(2, send_to_each_other)
-    assert first == second
-    assert first == {
-        0: "sends message of int64[3] (rank 0 to rank 1)",
-        1: "sends message of int64[3] (rank 1 to rank 0)",
-    }
-    assert time.monotonic() - started < 20

@@ -15,6 +15,7 @@ from gradsync.rendezvous.messages import (
     MAX_REPORT_BYTES,
     MAX_TOLD_GROUPS,
     MAX_VERDICT_BYTES,
+    OF_MESSAGES,
     SILENCE,
     FrameType,
     Message,
@@ -109,6 +110,48 @@ def test_wait_in_which_nobody_is_missing_says_so() -> None:
     bench.wait_in(0)
     bench.wait(1)
     assert bench.notices == ["ranks 0 and 1 wait in all_reduce #57 since 5 s; every rank has begun it"]
+
+
+def in_message(rank: int, peer: int, line: int) -> str:
+    return f"message(rank {rank} to rank {peer}) after #3 (int64[3] 24 bytes, at train.py:{line} in step)"
+
+
+def test_ranks_that_wait_for_each_other_in_messages_are_told_with_their_lines() -> None:
+    bench = WaitingBench(3)
+    bench.come_to(3, 0, 1, 2)
+    for _ in range(2):  # of each message, though they have one collective before them
+        bench.send(0, FrameType.WAITING, "world", None, OF_MESSAGES, in_message(0, 1, 41), 5000, [1])
+        bench.wait(0.1)
+        bench.send(1, FrameType.WAITING, "world", None, OF_MESSAGES, in_message(1, 0, 50), 5010, [0])
+        bench.wait(20)
+    bench.send(0, FrameType.WAITING, "world", None, OF_MESSAGES, in_message(0, 1, 60), 5000, [1])
+    bench.wait(1)
+    told = (
+        f"rank 0 waits in {in_message(0, 1, 41)} for rank 1 since 5 s, "
+        f"rank 1 waits in {in_message(1, 0, 50)} for rank 0 since 5.01 s"
+    )
+    alone = (
+        f"rank 0 waits in {in_message(0, 1, 60)} for rank 1 since 5 s; "
+        "rank 1 (pid 1001) is in phase 'running', and has begun 3 collectives"
+    )
+    assert [notice for notice in bench.notices if " waits " in notice] == [told, told, alone]
+
+
+def test_the_verdict_on_messages_has_all_that_reached_the_deadline() -> None:
+    bench = WaitingBench(3)
+    bench.come_to(3, 0, 1, 2)
+    for rank, line in ((0, 41), (1, 50)):
+        what = in_message(rank, 1 - rank, line)
+        bench.send(rank, FrameType.ABSENT, "world", None, OF_MESSAGES, what, 300_000, [1 - rank])
+    for rank in range(3):
+        bench.answer(rank, f"rank {rank} in send()", position=3)
+    kind, missing, text = bench.verdict()
+    assert (kind, missing) == (ABSENCE, (1,))
+    assert text.split("\n\n")[:2] == [
+        f"rank 0 waited 300 s in {in_message(0, 1, 41)} for rank 1\n"
+        f"rank 1 waited 300 s in {in_message(1, 0, 50)} for rank 0",
+        "missing: rank 1 (pid 1001) is in phase 'running', and has begun 3 collectives:\n  rank 1 in send()",
+    ]
 
 
 def test_absent_rank_that_answers_is_named_to_all_itself_too() -> None:

@@ -247,20 +247,17 @@ def mismatch(
     )
 
 
-def message_mismatch(label: str, descriptions: Mapping[int, Description], *, is_circle: bool) -> PlanMismatch:
+def message_mismatch(label: str, descriptions: Mapping[int, Description]) -> PlanMismatch:
     """Makes the error that both ranks of a message raise.
 
     Args:
         label: this rank.
         descriptions: of the two.
-        is_circle: each of them waits for the other; else they disagree on the message.
     """
     first, second = sorted(descriptions)
-    what = f"ranks {first} and {second} disagree on the message between them"
-    if is_circle:
-        what = f"ranks {first} and {second} wait for each other: swap what one of them does, or use exchange"
     return PlanMismatch(
-        f"{label}: {what}; nothing was moved:{_each(descriptions)}",
+        f"{label}: ranks {first} and {second} disagree on the message between them; nothing was moved:"
+        f"{_each(descriptions)}",
         descriptions={rank: d.headline for rank, d in descriptions.items()},
         places=places_of(descriptions),
     )

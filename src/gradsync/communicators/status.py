@@ -53,7 +53,7 @@ def _last_used(recorder: FlightRecorder) -> float:
 
 
 def _collectives(recorder: FlightRecorder) -> str:
-    if not recorder.begun:
+    if recorder.last is None:
         return f"no collective of group {recorder.group!r} yet"
     last = recorder.describe(_LAST_COLLECTIVES).replace("\n", "\n  ")
     return f"collectives of group {recorder.group!r}, newest first:\n  {last}"

@@ -6,13 +6,16 @@ same on every rank. So whoever finds, in whatever way, that a collective cannot 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from gradsync.communicators.agreement import place_of_caller
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
 from gradsync.flight_recorder import Entry, FlightRecorder
 from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.rendezvous.messages import OF_MESSAGES
 
 WARN_AFTER_SECONDS = 5.0
 # How much later than what it explains a verdict may come: a broken connection, an error of NCCL, a rank that gave up.
@@ -45,7 +48,7 @@ class Verdicts:
         self.is_known = client.has_failed
         self._client = client
         self._recorder = recorder
-        self._warned_of = 0
+        self._warned_of = -math.inf  # when what it was began
 
     def check(self) -> None:
         """Raises the verdict, or that the server is gone; never waits.
@@ -80,7 +83,7 @@ class Verdicts:
         return None
 
     def warn(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> None:
-        """Has the server tell, once for a collective, who is waited for, where that has taken long.
+        """Has the server tell, once for a collective or message, who is waited for, where that has taken long.
 
         Args:
             waited_seconds: how long this rank has waited.
@@ -90,9 +93,9 @@ class Verdicts:
         if waited_seconds < WARN_AFTER_SECONDS:
             return
         entry = entry or self._recorder.last
-        if entry is not None and entry.number > self._warned_of:
-            self._warned_of = entry.number
-            self._client.report_waiting(self._recorder.group, entry.number, entry.title, waited_seconds, missing)
+        if entry is not None and entry.began > self._warned_of:
+            self._warned_of = entry.began
+            self._client.report_waiting(self._recorder.group, *_told(entry), waited_seconds, missing)
 
     def give_up(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> NoReturn:
         """Asks for the verdict on a collective that has reached its deadline, and raises it. Arguments as for `warn`.
@@ -103,6 +106,18 @@ class Verdicts:
             RendezvousError: the server is gone.
         """
         entry = entry or self._recorder.last
-        number, what = (entry.number, entry.title) if entry is not None else (0, "a collective")
+        number, what = (OF_MESSAGES, "a collective") if entry is None else _told(entry)
         self.was_heard = True
         self._client.report_absence(self._recorder.group, number, what, waited_seconds, missing)
+
+
+def _told(entry: Entry) -> tuple[int, str]:
+    """Returns the number and the title that the server tells; of a message with the line that waits, on this thread.
+
+    Ranks that wait in one collective are told of together, and have their lines in the report. Of messages each rank
+    waits in another one, and where two wait for each other the lines are what has to be changed.
+    """
+    if not entry.what.is_message:
+        return entry.number, entry.title
+    place = place_of_caller()
+    return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {place})" if place else entry.title

@@ -15,7 +15,7 @@ from gradsync.rendezvous.disagreement import Told, disagreements
 from gradsync.rendezvous.events import Action, Notice, Probe, Send
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.members import Members
-from gradsync.rendezvous.messages import MAX_TOLD_GROUPS, FrameType
+from gradsync.rendezvous.messages import MAX_TOLD_GROUPS, OF_MESSAGES, FrameType
 from gradsync.rendezvous.roster import Roster
 from gradsync.rendezvous.waiting import Failure, WaitTable
 
@@ -27,7 +27,10 @@ _MAX_WAITS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a rank says that waits: in which collective of whom, how long by now, and for whom, where it knows."""
+    """What a rank says that waits: in which collective of whom, how long by now, and for whom, where it knows.
+
+    The position is OF_MESSAGES in a message between two ranks.
+    """
 
     rank: int
     group: str
@@ -40,11 +43,14 @@ class Claim:
 
 @dataclass(slots=True)
 class Gathering:
-    """The ranks that have told that they wait in one collective; the operator is told of it at `due_at`, once."""
+    """The ranks that have told that they wait in one collective, or in messages at the same time.
+
+    The operator is told of it at `due_at`, once.
+    """
 
     first: Claim
     due_at: float
-    ranks: set[int]
+    claims: dict[int, Claim]
     is_told: bool = False
 
 
@@ -54,7 +60,7 @@ class Inquiry:
 
     number: int
     claim: Claim
-    claimants: set[int]
+    claims: dict[int, Claim]
     due_at: float
     unanswered: set[int]
     reports: dict[int, str] = field(default_factory=dict)
@@ -85,15 +91,16 @@ class Absences:
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def hear_waiting(self, claim: Claim, now: float) -> None:
-        """Takes in that a rank waits; the operator is told a moment later, once for each collective."""
-        gathering = self._gatherings.get((claim.group, claim.position))
-        if gathering is not None:
-            gathering.ranks.add(claim.rank)
+        """Takes in that a rank waits; the operator is told a moment later, once for each collective and message."""
+        key = claim.group, claim.position
+        gathering = self._gatherings.get(key)
+        if gathering is not None and not (gathering.is_told and claim.position == OF_MESSAGES):
+            gathering.claims[claim.rank] = claim
             return
         if len(self._gatherings) >= _MAX_WAITS:
             del self._gatherings[next(iter(self._gatherings))]
         due_at = now + _GATHER_SECONDS
-        self._gatherings[claim.group, claim.position] = Gathering(claim, due_at, {claim.rank})
+        self._gatherings[key] = Gathering(claim, due_at, {claim.rank: claim})
         self._notice_at = due_at if self._notice_at is None else min(self._notice_at, due_at)
 
     def hear_absence(self, claim: Claim, now: float) -> list[Send]:
@@ -101,13 +108,13 @@ class Absences:
         inquiry = self._inquiry
         if inquiry is not None:
             if (claim.group, claim.position) == (inquiry.claim.group, inquiry.claim.position):
-                inquiry.claimants.add(claim.rank)
+                inquiry.claims[claim.rank] = claim
             return []
         self._inquiry_count += 1
         number = self._inquiry_count
         asked = self._roster.present()
         unanswered = {rank for rank, _ in asked}
-        self._inquiry = Inquiry(number, claim, {claim.rank}, now + ANSWER_SECONDS, unanswered)
+        self._inquiry = Inquiry(number, claim, {claim.rank: claim}, now + ANSWER_SECONDS, unanswered)
         return [Send(member.connection, FrameType.INQUIRE, (number,)) for _, member in asked]
 
     def hear_history(self, rank: int, number: int, history: Told) -> None:
@@ -160,8 +167,8 @@ class Absences:
         for gathering in self._gatherings.values():
             if not gathering.is_told and gathering.due_at <= now:
                 gathering.is_told = True
-                absence = self._absence(gathering.first, gathering.ranks)
-                notices.append(Notice(absence_report.notice(self._roster, absence)))
+                absences = self._absences(gathering.first, gathering.claims)
+                notices.append(Notice(absence_report.notice(self._roster, absences)))
         self._notice_at = min((g.due_at for g in self._gatherings.values() if not g.is_told), default=None)
         return notices
 
@@ -170,18 +177,27 @@ class Absences:
             if finding.is_fatal:
                 evidence = f"it did not answer for {ANSWER_SECONDS:g} s"
                 return verdict_texts.silence(self._roster, rank, finding, evidence)
-        absence = self._absence(inquiry.claim, inquiry.claimants)
-        culprit = min(absence.missing, key=self._by_blame, default=inquiry.claim.rank)
+        absences = self._absences(inquiry.claim, inquiry.claims)
+        missing = absences[0].missing
+        culprit = min(missing, key=self._by_blame, default=inquiry.claim.rank)
         members = {name: gathering.first.members for (name, _), gathering in self._gatherings.items()}
         members[inquiry.claim.group] = inquiry.claim.members
         told = disagreements(inquiry.histories, members)
-        text = absence_report.report(self._roster, absence, inquiry.reports, inquiry.findings, told)
-        return Failure(culprit, self._roster.phase, text, absence.missing)
+        text = absence_report.report(self._roster, absences, inquiry.reports, inquiry.findings, told)
+        return Failure(culprit, self._roster.phase, text, missing)
+
+    def _absences(self, first: Claim, claims: dict[int, Claim]) -> list[Absence]:
+        """Works out who waits and who is missing: in the collective, or in each of the messages."""
+        if first.position != OF_MESSAGES:
+            return [self._absence(first, set(claims))]
+        return [
+            Absence(claim.group, claim.position, claim.what, claim.waited_seconds, (claim.rank,), claim.missing or ())
+            for claim in claims.values()
+        ]
 
     def _absence(self, claim: Claim, claimants: set[int]) -> Absence:
-        """Works out who waits and who is missing."""
         gathering = self._gatherings.get((claim.group, claim.position))
-        waiting = claimants | (gathering.ranks if gathering is not None else set())
+        waiting = claimants | set(gathering.claims if gathering is not None else ())
         begun = self._begun(claim)
         missing = claim.missing
         if missing is None:

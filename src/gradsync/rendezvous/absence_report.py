@@ -14,6 +14,7 @@ from gradsync.rendezvous.rank_names import name_ranks
 from gradsync.rendezvous.roster import MemberState, Roster
 from gradsync.rendezvous.waiting import verdict_room_bytes
 
+_MAX_NOTICED = 4
 _MAX_REPORTS = 32
 _MAX_SUMMARY_BYTES = 8192
 _NO_ANSWER = "(it did not answer within the time of the inquiry)"
@@ -25,7 +26,7 @@ _NO_ANSWERS = {
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Who waits where, for how long, for whom."""
+    """Who waits where, for how long, for whom. `position` is OF_MESSAGES in a message between two ranks."""
 
     group: str
     position: int
@@ -35,20 +36,31 @@ class Absence:
     missing: tuple[int, ...]
 
 
-def notice(roster: Roster, absence: Absence) -> str:
-    """Returns the line for the operator while ranks wait."""
+def notice(roster: Roster, absences: Sequence[Absence]) -> str:
+    """Returns the line for the operator while ranks wait: in one collective, or in messages, each in its own."""
+    absences = absences[:_MAX_NOTICED]
+    waiting = {rank for absence in absences for rank in absence.waiting}
+    where = {
+        rank: _whereabouts(roster, rank, absence)
+        for absence in absences
+        for rank in absence.missing[:_MAX_NOTICED]
+        if rank not in waiting
+    }
+    return "; ".join([", ".join(map(_noticed, absences)), *where.values()])
+
+
+def _noticed(absence: Absence) -> str:
     verb = "waits" if len(absence.waiting) == 1 else "wait"
     since = f"since {absence.waited_seconds:.3g} s"
     who = f"{name_ranks(absence.waiting)} {verb} in {absence.what}"
     if not absence.missing:
         return f"{who} {since}; every rank has begun it"
-    where = "; ".join(_whereabouts(roster, rank, absence) for rank in absence.missing[:4])
-    return f"{who} for {name_ranks(absence.missing)} {since}; {where}"
+    return f"{who} for {name_ranks(absence.missing)} {since}"
 
 
 def report(
     roster: Roster,
-    absence: Absence,
+    absences: Sequence[Absence],
     reports: dict[int, str],
     findings: dict[int, Finding],
     disagreements: Sequence[str] = (),
@@ -57,17 +69,18 @@ def report(
 
     Args:
         roster: the members.
-        absence: who waited for whom.
+        absences: who waited for whom; of messages all that have reached the deadline, the first one first.
         reports: what each rank has answered.
         findings: what was found of ranks that have not answered.
         disagreements: where the ranks' histories differ, and who waits for whom in a circle.
     """
+    absence = absences[0]
     sections = [
         (_heading(roster, ranks, absence), text)
         for ranks, text in _grouped(roster, absence.missing, reports, findings)
         + _grouped(roster, _others(roster, absence), reports, findings)
     ]
-    summary = clip_text("\n".join([_summary(absence), *disagreements]), _MAX_SUMMARY_BYTES)
+    summary = clip_text("\n".join([*map(_summary, absences), *disagreements]), _MAX_SUMMARY_BYTES)
     return _fit(summary, sections, verdict_room_bytes(len(absence.missing)))
 
 

@@ -32,6 +32,7 @@ MAX_TIMEOUT_MS = 10**12
 MAX_RANKS = 16_384
 UNIQUE_ID_BYTES = 128
 
+OF_MESSAGES = 0  # in place of a collective's number, which counts from 1: the rank waits in a message
 TO_GENERATION = 0  # as a request sequence: a push to all members, in answer to no request
 INVALID = 0  # kinds of refusal: the caller's mistake ...
 REFUSED = 1  # ... or a state of the run that forbids it

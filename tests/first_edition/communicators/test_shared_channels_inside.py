@@ -20,7 +20,7 @@ from gradsync.communicators.shared_memory import transfer as shared_transfer
 from gradsync.communicators.shared_memory import waiting as shared_waiting
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.channels import SharedChannels
-from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS, Transfer
+from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.flight_recorder import FlightRecorder
 
@@ -268,112 +268,25 @@ def test_the_other_half_of_an_exchange_ends_first() -> None:
     is_usable(ranks)
 
 
-@pytest.mark.parametrize("verb", ["send", "receive"])
-def test_two_ranks_that_wait_for_each_other_are_told(verb: str) -> None:
-    ranks = ranks_of(3, ranks=(2, 5, 8))
-    for size in (1, 7, 10**6):
-        errors = run(
-            ranks,
-            lambda rank, size=size: getattr(rank, verb)(values(size), 2),
-            lambda rank: None,
-            lambda rank: getattr(rank, verb)(values(3), 0),
-        )
-        error = told(errors, 0, 2)[0]
-        assert error.descriptions == {2: f"{verb}s message of uint8[{size}]", 8: f"{verb}s message of uint8[3]"}
-        assert "ranks 2 and 8 wait for each other" in str(error)
-    is_usable(ranks)
-
-
-def test_two_exchanges_may_wait_for_each_other_too() -> None:
-    """Ranks 0 and 1 send to each other, and each receives from rank 2 only: that half still comes."""
-
-    def serve(rank: Rank) -> None:
-        rank.send(values(10, 0), 0)
-        rank.send(values(10, 1), 1)
-
-    def swap(rank: Rank) -> Any:
-        into = np.zeros(10, np.uint8)
-        error = expect(gs.PlanMismatch, lambda: rank.exchange(values(5), 1 - rank.rank, into, 2))
-        assert (into == values(10, rank.rank)).all()
-        raise error
-
-    ranks = ranks_of(3)
-    told(run(ranks, swap, swap, serve), 0, 1)
-    is_usable(ranks)
-
-
-def test_an_exchange_of_which_one_half_is_over_may_wait_in_a_circle() -> None:
-    """Rank 1 sends twice; the first one arrives, for the second it waits, as rank 0 does for what it sends."""
-
-    def send_twice(rank: Rank) -> None:
-        rank.send(values(10), 0)
-        rank.send(values(7), 0)
-
-    ranks = ranks_of(2)
-    errors = run(ranks, lambda rank: rank.exchange(values(5), 1, np.zeros(10, np.uint8), 1), send_twice)
-    error = told(errors, 0, 1)[0]
-    assert error.descriptions == {0: "sends message of uint8[5]", 1: "sends message of uint8[7]"}
-    is_usable(ranks)
-
-
 @pytest.mark.parametrize("size", [0, 10])
-@pytest.mark.parametrize("then", ["send", "meet"])
-def test_a_peer_may_take_a_message_while_this_rank_looks(size: int, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_may_take_a_message_while_this_rank_looks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What rank 1 does next would be a deadlock, had it not taken the message meanwhile."""
     mine, other = ranks_of(2)
-    later = threading.Thread(target=lambda: other.send(values(5), 0) if then == "send" else other.meet(), daemon=True)
-    looking, owner, name = {
-        "send": (mine.channels._open_outgoing(1), Transfer, "closes_circle"),
-        "meet": (mine.barrier, SharedBarrier, "is_ahead"),
-    }[then]
-    look = getattr(owner, name)
+    later = threading.Thread(target=other.meet, daemon=True)
+    look = SharedBarrier.is_ahead
 
     def look_late(who: Any, *args: Any) -> bool:
-        if who is looking and later.ident is None:
+        if who is mine.barrier and later.ident is None:
             other.receive(np.zeros(size, np.uint8), 0)
             later.start()
             until(lambda: look(who, *args))
         return bool(look(who, *args))
 
-    monkeypatch.setattr(owner, name, look_late)
+    monkeypatch.setattr(SharedBarrier, "is_ahead", look_late)
     mine.send(values(size), 1)
-    if then == "send":
-        mine.receive(np.zeros(5, np.uint8), 1)
-    else:
-        mine.meet()
+    mine.meet()
     later.join(30)
     assert not later.is_alive()
-
-
-def test_an_exchange_that_has_only_begun_is_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 receives, and sees that rank 1 does so too, before it sees that rank 1 also sends."""
-    mine, other = ranks_of(2)
-    incoming, outgoing = mine.channels._open_incoming(1), mine.channels._open_outgoing(1)
-    is_awaiting_peer = incoming.is_awaiting_peer
-    looks = 0
-    has_looked = threading.Event()
-
-    def look() -> bool:
-        nonlocal looks
-        looks += incoming.closes_circle(outgoing)
-        is_awaiting = is_awaiting_peer()
-        if looks > 1:  # the look before this one saw that from its beginning
-            has_looked.set()
-        return is_awaiting
-
-    def copy_late(source: Any, target: Any) -> None:
-        assert has_looked.wait(30)
-        target[...] = source
-
-    monkeypatch.setattr(incoming, "is_awaiting_peer", look)
-    monkeypatch.setattr(shared_transfer, "copy_words", copy_late)
-    swapped = run(
-        [mine, other],
-        lambda rank: (rank.receive(np.zeros(5, np.uint8), 1), rank.send(values(7), 1))[0],
-        lambda rank: rank.exchange(values(5), 0, np.zeros(7, np.uint8), 0),
-    )
-    np.testing.assert_array_equal(swapped[0], values(5))
-    np.testing.assert_array_equal(swapped[1], values(7))
 
 
 def test_a_description_stands_until_it_was_read() -> None:
@@ -389,29 +302,6 @@ def test_a_description_stands_until_it_was_read() -> None:
         assert transfer.advance()
     assert sending.is_over
     assert receiving.is_over
-
-
-def test_who_has_given_up_waits_for_nothing_else() -> None:
-    """Rank 1 has heard what rank 0 was about to do, and goes into a collective, before rank 0 has heard that."""
-    ranks = mine, other = ranks_of(2)
-    outgoing = [rank.channels._open_outgoing(1 - rank.rank) for rank in ranks]
-    for rank, transfer in zip(ranks, outgoing, strict=True):
-        transfer.begin(message(values(3), 1 - rank.rank))
-    for rank, transfer in zip(ranks, outgoing, strict=True):
-        rank.channels._look_for_deadlocks([transfer])
-    for transfer in (outgoing[0], outgoing[1], outgoing[1]):
-        assert transfer.advance()
-    assert outgoing[1].is_over
-    later = threading.Thread(target=other.meet, daemon=True)
-    later.start()
-    until(lambda: mine.barrier.is_ahead(1))
-    mine.channels._look_for_deadlocks(outgoing[:1])
-    assert outgoing[0].advance()
-    assert outgoing[0].is_over
-    assert outgoing[0].is_circle
-    mine.meet()
-    later.join(30)
-    assert not later.is_alive()
 
 
 @pytest.mark.parametrize("verb", ["send", "receive"])
@@ -476,7 +366,7 @@ def test_everything_at_random() -> None:
         for step in range(600):
             first, second = (int(member) for member in shared.permutation(rank.world_size)[:2])
             size = int(shared.choice([0, 1, 1000, 5 * PIECE_BYTES]))
-            kind = shared.choice(["message", "ring", "barrier", "size", "both send", "both receive", "in barrier"])
+            kind = shared.choice(["message", "ring", "barrier", "size", "in barrier"])
             if own.random() < 0.2:
                 time.sleep(own.random() * 1e-3)
             try:
@@ -499,17 +389,14 @@ def take_part(rank: Rank, kind: str, first: int, second: int, size: int, step: i
         rank.exchange(values(size, step + rank.rank), to, into, source)
         assert (into == values(size, step + source)).all()
     elif rank.rank == first:
-        if kind == "both receive" or (kind == "in barrier" and step % 2):
+        if kind == "in barrier" and step % 2:
             rank.receive(into, second)
         else:
             rank.send(values(size, step), second)
     elif rank.rank == second:
-        if kind == "both send":
-            rank.send(values(size, step), first)
-        else:
-            rank.receive(np.zeros(size + 1, np.uint8) if kind == "size" else into, first)
-            assert kind == "message"
-            assert (into == values(size, step)).all()
+        rank.receive(np.zeros(size + 1, np.uint8) if kind == "size" else into, first)
+        assert kind == "message"
+        assert (into == values(size, step)).all()
 
 
 # What fails.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import gradsync as gs
+from gradsync.communicators import verdicts
 from gradsync.communicators.mpi import joining, reduction
 from gradsync.communicators.mpi.library import loaded_mpi
 from gradsync.communicators.mpi.unfinished import has_job_failed
@@ -76,8 +77,6 @@ def answers_other_ranks_differently(comm: Any) -> None:
         (lambda: comm.recv(array, 0), lambda: comm.all_reduce(array)),
         (lambda: comm.send(array, 0), comm.barrier),
         (lambda: comm.exchange(array, dest=0, out=array.copy(), source=0), comm.barrier),
-        (lambda: comm.send(array, 0), lambda: comm.send(array, LAST)),
-        (lambda: comm.recv(array, 0), lambda: comm.recv(array, LAST)),
     ]:
         try:
             (mine if comm.rank == LAST else theirs)()
@@ -87,6 +86,17 @@ def answers_other_ranks_differently(comm: Any) -> None:
             assert all(__file__ in line for line in error.places.values()), error
         assert comm.all_reduce(np.ones(3))[0] == comm.world_size
     tell("went on")
+
+
+def sends_to_the_other_first(comm: Any) -> None:
+    """Both ranks do."""
+    verdicts.WARN_AFTER_SECONDS = 0.2
+    array, peer = np.ones(3), 1 - comm.rank
+    comm.exchange(array, dest=peer, out=array.copy(), source=peer)
+    if comm.rank == 0:
+        comm.send(array, 1)  # the line of rank 0
+    else:
+        comm.send(array, 0)  # the line of rank 1
 
 
 def one_of_an_exchange_is_barred(comm: Any) -> None:
@@ -210,6 +220,7 @@ SCENES: dict[str, Callable[[Any], None]] = {
         closes,
         aborts,
         answers_other_ranks_differently,
+        sends_to_the_other_first,
         one_of_an_exchange_is_barred,
         threads_use_groups_of_their_own,
         groups_come_and_go,

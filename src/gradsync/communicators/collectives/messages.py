@@ -18,8 +18,8 @@ class Messages(CollectiveBase):
     def send(self, array: Any, dest: int, *, stream: Any = None) -> None:
         """Sends an array to one other rank, which must call recv. Returns when that rank has taken it.
 
-        Two ranks that both send first wait for each other: use exchange. On a GPU it returns when the message has been
-        launched.
+        Two ranks that both send first wait for each other until the deadline, as do two that both receive first: use
+        exchange. On a GPU it returns when the message has been launched.
 
         Args:
             array: array of any shape, layout and dtype without Python objects, on this communicator's device.

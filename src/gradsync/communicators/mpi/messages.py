@@ -1,9 +1,9 @@
 """Messages between two ranks over MPI.
 
 Both ends of a message first greet each other with what they believe it to be; only where they agree does it travel. So
-a send returns when the receiver has come, ranks that differ both know it before anything is written, and two ranks that
-wait for each other in the same direction find that out. A rank whose peer waits for it in a collective is told, and
-joins that collective in disagreement. Both halves of an exchange get on by themselves.
+a send returns when the receiver has come, and ranks that differ both know it before anything is written. A rank whose
+peer waits for it in a collective is told, and joins that collective in disagreement. Both halves of an exchange get on
+by themselves.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from gradsync.reduction import Array
 
 _TEXT_BYTES = 4096  # description of a message, for PlanMismatch
 
-# What a greeting says: what the message is believed to be, whether the sender of the greeting does the opposite for the
-# same peer at the same time, and how many collectives it has begun.
-_DIGEST, _IS_ANSWERING, _BEGUN = range(3)
-_HELLO_WORDS = 3
+# What a greeting says: what the message is believed to be, and how many collectives the rank that greets has begun.
+_DIGEST, _BEGUN = range(2)
+_HELLO_WORDS = 2
 
 # Which notice bars the greeting of which tag.
 _BARRED = {TAG_HELLO_OF_SENDER: TAG_BARRED_SENDER, TAG_HELLO_OF_RECEIVER: TAG_BARRED_RECEIVER}
@@ -65,17 +64,17 @@ class MpiMessages:
         """Sends a message, receives one, or both at once; returns when both have ended.
 
         Raises:
-            PlanMismatch: on both ranks of a message, when they disagree on it, or when each waits for the other; on
-                all ranks, when the peer waits for this one in a collective.
-            RankFailed, CollectiveTimeout: the peer died, has closed the communicator, or did not come.
+            PlanMismatch: on both ranks of a message, when they disagree on it; on all ranks, when the peer waits for
+                this one in a collective.
+            RankFailed, CollectiveTimeout: the peer died, has closed the communicator, or did not come; or waits for
+                this one, as both send first.
         """
         if send is not None and receive is not None and send.peer == self._transport.rank:
             copy_words(send.flat, receive.flat)
             return
-        is_pair = send is not None and receive is not None and send.peer == receive.peer
         requests: list[Any] = []  # one list: should the wait be given up, all of it is kept
         halves = [
-            _Half(self._transport, self._early, message, requests, is_sending=is_sending, is_answering=is_pair)
+            _Half(self._transport, self._early, message, requests, is_sending=is_sending)
             for message, is_sending in ((receive, False), (send, True))
             if message is not None
         ]
@@ -115,7 +114,7 @@ class MpiMessages:
     def _raise_mismatch(self, half: _Half, theirs: str) -> NoReturn:
         own, other = self._ranks[self._transport.rank], self._ranks[half.peer]
         descriptions = {own: Description.parse(half.text), other: Description.parse(theirs)}
-        raise message_mismatch(self._label, descriptions, is_circle=half.is_circle)
+        raise message_mismatch(self._label, descriptions)
 
 
 class _Half:
@@ -127,14 +126,12 @@ class _Half:
         message: what is to be sent, or room for what comes.
         requests: gets all of MPI's that it begins.
         is_sending: which of the two.
-        is_answering: whether this rank does the opposite for the same peer at the same time.
 
     Attributes:
         peer: the other rank.
         agreement: what this rank believes the message to be.
         text: the same for the peer, where the two differ.
         theirs: what the peer was about to do, where that differs.
-        is_circle: whether the peer waits for this rank in the same direction.
         is_barred: whether the peer waits for this rank in a collective.
     """
 
@@ -146,19 +143,16 @@ class _Half:
         requests: list[Any],
         *,
         is_sending: bool,
-        is_answering: bool,
     ) -> None:
         self._transport = transport
         self._early = early
         self._message = message
         self._requests = requests
         self._is_sending = is_sending
-        self._is_answering = is_answering
         self.peer = message.peer
         self.agreement = message.agreement
         self.text = ""
         self.theirs: str | None = None
-        self.is_circle = False
         self.is_barred = False
         tags = TAG_HELLO_OF_SENDER, TAG_HELLO_OF_RECEIVER
         self._own_tag, self._other_tag = tags if is_sending else tags[::-1]
@@ -169,7 +163,7 @@ class _Half:
     def _greet(self) -> None:
         comm, peer = self._transport.comm, self.peer
         begun = self._transport.waiting.begun
-        self._mine = np.array([self.agreement.digest, self._is_answering, begun], np.uint64)
+        self._mine = np.array([self.agreement.digest, begun], np.uint64)
         self._greeting = comm.Isend(self._mine, peer, self._own_tag)
         self._requests.append(self._greeting)
         self._last_step: list[Any] | None = None  # requests of what follows the greetings
@@ -195,7 +189,7 @@ class _Half:
             if self._hearing.Test():
                 self._theirs_is(self._hello)
             else:
-                self._look_for_deadlock()
+                self._look_for_notice()
         if self._last_step is None or not self._transport.mpi.Request.Testall([self._greeting, *self._last_step]):
             return False
         if self._texts is not None:
@@ -223,27 +217,12 @@ class _Half:
         self._last_step = self._transport.post(sends, receives, tag)
         self._requests += self._last_step
 
-    def _look_for_deadlock(self) -> None:
-        """Finds out whether the peer waits for this rank elsewhere: in the same direction, or in a collective."""
-        comm, notice = self._transport.comm, _BARRED[self._own_tag]
-        if comm.Iprobe(self.peer, notice):
+    def _look_for_notice(self) -> None:
+        """Finds out whether the peer waits for this rank in a collective."""
+        notice = _BARRED[self._own_tag]
+        if self._transport.comm.Iprobe(self.peer, notice):
             self._transport.take(self.peer, notice, 0)
-            self._stop_hearing()
+            self._hearing.Cancel()
+            self._hearing.Wait()
             self.is_barred = True
             self._last_step = []
-        elif not self._is_answering and comm.Iprobe(self.peer, self._own_tag):
-            # What the peer did before it began to wait has come before its greeting.
-            if self._hearing.Test():
-                self._theirs_is(self._hello)
-                return
-            hello = self._transport.take(self.peer, self._own_tag, _HELLO_WORDS)
-            if hello[_IS_ANSWERING]:  # it does both at once, and will come to this message too
-                self._early[self.peer, self._own_tag] = hello
-                return
-            self._stop_hearing()
-            self.is_circle = True
-            self._exchange_texts()
-
-    def _stop_hearing(self) -> None:
-        self._hearing.Cancel()
-        self._hearing.Wait()

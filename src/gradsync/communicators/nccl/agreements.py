@@ -14,7 +14,6 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from gradsync.communicators.agreement import Agreement, on_behalf
-from gradsync.communicators.nccl.crossed_messages import CrossedMessages
 from gradsync.communicators.nccl.predicted_agreement import PredictedAgreement
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import PlanMismatch
@@ -105,7 +104,7 @@ class NcclAgreements:
         answers = {question: answer for question, answer in repeated.items() if answer is not None}
         asked = [question for question in questions if question not in answers]
         if asked and len(questions) == 1:
-            answers[asked[0]] = self._ask_alone(asked[0])
+            answers[asked[0]] = self._ask(asked[0])
         elif asked:
             coming = self._ask_at_once(asked)
             while len(answers) < len(questions):
@@ -169,30 +168,11 @@ class NcclAgreements:
             return None
         return Answer(Agreed(agreement, position, self._peer(question)))
 
-    def _ask_alone(self, question: Question) -> Answer:
-        """Asks while this rank does nothing else, and so may find that the other one waits for it in the same way."""
-        low, high = sorted((question.sender, question.receiver))
-        ways = self._of_way(low, high), self._of_way(high, low)
-        crossed = CrossedMessages(
-            self._pairs[low, high],
-            self._label,
-            (ways[0].position, ways[1].position),
-            question.agreement,
-            sends=question.sender == self._client.rank,
-        )
-        answer = self._ask(question, crossed.look)
-        if crossed.were_found:
-            for way in ways:
-                way.pass_over()  # so that what was said of these positions means nothing from here on
-        else:
-            crossed.withdraw()
-        return answer
-
-    def _ask(self, question: Question, look_around: Callable[[], None] | None = None) -> Answer:
+    def _ask(self, question: Question) -> Answer:
         agreement = self._of_message(question)
         position = agreement.position
         try:
-            agreement.next(question.agreement, look_around)
+            agreement.next(question.agreement)
         except PlanMismatch as error:
             if error.broken:
                 raise

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from gradsync.communicators.agreement import Agreement, Description, mismatch, place_of_caller
 from gradsync.communicators.closing_notices import ClosingNotices
@@ -104,12 +104,11 @@ class PredictedAgreement:
         """Number of the next event."""
         return self._position
 
-    def next(self, agreement: Agreement, look_around: Callable[[], None] | None = None) -> None:
+    def next(self, agreement: Agreement) -> None:
         """Returns once this rank may launch the event.
 
         Args:
             agreement: what this rank believes all ranks are about to do.
-            look_around: called now and then while the others do not answer; raises when they are not going to.
 
         Raises:
             PlanMismatch: the ranks differ; where it is `broken`, the communicator must not be used again.
@@ -118,12 +117,15 @@ class PredictedAgreement:
         if self.repeats(agreement):
             return
         position = self._position
-        verdict = self._ask(position, agreement.digest, look_around)
+        verdict = self._ask(position, agreement.digest)
         if verdict is Verdict.SAME:
             with self._lock:
                 self._advance(agreement.digest, None)
             return
-        self.pass_over()
+        with self._lock:
+            self._position += 1
+            self._launched.append(None)
+            self._history.break_off()
         raise self._disagreement(position, agreement, broken=verdict is Verdict.PASSED)
 
     def repeats(self, agreement: Agreement) -> bool:
@@ -139,13 +141,6 @@ class PredictedAgreement:
             self._advance(agreement.digest, agreement)
             self._launching_thread = threading.get_ident()
             return True
-
-    def pass_over(self) -> None:
-        """Leaves an event behind that is not to be, on all ranks."""
-        with self._lock:
-            self._position += 1
-            self._launched.append(None)
-            self._history.break_off()
 
     def overtaken(self) -> PlanMismatch | None:
         """Returns the error of a rank that launched an event which the others did not; None while there is none."""
@@ -203,7 +198,7 @@ class PredictedAgreement:
             self._told = position, f"{place}\n{launched.describe()}"
             return PassedEvent(launched.digest, self._told[1])
 
-    def _ask(self, position: int, digest: int, look_around: Callable[[], None] | None) -> Verdict:
+    def _ask(self, position: int, digest: int) -> Verdict:
         began = time.monotonic()
         while True:
             left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
@@ -212,8 +207,6 @@ class PredictedAgreement:
                     self._group, position, digest, timeout_seconds=min(left_seconds, _ASK_AGAIN_AFTER_SECONDS)
                 )
             except RendezvousTimeout as error:
-                if look_around is not None:
-                    look_around()
                 self.look_for_closed_ranks(math.inf)  # who has closed answers no more, wherever it had come to
                 waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
                 if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:

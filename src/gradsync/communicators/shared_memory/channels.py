@@ -2,7 +2,7 @@
 
 What a message is for its sender and its receiver, transfer.py says; here both directions of a rank are driven
 at once, so that ranks that exchange in pairs or rings of any size never wait for each other, and what a rank waits for
-is watched: for failures as at the barrier, and for what cannot come because the other rank waits for this one.
+is watched: for failures as at the barrier, and for what cannot come because the other rank is in a collective.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class SharedChannels:
         self._words = memory[:lines].cast("Q")
         self._board = TextBoard(memory[lines:texts], _TEXT_BYTES)
         self._slots = np.frombuffer(memory[texts:slots], np.uint8).reshape(world_size, SLOTS, PIECE_BYTES)
-        self._intents = 2 * world_size * world_size * _LINE_WORDS
-        self._intent = self._intents + rank * _LINE_WORDS
         self._outgoing: dict[int, Outgoing] = {}  # by peer; made when first needed
         self._incoming: dict[int, Incoming] = {}
 
@@ -65,9 +63,10 @@ class SharedChannels:
             receive: comes from the rank `receive.peer`; its array can be written to.
 
         Raises:
-            PlanMismatch: on both ranks of a message, when they disagree on it, or when each of them waits for the
-                other; on all ranks, when the other one waits for this one in a collective.
-            RankFailed, CollectiveTimeout: as for SharedBarrier.meet; who is missing is the peer.
+            PlanMismatch: on both ranks of a message, when they disagree on it; on all ranks, when the other one waits
+                for this one in a collective.
+            RankFailed, CollectiveTimeout: as for SharedBarrier.meet; who is missing is the peer. So end two ranks that
+                wait for each other, as both send first.
         """
         if send is not None and receive is not None and send.peer == self._rank:
             copy_words(send.flat, receive.flat)
@@ -78,7 +77,6 @@ class SharedChannels:
         if send is not None:
             moves.append((self._outgoing.get(send.peer) or self._open_outgoing(send.peer), send))
         transfers = [transfer for transfer, _ in moves]
-        self._words[self._intent] = _intent(transfers)  # first: who finds a message posted may look here
         for transfer, message in moves:
             transfer.begin(message)
         self._drive(transfers)
@@ -110,22 +108,10 @@ class SharedChannels:
     # -- What cannot come --------------------------------------------------------------------------------------
 
     def _look_for_deadlocks(self, pending: Sequence[Transfer]) -> None:
-        """Gives up what is sure not to come; a peer that may only be late is waited for."""
-        self._words[self._intent] = _intent(pending)  # of an exchange, one half may be over
-        barred = 0
-        for transfer in pending:
-            opposite = self._opposite(transfer)
-            is_in_collective = self._barrier.is_ahead(transfer.peer)
-            is_circle = transfer.closes_circle(opposite) and not self._is_answering(transfer)
-            # Last: what the peer did before it came to where it waits is seen then.
-            if not transfer.is_awaiting_peer():
-                continue
-            if is_in_collective:
-                barred += 1
-            elif is_circle:
-                transfer.give_up_with(opposite)
-        # Others may still end. Who was left alone in the middle of one would not know how far it came.
-        if barred == len(pending):
+        """Gives up where all the peers wait for this rank in a collective; one that may only be late is waited for."""
+        # In this order: what the peer did before it came to where it waits is seen then. And of all, or of none: others
+        # may still end. Who was left alone in the middle of one would not know how far it came.
+        if all(self._barrier.is_ahead(transfer.peer) and transfer.is_awaiting_peer() for transfer in pending):
             self._join_collective(pending)
 
     def _join_collective(self, barred: Sequence[Transfer]) -> NoReturn:
@@ -134,20 +120,10 @@ class SharedChannels:
             transfer.withdraw()
         self._barrier.meet_in_disagreement(agreement)
 
-    def _opposite(self, transfer: Transfer) -> Transfer:
-        if isinstance(transfer, Outgoing):
-            return self._incoming.get(transfer.peer) or self._open_incoming(transfer.peer)
-        return self._outgoing.get(transfer.peer) or self._open_outgoing(transfer.peer)
-
-    def _is_answering(self, transfer: Transfer) -> bool:
-        """Whether the peer, which waits for this rank, means to do its part of the transfer besides."""
-        sends_to, receives_from = divmod(self._words[self._intents + transfer.peer * _LINE_WORDS], 1 << 32)
-        return (receives_from if isinstance(transfer, Outgoing) else sends_to) == self._rank + 1
-
     def _raise_mismatch(self, transfer: Transfer, descriptions: tuple[str, str]) -> NoReturn:
         ranks = self._waiting.ranks
         both = zip((ranks[self._rank], ranks[transfer.peer]), map(Description.parse, descriptions), strict=True)
-        raise message_mismatch(self._waiting.label, dict(both), is_circle=transfer.is_circle)
+        raise message_mismatch(self._waiting.label, dict(both))
 
     # -- Memory ------------------------------------------------------------------------------------------------
 
@@ -181,17 +157,9 @@ class SharedChannels:
 
 
 def _areas(world_size: int) -> tuple[int, int, int]:
-    """Returns the bytes of the lines of all channels and ranks, of the texts, and of the slots."""
-    lines = (2 * world_size * world_size + world_size) * _LINE_WORDS * 8
+    """Returns the bytes of the lines of all channels, of the texts, and of the slots."""
+    lines = 2 * world_size * world_size * _LINE_WORDS * 8
     return lines, 2 * world_size * _TEXT_BYTES, world_size * SLOTS * PIECE_BYTES
-
-
-def _intent(transfers: Sequence[Transfer]) -> int:
-    """Returns whom a rank sends to and receives from, each counted from 1 and 0 for nobody, in one word."""
-    word = 0
-    for transfer in transfers:
-        word |= (transfer.peer + 1) << (32 if isinstance(transfer, Outgoing) else 0)
-    return word
 
 
 class _Progress:

@@ -68,7 +68,6 @@ class Transfer:
         peer: see above.
         is_over: whether the last message was moved, or both sides know that it cannot be.
         descriptions: what this rank and the peer were about to do, where that did not fit.
-        is_circle: whether it did not because each of the two waited for the other.
     """
 
     verb: str
@@ -79,7 +78,6 @@ class Transfer:
         self.peer = peer
         self.is_over = True
         self.descriptions: tuple[str, str] | None = None
-        self.is_circle = False
         self._words = words
         self._board = board
         self._own = own
@@ -88,7 +86,7 @@ class Transfer:
         self._other_line = other.line
         self._slots = slots
         self._number = 0
-        self._dispute: _Dispute | None = None
+        self._dispute: str | None = None  # what this rank was about to do, as long as the message does not fit
 
     def begin(self, message: Message) -> None:
         """Posts the next message."""
@@ -98,7 +96,7 @@ class Transfer:
         self._number = number = self._number + 1
         self._pieces = -(-data.size // PIECE_BYTES)
         self._done = 0
-        self._has_met = self.is_over = self.is_circle = False
+        self._has_met = self.is_over = False
         self._dispute = self.descriptions = None
         words[line + _DIGESTS + (number & 1)] = message.agreement.digest
         words[line + _SIZES + (number & 1)] = data.size
@@ -141,7 +139,7 @@ class Transfer:
             if not self._pieces:
                 self._end()
         else:
-            self._disagree(self._other, self._number)
+            self._disagree()
         return True
 
     def _piece(self, number: int) -> tuple[Array, Array]:
@@ -163,44 +161,27 @@ class Transfer:
             return False
         return self._words[self._other_line + _NUMBER] < self._number
 
-    def closes_circle(self, opposite: Transfer) -> bool:
-        """Whether the peer in turn waits for this rank, in the opposite direction; then both sides give up.
-
-        To be called only where this transfer waits for the peer, and this rank does nothing in that direction. The
-        peer cannot go on then, so what it does is certain.
-
-        Args:
-            opposite: the messages of the other direction between the two.
-        """
-        return self._words[opposite._other_line + _NUMBER] > opposite._number
-
-    def give_up_with(self, opposite: Transfer) -> None:
-        """Counts this message and the one that the peer has posted in the opposite direction as used up."""
-        self.is_circle = True
-        opposite._number = self._words[opposite._other_line + _NUMBER]
-        self._disagree(opposite._other, opposite._number)
-
     def withdraw(self) -> None:
         """Takes back a message that the peer has not posted, and will not before this rank does something else."""
         self._number -= 1
         self._words[self._line + _NUMBER] = self._number
         self._end()
 
-    def _disagree(self, other: Side, number: int) -> None:
+    def _disagree(self) -> None:
         text = f"{place_of_caller()}\n{self.verb} {self.agreement.describe()}"
         self._board.write(self._own.place, text.encode(errors="backslashreplace"))
         self._words[self._line + _TOLD] = self._number
-        self._dispute = _Dispute(self._text_of(self._own), other, number)  # read back: as short as the peer reads it
+        self._dispute = self._text_of(self._own)  # read back: as short as the peer reads it
 
-    def _settle(self, dispute: _Dispute) -> bool:
+    def _settle(self, dispute: str) -> bool:
         """Reads the other's description; it may write the next one once this rank tells that it has."""
-        words, other = self._words, dispute.other.line
+        words, other = self._words, self._other_line
         if self.descriptions is None:
-            if words[other + _TOLD] < dispute.number:
+            if words[other + _TOLD] < self._number:
                 return False
-            self.descriptions = (dispute.text, self._text_of(dispute.other))
+            self.descriptions = (dispute, self._text_of(self._other))
             words[self._line + _HEARD] = self._number
-        elif words[other + _HEARD] < dispute.number:
+        elif words[other + _HEARD] < self._number:
             return False
         else:
             self._end()
@@ -265,20 +246,3 @@ class Incoming(Transfer):
         if self._done == self._pieces:
             self._end()
         return True
-
-
-class _Dispute:
-    """One message that does not fit.
-
-    Args:
-        text: what this rank was about to do.
-        other: the side of the peer that it was up against.
-        number: of the message there.
-    """
-
-    __slots__ = ("number", "other", "text")
-
-    def __init__(self, text: str, other: Side, number: int) -> None:
-        self.text = text
-        self.other = other
-        self.number = number
