@@ -15,10 +15,10 @@ import gradsync as gs
 from gradsync.communicators.shared_memory import segment as shared_segment
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
-    allocate,
     create_segment,
     map_segment,
     populate,
+    reserve,
     take_segment,
 )
 
@@ -62,14 +62,11 @@ def test_what_is_populated_is_not_faulted_in_later(kind: type[mmap.mmap]) -> Non
 
 def test_what_is_not_allocated_at_first_can_be_later() -> None:
     page = mmap.PAGESIZE
-    descriptor = create_segment(100 * page, [(0, 2 * page), (99 * page, 100 * page)])
-    assert os.fstat(descriptor).st_blocks * 512 == 3 * page
-    kept = os.dup(descriptor)
-    mapping = map_segment(descriptor)
-    assert allocate(mapping, 2 * page, 50 * page)
-    assert os.fstat(kept).st_blocks * 512 == 51 * page
-    os.close(kept)
-    mapping.close()
+    descriptor = create_segment(100 * page, allocated=False)
+    assert os.fstat(descriptor).st_blocks == 0
+    reserve(descriptor, 2 * page, 50 * page)
+    assert os.fstat(descriptor).st_blocks * 512 == 48 * page
+    os.close(descriptor)
 
 
 def test_too_large_is_a_clear_error_and_leaks_nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,25 +66,20 @@ class AllAtOnce:
         """Reduces each source into its target."""
         size, itemsize = self._size, self._dtype.itemsize
         size_bytes = size * itemsize
-        at = self._rings.take(size_bytes) // itemsize
+        at = self._rings.next_place(size_bytes) // itemsize
         laps = tracing.laps_of(self._recorder)
-        began = time.perf_counter()
         own, own_words = self._rings.of(self._dtype)[self._rank], self._rings.of(self._word)[self._rank]
         for begin, end, sources in self._published:
             if len(sources) == 1:
                 copy_words(sources[0], own_words[at + begin : at + end])
             else:
                 np.concatenate(sources, out=own[at + begin : at + end])
-        self._rings.wrote(size_bytes, began)
         if laps is not None:
             laps.end("packing")
         self._barrier.meet(agreement)
         if laps is not None:
             laps.end("waiting")
-        contributions = [
-            ring[place // itemsize :][:size]
-            for ring, place in zip(self._rings.of(self._dtype), self._rings.places(size_bytes), strict=True)
-        ]
+        contributions = [ring[at : at + size] for ring in self._rings.of(self._dtype)]
         reduce_into(self._op, contributions, self._result, self._accumulator)
         if self._is_finite is not None:
             self._finder.look(self._is_finite, self._result, contributions, 0)

@@ -1,7 +1,7 @@
 """The meeting point of the ranks of a shared-memory communicator.
 
 A rank arrives by storing the number of the round in its line of waiting.py. The 64-bit digest of what it is
-about to do lies in the same line, so that comparing the ranks' plans costs nothing; so does where its data are.
+about to do lies in the same line, so that comparing the ranks' plans costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from gradsync.communicators.verdicts import Verdicts
 # Words of a rank's line.
 _ARRIVALS = 0  # the number of the last round that the rank has arrived at
 _DIGESTS = 1  # two words, even and odd rounds: a fast rank may be one round ahead of a slow reader, never two
-_PLACES = 6  # two words, likewise: where the rank has put what it gives
 _TEXT_BYTES = 16384  # description of the collective, for PlanMismatch
 
 _NO_DIGEST = 0
@@ -76,7 +75,6 @@ class SharedBarrier:
         self._texts = TextBoard(memory[of_waiting : of_waiting + world_size * _TEXT_BYTES], _TEXT_BYTES)
         self._line = rank * WORDS_PER_RANK
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._lines = range(0, world_size * WORDS_PER_RANK, WORDS_PER_RANK)
         self._arrivals = [peer * WORDS_PER_RANK + _ARRIVALS for peer in self._peers]
         self.round = 0
 
@@ -88,15 +86,6 @@ class SharedBarrier:
         and so are done with reading it.
         """
         return (self.round + 1) & 1
-
-    def post_place(self, place: int) -> None:
-        """Tells the others a number for the next round."""
-        self._words[self._line + _PLACES + ((self.round + 1) & 1)] = place
-
-    def posted_places(self) -> list[int]:
-        """Returns the numbers of all ranks for the round in which they have just met, of this rank too."""
-        words, at = self._words, _PLACES + (self.round & 1)
-        return [words[line + at] for line in self._lines]
 
     def meet(self, agreement: Agreement) -> None:
         """Waits until every rank has arrived, and compares what they are about to do.

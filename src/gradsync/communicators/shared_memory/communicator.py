@@ -6,7 +6,6 @@ What moves the bytes is in the other files of this room; here is the way to a co
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from gradsync.communicators.shared_memory.layout import (
     ROUND_BYTES,
     SMALL_BYTES,
     create_shared_memory,
-    parts_in_use,
+    segment_bytes,
 )
 from gradsync.communicators.shared_memory.movement import SharedMovement
 from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
@@ -41,7 +40,6 @@ from gradsync.communicators.shared_memory.rings import SharedRings
 from gradsync.communicators.shared_memory.scratch import Scratch
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
-    allocate,
     map_segment,
     populate,
     take_segment,
@@ -90,19 +88,11 @@ class SharedMemoryCommunicator(Communicator):
         self._barrier = SharedBarrier(
             self._memory[:header], rank, world_size, timeout_seconds, verdicts, ranks=self.ranks, label=self.label
         )
-        self._rings = SharedRings(
-            self._memory[header:],
-            world_size,
-            ROUND_BYTES,
-            self._barrier,
-            rank,
-            partial(_allocate, self._mapping, header),
-        )
+        self._rings = SharedRings(self._memory[header:], world_size, ROUND_BYTES, self._barrier)
         self._slots = Slots(self._memory[header + self._rings.bytes :], world_size, CHUNK_BYTES)
         channels = header + self._rings.bytes + self._slots.bytes
         self._channels = SharedChannels(self._memory[channels:], rank, world_size, self._barrier)
-        for part in parts_in_use(world_size):
-            populate(self._mapping, *part)
+        populate(self._mapping, 0, segment_bytes(world_size))
         scratch = Scratch(CHUNK_BYTES)
         share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
         sizes = SMALL_BYTES, CHUNK_BYTES, ROUND_BYTES, share_bytes
@@ -234,10 +224,6 @@ class SharedMemoryCommunicator(Communicator):
             self._memory.release()
             self._mapping.close()
         del self._memory, self._mapping
-
-
-def _allocate(mapping: mmap.mmap, offset: int, begin: int, end: int) -> bool:
-    return allocate(mapping, offset + begin, offset + end)
 
 
 def connect_shared_memory(

@@ -122,7 +122,7 @@ class Handover(NamedTuple):
 
 
 def _open_offer(size_bytes: int) -> tuple[int, SegmentOffer]:
-    descriptor = create_segment(size_bytes, [])
+    descriptor = create_segment(size_bytes, allocated=False)
     try:
         return descriptor, SegmentOffer()
     except OSError as error:

@@ -28,21 +28,13 @@ def segment_bytes(world_size: int) -> int:
     return header_bytes(world_size) + own_bytes + SharedChannels.bytes_for(world_size)
 
 
-def parts_in_use(world_size: int) -> list[tuple[int, int]]:
-    """Returns what is used from the beginning, as (begin, end): all but the long rings."""
-    header = header_bytes(world_size)
-    slots = header + SharedRings.bytes_for(world_size, ROUND_BYTES)
-    rings = [(header + begin, header + end) for begin, end in SharedRings.parts_in_use(world_size, ROUND_BYTES)]
-    return [(0, header), *rings, (slots, segment_bytes(world_size))]
-
-
 def create_shared_memory(world_size: int) -> int:
     """Returns the descriptor of memory for a communicator of so many ranks.
 
     Raises:
         BackendUnavailable: there is not enough, or no way to share it.
     """
-    return create_segment(segment_bytes(world_size), parts_in_use(world_size))
+    return create_segment(segment_bytes(world_size))
 
 
 def check_memory(world_size: int) -> None:

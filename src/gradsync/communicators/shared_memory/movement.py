@@ -6,7 +6,6 @@ ranks still read one, others already write the next.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -45,48 +44,44 @@ class SharedMovement:
         ring = self._rings.of(_BYTE)[root]
         for begin, end in self._rounds(sum(sizes), self._round_bytes):
             size = end - begin
-            at = self._rings.take(size)
+            at = self._rings.next_place(size)
             pieces = [flats[array][low:high] for array, low, high in pieces_between(sizes, begin, end)]
             if self._rank == root and pieces:
-                began = time.perf_counter()
                 pack_words(pieces, ring[at : at + size])
-                self._rings.wrote(size, began)
             self._barrier.meet(agreement)
             if self._rank != root and pieces:
-                at = self._rings.places(size)[root]
                 split_words(ring[at : at + size], pieces)
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         """Gathers the bytes of all ranks on all ranks."""
         own = target[part_of(bounds, self._rank)]
         for begin, end in self._rounds(largest_part(bounds), self._round_bytes):
-            at = self._rings.take(end - begin)
+            at = self._rings.next_place(end - begin)
             part = source[begin:end]
             self._write(part, at)
             self._meet(agreement, part, own[begin:end], is_first=begin == 0)
-            self._fetch_all(target, bounds, begin, end)
+            self._fetch_all(target, bounds, begin, end, at)
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """Gathers the bytes of all ranks on the root."""
         for begin, end in self._rounds(largest_part(bounds), self._round_bytes):
-            at = self._rings.take(end - begin)
+            at = self._rings.next_place(end - begin)
             part = source[begin:end]
             if target is None:
                 self._write(part, at)
                 self._barrier.meet(agreement)
                 continue
             self._meet(agreement, part, target[part_of(bounds, root)][begin:end], is_first=begin == 0)
-            self._fetch_all(target, bounds, begin, end)
+            self._fetch_all(target, bounds, begin, end, at)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """Deals out the root's bytes; in its region there is a share for each of the others."""
         for begin, end in self._rounds(largest_part(bounds), self._share_bytes):
             region_bytes = shares_bytes(self._world_size, end - begin)
-            at = self._rings.take(region_bytes)
+            at = self._rings.next_place(region_bytes)
             if source is None:
                 self._barrier.meet(agreement)
-                place = self._rings.places(region_bytes)[root] + share_begin(root, self._rank, end - begin)
-                self._fetch(root, place, target[begin:end])
+                self._fetch(root, at + share_begin(root, self._rank, end - begin), target[begin:end])
                 continue
             for peer in self._peers:
                 part = source[part_of(bounds, peer)][begin:end]
@@ -109,27 +104,23 @@ class SharedMovement:
         own_target = target[part_of(receive_bounds, rank)]
         for begin, end in self._rounds(largest, self._share_bytes):
             region_bytes = shares_bytes(self._world_size, end - begin)
-            at = self._rings.take(region_bytes)
+            at = self._rings.next_place(region_bytes)
             for peer in self._peers:
                 part = source[part_of(send_bounds, peer)][begin:end]
                 self._write(part, at + share_begin(rank, peer, end - begin))
             self._meet(agreement, own_source[begin:end], own_target[begin:end], is_first=begin == 0)
-            places = self._rings.places(region_bytes)
             for peer in self._peers:
                 part = target[part_of(receive_bounds, peer)][begin:end]
-                self._fetch(peer, places[peer] + share_begin(peer, rank, end - begin), part)
+                self._fetch(peer, at + share_begin(peer, rank, end - begin), part)
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """Returns the numbers of every rank, as many on each as fit into a round."""
         count, itemsize = len(numbers), _NUMBER.itemsize
         rings = self._rings.of(_NUMBER)
-        begin = self._rings.take(count * itemsize) // itemsize
+        begin = self._rings.next_place(count * itemsize) // itemsize
         rings[self._rank][begin : begin + count] = numbers
         self._barrier.meet(agreement)
-        places = [place // itemsize for place in self._rings.places(count * itemsize)]
-        return [
-            [int(number) for number in ring[place : place + count]] for ring, place in zip(rings, places, strict=True)
-        ]
+        return [[int(number) for number in ring[begin : begin + count]] for ring in rings]
 
     @staticmethod
     def _rounds(size: int, step: int) -> Iterator[tuple[int, int]]:
@@ -150,17 +141,14 @@ class SharedMovement:
             copy_words(kept, own)
 
     def _write(self, part: Array, at: int) -> None:
-        """Copies bytes to a place in this rank's ring."""
-        began = time.perf_counter()
+        """Copies bytes to a place in this rank's memory."""
         copy_words(part, self._rings.of(_BYTE)[self._rank][at : at + part.size])
-        self._rings.wrote(part.size, began)
 
     def _fetch(self, owner: int, at: int, part: Array) -> None:
-        """Copies bytes from a place in a rank's ring."""
+        """Copies bytes from a place in a rank's memory."""
         copy_words(self._rings.of(_BYTE)[owner][at : at + part.size], part)
 
-    def _fetch_all(self, target: Array, bounds: Bounds, begin: int, end: int) -> None:
-        """Copies bytes [begin, end) of the others' parts, as far as they have them, from the regions of this round."""
-        places = self._rings.places(end - begin)
+    def _fetch_all(self, target: Array, bounds: Bounds, begin: int, end: int, at: int) -> None:
+        """Copies bytes [begin, end) of the others' parts, as far as they have them, out of the regions at `at`."""
         for peer in self._peers:
-            self._fetch(peer, places[peer], target[part_of(bounds, peer)][begin:end])
+            self._fetch(peer, at, target[part_of(bounds, peer)][begin:end])

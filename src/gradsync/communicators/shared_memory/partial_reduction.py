@@ -6,8 +6,6 @@ products, as there.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
@@ -45,15 +43,15 @@ class PartialReduction:
         for begin in range(0, max(largest, 1), step):
             share_bytes = min(step, largest - begin) * dtype.itemsize
             region_bytes = shares_bytes(self._world_size, share_bytes)
-            at = self._rings.take(region_bytes)
+            at = self._rings.next_place(region_bytes)
             for peer in self._peers:
                 part = source[part_of(bounds, peer)][begin : begin + step]
                 self._publish(part, at + share_begin(self._rank, peer, share_bytes))
             self._barrier.meet(agreement)
             result = target[begin : begin + step]
             contributions = [
-                self._contribution(owner, place + share_begin(owner, self._rank, share_bytes), result)
-                for owner, place in enumerate(self._rings.places(region_bytes))
+                self._contribution(owner, at + share_begin(owner, self._rank, share_bytes), result)
+                for owner in range(self._world_size)
             ]
             contributions[self._rank] = own[begin : begin + step]
             self._reduce(op, contributions, result)
@@ -63,13 +61,12 @@ class PartialReduction:
         step = self._round_bytes // source.dtype.itemsize
         for begin in range(0, max(source.size, 1), step):
             part = source[begin : begin + step]
-            at = self._rings.take(part.nbytes)
+            at = self._rings.next_place(part.nbytes)
             if target is None:
                 self._publish(part, at)
             self._barrier.meet(agreement)
             if target is not None:
-                places = self._rings.places(part.nbytes)
-                contributions = [self._contribution(owner, place, part) for owner, place in enumerate(places)]
+                contributions = [self._contribution(owner, at, part) for owner in range(self._world_size)]
                 contributions[root] = part
                 self._reduce(op, contributions, target[begin : begin + step])
 
@@ -91,6 +88,5 @@ class PartialReduction:
 
     def _publish(self, part: Array, at: int) -> None:
         word = word_dtype(part.dtype)
-        begin, began = at // word.itemsize, time.perf_counter()
+        begin = at // word.itemsize
         copy_words(part.view(word), self._rings.of(word)[self._rank][begin : begin + part.size])
-        self._rings.wrote(part.nbytes, began)

@@ -5,7 +5,6 @@ The same protocol as all_at_once.py, so that ranks on either path meet; about a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any
@@ -96,18 +95,12 @@ class PreparedAllReduce(ArraysOfOneKind):
             quietly(divide_into, target, self._divisor, target)
 
     def _contributions(self, array: Array) -> list[Array]:
-        """Meets the others; returns what all have contributed, from regions at places not known beforehand."""
-        size, itemsize = self._size, self._word.itemsize
-        begin = self._rings.take(self._size_bytes) // itemsize
-        began = time.perf_counter()
-        copy_words(array.reshape(-1).view(self._word), self._words[self._rank][begin : begin + size])
-        self._rings.wrote(self._size_bytes, began)
+        """Meets the others; returns what all have contributed, from the regions of the next round."""
+        begin = self._rings.next_place(self._size_bytes) // self._word.itemsize
+        end = begin + self._size
+        copy_words(array.reshape(-1).view(self._word), self._words[self._rank][begin:end])
         self._barrier.meet(self.agreement)
-        places = self._rings.places(self._size_bytes)
-        return [
-            ring[place // itemsize :][:size].reshape(self._shape)
-            for ring, place in zip(self._values, places, strict=True)
-        ]
+        return [ring[begin:end].reshape(self._shape) for ring in self._values]
 
 
 def quiet_caller() -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,22 +68,17 @@ class PreparedMovement(ArraysOfOneKind):
 
     def run(self, array: Array, target: Array) -> None:
         """Moves the parts; the arrays are what `target` has accepted and returned."""
-        region_bytes, itemsize, words = self._region_bytes, self._word.itemsize, self._words
-        at = self._rings.take(region_bytes) // itemsize
+        words = self._words
+        at = self._rings.next_place(self._region_bytes) // self._word.itemsize
         source = array.reshape(-1).view(self._word)
         result = source if target is array else target.reshape(-1).view(self._word)
-        began = time.perf_counter()
         for part, begin, end in self._published:
             copy_words(source[part], self._own_words[at + begin : at + end])
-        if self._published:
-            self._rings.wrote(region_bytes, began)
         self._barrier.meet(self.agreement)
         # Not before all agree: else nothing is written. Before anything is fetched, which may go where it comes from.
         for part, own in self._kept:
             copy_words(source[part], result[own])
-        places = self._rings.places(region_bytes)
         for part, owner, begin, end in self._fetched:
-            at = places[owner] // itemsize
             copy_words(words[owner][at + begin : at + end], result[part])
 
 
@@ -139,20 +133,16 @@ class PreparedReduceScatter(ArraysOfOneKind):
 
     def run(self, array: Array, target: Array) -> None:
         """Reduces; the arrays are what `target` has accepted and returned."""
-        region_bytes, itemsize = self._region_bytes, self._itemsize
-        at = self._rings.take(region_bytes) // itemsize
+        at = self._rings.next_place(self._region_bytes) // self._itemsize
         size, own_words, quietly = self._size, self._own_words, self._quietly
         source = array.reshape(-1)
         words = source.view(self._word)
-        began = time.perf_counter()
         for part, begin in self._published:
             copy_words(words[part], own_words[at + begin : at + begin + size])
-        self._rings.wrote(region_bytes, began)
         self._barrier.meet(self.agreement)
-        contributions = []
-        for ring, place, begin in zip(self._values, self._rings.places(region_bytes), self._begins, strict=True):
-            begin += place // itemsize
-            contributions.append(ring[begin : begin + size])
+        contributions = [
+            ring[at + begin : at + begin + size] for ring, begin in zip(self._values, self._begins, strict=True)
+        ]
         own, result = source[self._own], target.reshape(-1)
         # In place: its turn comes after the first result is written.
         overwritten = self._rank > 1 and np.may_share_memory(own, result)

@@ -16,7 +16,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from gradsync.communicators.shared_memory.huge_pages import map_for_huge_pages
 from gradsync.errors import BackendUnavailable, RendezvousTimeout
@@ -27,7 +27,7 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LOOK_FOR_FAILURES_EVERY_SECONDS = 0.05
 
 
-def create_segment(size_bytes: int, parts: Sequence[tuple[int, int]] | None = None) -> int:
+def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
     """Returns a descriptor of fresh, zeroed shared memory.
 
     Allocation is done here, so that a full memory is an error now and not a SIGBUS at the first touch. A memfd is
@@ -36,8 +36,7 @@ def create_segment(size_bytes: int, parts: Sequence[tuple[int, int]] | None = No
 
     Args:
         size_bytes: of the memory.
-        parts: what is allocated now, as (begin, end); the rest must be, by `allocate` or `reserve`, before it is
-            touched. None is all of it.
+        allocated: whether it is allocated now; else it must be, by `reserve`, before it is touched.
 
     Raises:
         BackendUnavailable: the kernel has no memfd, or not enough memory.
@@ -53,8 +52,8 @@ def create_segment(size_bytes: int, parts: Sequence[tuple[int, int]] | None = No
         raise BackendUnavailable(f"shared memory needs memfd_create (Linux 3.17 or newer): {error}") from error
     try:
         os.ftruncate(descriptor, size_bytes)
-        for begin, end in [(0, size_bytes)] if parts is None else parts:
-            reserve(descriptor, begin, end)
+        if allocated:
+            reserve(descriptor, 0, size_bytes)
         # A peer that truncated the memory would kill the others by SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
@@ -121,23 +120,12 @@ def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
     A first touch in the middle of a collective costs more than the collective; but to enter what may never be used
     costs start-up time.
     """
-    if not allocate(mapping, begin, end):
-        for page in range(begin, end, mmap.PAGESIZE):
-            mapping[page]
-
-
-def allocate(mapping: mmap.mmap, begin: int, end: int) -> bool:
-    """Allocates these bytes, where that has not been done, and populates them.
-
-    Returns:
-        Whether it could be done: not where memory is short, nor on Linux before 5.14.
-    """
     begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
     try:
         mapping.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
-    except OSError:
-        return False
-    return True
+    except OSError:  # Linux before 5.14
+        for page in range(begin, end, mmap.PAGESIZE):
+            mapping[page]
 
 
 class SegmentOffer:
