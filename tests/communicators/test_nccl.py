@@ -74,6 +74,12 @@ def test_communicators_that_do_not_block_are_refused() -> None:
     assert "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with: unset it" in text
 
 
+def test_an_old_cupy_is_refused() -> None:
+    (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {}, environment={"GRADSYNC_STAND_IN_CUPY_VERSION": "13.6.0"})
+    assert text.startswith("BackendUnavailable")
+    assert "CuPy 13.6.0 is too old, gradsync needs 14 or newer: pip install --upgrade 'cupy-cuda12x[ctk]>=14'" in text
+
+
 def test_a_device_that_is_not_there_is_refused() -> None:
     (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {"device": "cuda:1"})
     assert "device 'cuda:1' does not exist: 1 GPUs are visible" in text

@@ -5,10 +5,12 @@ work that does not wait for what it needs reads stale data, fresh memory holds N
 it is still in use, and host and device memory do not mix. See cupy.cuda.nccl for the collectives.
 
 The environment: GRADSYNC_STAND_IN_DEVICES (number of devices, 1), GRADSYNC_STAND_IN_DELAY_MS and
-GRADSYNC_STAND_IN_SEED (random pauses before each piece of work), GRADSYNC_STAND_IN_NCCL_VERSION,
-GRADSYNC_STAND_IN_TIMEOUT (seconds until a missing peer is an error, 20), GRADSYNC_STAND_IN_HANG (1: never).
+GRADSYNC_STAND_IN_SEED (random pauses before each piece of work), GRADSYNC_STAND_IN_CUPY_VERSION,
+GRADSYNC_STAND_IN_NCCL_VERSION, GRADSYNC_STAND_IN_TIMEOUT (seconds until a missing peer is an error, 20),
+GRADSYNC_STAND_IN_HANG (1: never).
 """
 
+from os import environ as _environ
 from types import ModuleType
 
 import numpy as _np
@@ -49,7 +51,7 @@ from ._ndarray import ndarray
 from ._raw import RawModule
 from .cuda.memory import default_pool as _default_pool
 
-__version__ = "14.2.0"
+__version__ = _environ.get("GRADSYNC_STAND_IN_CUPY_VERSION", "14.2.0")
 __all__ = [
     "RawModule",
     "amax",

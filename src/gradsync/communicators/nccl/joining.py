@@ -55,7 +55,7 @@ def _init_rank(
 
     def init() -> Any:
         with cupy.cuda.Device(device_id), library.errors("ncclCommInitRank", label):
-            return library.binding.NcclCommunicator(client.world_size, library.as_unique_id(unique_id), client.rank)
+            return library.binding.NcclCommunicator(client.world_size, unique_id, client.rank)
 
     try:
         return call_with_deadline(init, "gradsync-nccl-init", seconds, client.check)

@@ -284,9 +284,7 @@ def as_stream(stream: Any, device_id: int) -> Any:
         return stream
     if not hasattr(stream, "__cuda_stream__"):
         stream = _StreamHandle(int(getattr(stream, "cuda_stream", stream)))
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
-        return cupy.cuda.Stream.from_external(stream)
-    return cupy.cuda.ExternalStream(stream.__cuda_stream__()[1])
+    return cupy.cuda.Stream.from_external(stream)
 
 
 class _StreamHandle:

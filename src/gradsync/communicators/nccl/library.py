@@ -39,6 +39,7 @@ _HINTS = {
 }
 
 _SPLIT_SINCE = 21801  # NCCL 2.18.1
+_OLDEST_CUPY = 14
 
 _INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 where nvidia-smi shows CUDA 13)"
 
@@ -69,6 +70,11 @@ class NcclLibrary:
             from cupy.cuda import nccl, nvrtc
         except ImportError as error:
             raise BackendUnavailable(f"CuPy cannot be imported ({error}): {_INSTALL}") from error
+        if int(self.cupy_version().partition(".")[0]) < _OLDEST_CUPY:
+            raise BackendUnavailable(
+                f"CuPy {self.cupy_version()} is too old, gradsync needs {_OLDEST_CUPY} or newer: "
+                f"pip install --upgrade 'cupy-cuda12x[ctk]>={_OLDEST_CUPY}' (cuda13x where nvidia-smi shows CUDA 13)"
+            )
         if not nccl.available:
             raise BackendUnavailable(
                 "CuPy could not load libnccl.so.2: pip install nvidia-nccl-cu12 (or nvidia-nccl-cu13, as for your CuPy)"
@@ -95,9 +101,8 @@ class NcclLibrary:
 
     @property
     def can_split(self) -> bool:
-        """Whether ncclCommSplit is there, in NCCL and in CuPy (since version 14)."""
-        versions = self.version, self.binding.get_build_version()
-        return min(versions) >= _SPLIT_SINCE and hasattr(self.binding.NcclCommunicator, "commSplit")
+        """Whether ncclCommSplit is there, in this NCCL and in that with which CuPy was built."""
+        return min(self.version, int(self.binding.get_build_version())) >= _SPLIT_SINCE
 
     def wire(self, dtype: np.dtype[Any]) -> Wire:
         """Returns how elements of a dtype of the dtype table travel."""
@@ -110,15 +115,7 @@ class NcclLibrary:
     def make_unique_id(self) -> bytes:
         """Returns a new id of 128 bytes: a capability, never to be shown."""
         with self.errors("ncclGetUniqueId", ""):
-            made = self.binding.get_unique_id()
-        # CuPy 13 gives it as a tuple of signed bytes.
-        return made if isinstance(made, bytes) else bytes(value & 0xFF for value in made)
-
-    def as_unique_id(self, value: bytes) -> Any:
-        """Returns an id in the form that this CuPy takes."""
-        if int(self.cupy_version().partition(".")[0]) >= 14:
-            return value
-        return tuple(byte - 256 if byte > 127 else byte for byte in value)
+            return bytes(self.binding.get_unique_id())
 
     @contextlib.contextmanager
     def errors(self, call: str, label: str, communicator: Any = None) -> Iterator[None]:

@@ -10,6 +10,8 @@ from gradsync.doctor.checks.gpus import cuda_version
 from gradsync.doctor.finding import Finding, ok, unusable, warning
 from gradsync.doctor.surroundings import CUPY_PACKAGES, Package, Surroundings
 
+_OLDEST_CUPY = 14
+
 
 def check_cupy(here: Surroundings) -> list[Finding]:
     """Whether CuPy can be used for NCCL."""
@@ -28,7 +30,11 @@ def check_cupy(here: Surroundings) -> list[Finding]:
         text = f"{answer['version']} from {answer['file']}, which no installed package has put there"
         advice = "what it says of GPUs may be made up: take its folder off PYTHONPATH"
         return [warning("CuPy", text, advice)]
-    return [_loaded(here, f"{installed[0].name} {answer['version']}", answer)]
+    name = f"{installed[0].name} {answer['version']}"
+    if int(answer["version"].partition(".")[0]) < _OLDEST_CUPY:
+        advice = f"pip uninstall -y {installed[0].name}; then {_install(here)}"
+        return [unusable("CuPy", f"{name}; gradsync needs CuPy {_OLDEST_CUPY} or newer", advice)]
+    return [_loaded(here, name, answer)]
 
 
 def installed_packages(here: Surroundings) -> list[Package]:
