@@ -9,9 +9,9 @@
 Defects are of two kinds: drawn from the source by a seed (planted_drawn.json), and written by hand, at least one for
 each row of the list of failures (planted_by_hand.json). A defect is a replacement of one piece of text in one file. The
 run copies the tree, replaces the text, and runs the tests of the defect's room first, then all others, up to the first
-failure. Where `lines` has been run on the source as it is, only the tests that run the defect's lines are run, the
-quickest first: to the others nothing has changed. Found means that a test's assertion on behaviour failed, and failed
-again when that test was repeated (up to three times): a busy machine is no defect. A failure of the tests in
+failure. Where `lines` has been run on the source as it is, only the tests that run the defect's lines are run, those
+of its room first: to the others nothing has changed. Found means that a test's assertion on behaviour failed, and
+failed again when that test was repeated (up to three times): a busy machine is no defect. A failure of the tests in
 TEXT_TESTS, which compare the source or its pages as text, does not count, nor does an error while tests are collected.
 
 Results are appended to a file, one line for each defect, so that a run that was interrupted goes on where it stopped.
@@ -286,9 +286,12 @@ def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any
         by_line = tests_that_run(defect)
         of_room = [str(path.relative_to(tree)) for glob in TESTS_OF_ROOM[defect.room] for path in tree.glob(glob)]
         others = ["tests", *(f"--ignore={path}" for path in of_room)]
+        turns = [of_room, others]
         if by_line is not None:
             outcome["tests that run it"] = len(by_line)
-        for chosen in (by_line[:60], by_line[60:]) if by_line else (of_room,) if by_line == [] else (of_room, others):
+            first = [test for test in by_line if test.startswith(tuple(of_room[:1]))]
+            turns = [first, [test for test in by_line if test not in first]] if by_line else [of_room]
+        for chosen in turns:
             by = _confirmed_failure(tree, chosen, workers, started + limit_seconds) if chosen else ""
             if by:
                 outcome |= {"found": True, "by": by}
