@@ -214,12 +214,11 @@ BACKENDS = ["shared_memory", "nccl", "mpi"]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_are_built_side_by_side(backend: str) -> None:
-    """What two of them need stands above both. Beside GPUs bytes travel through shared memory: that is no accident."""
-    allowed = {backend, "shared_memory"} if backend == "nccl" else {backend}
+    """What two of them need stands above both."""
     own = [path for module, path in modules().items() if module.startswith(f"communicators.{backend}.")]
     imported = {name.split(".")[1] for path in own for name in imports_of(path) if name.startswith("communicators.")}
     assert own
-    assert imported & set(BACKENDS) <= allowed
+    assert imported & set(BACKENDS) <= {backend}
 
 
 def test_the_callback_knows_no_concrete_communicator() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 import gradsync as gs
 from contract import expect
+from places import STAND_IN
 from rank_processes import run_ranks
 
 LARGE = 5_000_000  # float64: 40 MB, more than a segment holds at once
@@ -154,3 +155,15 @@ def interrupt(comm: Any) -> list[int]:
 
 def test_an_interrupt_while_pickling_comes_before_the_collective() -> None:
     assert run_ranks(2, interrupt) == [[0, 1], [0, 1]]
+
+
+def move_beside_a_gpu(comm: Any) -> bool:
+    values = np.arange(1_000_000) + comm.rank
+    for rank, theirs in enumerate(comm.objects.all_gather(values)):
+        np.testing.assert_array_equal(theirs, np.arange(1_000_000) + rank)
+    with open("/proc/self/maps") as maps:
+        return any("memfd:gradsync" in line for line in maps)
+
+
+def test_objects_on_nccl_take_no_shared_memory() -> None:
+    assert STAND_IN.run(2, move_beside_a_gpu) == [False, False]

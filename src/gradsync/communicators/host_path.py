@@ -1,6 +1,6 @@
 """How bytes of host memory travel between the ranks of a communicator: what Python objects need.
 
-A communicator on the CPU moves them by its own hooks; beside GPUs they keep off the GPU (nccl/path_beside_gpu.py).
+A communicator on the CPU moves them by its own hooks; on GPUs they keep off the GPU (nccl/store_path.py).
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ class HostPath(ABC):
     @abstractmethod
     def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
         """Returns this rank's part of the root's source; None elsewhere."""
-
-    def end(self, reason: str | None) -> None:
-        """Ends what the path has of its own: in order, or for all ranks because of a reason. Any thread may call it."""
 
 
 class OwnPath(HostPath):

@@ -27,27 +27,13 @@ def move_trees(comm: Any, examples: list[list[Any]]) -> None:
         assert comm.objects.scatter(objs[:n] if is_root else None, root) == mine
 
 
-# Between GPUs, on the stand-in: beside them, and through the server's store.
+# Between GPUs, on the stand-in: through the server's store.
 
 
-def go_through_the_store() -> None:
-    from gradsync.communicators.nccl import path_beside_gpu
-
-    path_beside_gpu.machine_identity = lambda: ""  # as for a rank that cannot tell where it is
-
-
-def count_maps() -> int:
-    with open("/proc/self/maps") as maps:
-        return sum("memfd:gradsync" in line for line in maps)
-
-
-def move_beside_gpu(comm: Any, through_store: bool) -> tuple[int, int]:
+def move_beside_gpu(comm: Any) -> None:
     import cupy
 
-    if through_store:
-        go_through_the_store()
     n = comm.world_size
-    assert count_maps() == 0
     array = cupy.full(1000, float(comm.rank))
     for _ in range(3):  # beside what the GPU does; repeated, and so predicted
         comm.all_reduce(array)
@@ -61,23 +47,16 @@ def move_beside_gpu(comm: Any, through_store: bool) -> tuple[int, int]:
         odd = comm.rank == 0
         expect(gs.PlanMismatch, lambda: comm.objects.all_gather(1) if odd else comm.objects.broadcast(1))
     assert comm.objects.all_gather(comm.rank) == list(range(n))
-    mapped = count_maps()
     comm.objects.all_gather("before anyone closes")
     comm.close()
-    return mapped, count_maps()
 
 
-@pytest.mark.parametrize("through_store", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_objects_between_gpus(n: int, through_store: bool) -> None:
-    mapped = 0 if through_store or n == 1 else 1
-    results = run_ranks(n, move_beside_gpu, through_store, backend="nccl", stand_in=True)
-    assert results == [(mapped, 0)] * n
+def test_objects_between_gpus(n: int) -> None:
+    run_ranks(n, move_beside_gpu, backend="nccl", stand_in=True)
 
 
-def abort_while_waiting(comm: Any, through_store: bool) -> str:
-    if through_store:
-        go_through_the_store()
+def abort_while_waiting(comm: Any) -> str:
     comm.objects.all_gather(1)
     comm.objects.all_gather(1)
     for _ in range(6):  # now the next one is predicted: nobody asks before it begins
@@ -96,16 +75,13 @@ def abort_while_waiting(comm: Any, through_store: bool) -> str:
     return str(expect(gs.GradsyncError, lambda: comm.objects.all_gather(1)))
 
 
-@pytest.mark.parametrize("through_store", [False, True])
-def test_an_abort_wakes_who_waits_beside_the_gpu(through_store: bool) -> None:
-    own, other = run_ranks(2, abort_while_waiting, through_store, backend="nccl", stand_in=True)
+def test_an_abort_wakes_who_waits_beside_the_gpu() -> None:
+    own, other = run_ranks(2, abort_while_waiting, backend="nccl", stand_in=True)
     assert "the disk is full" in own
     assert "the disk is full" in other
 
 
-def close_while_needed(comm: Any, through_store: bool) -> str:
-    if through_store:
-        go_through_the_store()
+def close_while_needed(comm: Any) -> str:
     for _ in range(8):
         comm.objects.all_gather(1)
     if comm.rank == 1:
@@ -117,15 +93,12 @@ def close_while_needed(comm: Any, through_store: bool) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize("through_store", [False, True])
-def test_a_rank_that_has_closed_is_named_beside_the_gpu(through_store: bool) -> None:
-    told, _ = run_ranks_for_outcomes(2, close_while_needed, through_store, backend="nccl", stand_in=True)
+def test_a_rank_that_has_closed_is_named_beside_the_gpu() -> None:
+    told, _ = run_ranks_for_outcomes(2, close_while_needed, backend="nccl", stand_in=True)
     assert "rank 1 closed the communicator" in str(told.result), told.traceback_text
 
 
-def go_astray(comm: Any, through_store: bool) -> bool:
-    if through_store:
-        go_through_the_store()
+def go_astray(comm: Any) -> bool:
     for _ in range(8):
         comm.objects.all_gather(1)
     begun = comm.recorder.begun
@@ -149,14 +122,11 @@ def go_astray(comm: Any, through_store: bool) -> bool:
     return error.broken
 
 
-@pytest.mark.parametrize("through_store", [False, True])
-def test_a_rank_that_went_ahead_beside_the_gpu_is_told(through_store: bool) -> None:
-    assert run_ranks(2, go_astray, through_store, backend="nccl", stand_in=True) == [True, True]
+def test_a_rank_that_went_ahead_beside_the_gpu_is_told() -> None:
+    assert run_ranks(2, go_astray, backend="nccl", stand_in=True) == [True, True]
 
 
-def wait_for_an_absent_rank(comm: Any, through_store: bool) -> tuple[Any, bool]:
-    if through_store:
-        go_through_the_store()
+def wait_for_an_absent_rank(comm: Any) -> tuple[Any, bool]:
     for _ in range(8):
         comm.objects.all_gather(1)
     if comm.rank == 1:
@@ -165,7 +135,6 @@ def wait_for_an_absent_rank(comm: Any, through_store: bool) -> tuple[Any, bool]:
     return expect(gs.CollectiveTimeout, lambda: comm.objects.all_gather(1)).missing_ranks, comm.closed
 
 
-@pytest.mark.parametrize("through_store", [False, True])
-def test_an_absent_rank_is_named_beside_the_gpu(through_store: bool) -> None:
+def test_an_absent_rank_is_named_beside_the_gpu() -> None:
     options = {"backend": "nccl", "stand_in": True, "collective_timeout_seconds": 2.5}
-    assert run_ranks(2, wait_for_an_absent_rank, through_store, **options) == [((1,), True)] * 2
+    assert run_ranks(2, wait_for_an_absent_rank, **options) == [((1,), True)] * 2

@@ -34,6 +34,10 @@ def nothing_seen() -> None:
     pass
 
 
+def agreed(_agreement: Agreement) -> None:
+    pass
+
+
 def run_paths(
     works: Sequence[Work], *, timeout_seconds: float = 30.0, look_around: Callable[[], None] = nothing_seen
 ) -> list[Any]:
@@ -43,7 +47,7 @@ def run_paths(
         with RendezvousClient.connect(server.address, secret=SECRET, rank=rank, world_size=len(works)) as client:
             recorder = FlightRecorder("world")
             recorder.begin(MOVING)
-            path = StorePath(client, "world", Verdicts(client, recorder), timeout_seconds, look_around)
+            path = StorePath(client, "world", Verdicts(client, recorder), timeout_seconds, agreed, look_around)
             try:
                 return works[rank](path, client)
             except gs.GradsyncError as error:

@@ -23,7 +23,7 @@ from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.joining import join_group, split_group
 from gradsync.communicators.nccl.launch import Launch, as_stream
 from gradsync.communicators.nccl.launch_order import launch_order
-from gradsync.communicators.nccl.path_beside_gpu import PathBesideGpu
+from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.nccl.watcher import Watcher
 from gradsync.communicators.nccl.work_marks import WorkMarks
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
@@ -62,7 +62,6 @@ class NcclCommunicator(NcclCollectives):
         self._failure: BaseException | None = None
         self._failing = threading.RLock()  # a signal's handler may close while its own thread holds it
         self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
-        self._host_path = PathBesideGpu(self, client, self._verdicts, timeout_seconds, self._raise_end)
         failed = weakref.WeakMethod(self._fail)
         self._watcher = Watcher(
             handle,
@@ -200,8 +199,9 @@ class NcclCommunicator(NcclCollectives):
         self._raise_failure()
         self._agreements.look_for_closed_members(missing)
 
-    def _make_host_path(self) -> PathBesideGpu:
-        return self._host_path
+    def _make_host_path(self) -> StorePath:
+        group = self.recorder.group
+        return StorePath(self._client, group, self._verdicts, self._timeout_seconds, self._agree, self._raise_end)
 
     def _raise_end(self) -> None:
         """Raises why a rank that waits for others on the host would wait in vain, where that is so."""
@@ -209,7 +209,6 @@ class NcclCommunicator(NcclCollectives):
         self._agreements.look_for_closed_ranks()
 
     def _release(self) -> None:
-        self._host_path.end(None)
         if not self._has_failed():
             self._await_last_launch()
             if self._last is not None:
@@ -249,7 +248,6 @@ class NcclCommunicator(NcclCollectives):
                 return False
             self._watcher.fail_launches(error)
             self._failure = error  # last: who sees it finds every launch at its end
-        self._host_path.end(describe(error))
         return True
 
     def _fail(self, error: GradsyncError, *, told: bool = False) -> None:

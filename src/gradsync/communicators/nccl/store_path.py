@@ -1,8 +1,8 @@
-"""The host path through the rendezvous server: for ranks that share no memory and whose communicator is a GPU's.
+"""The host path of a communicator between GPUs: through the rendezvous server.
 
-Bytes travel as values of the server's store, in windows: every sender puts its next pieces there, every reader takes
-them, all meet, and the senders remove what was taken. So the server never holds more than a window, however large an
-object is.
+Objects must not wait for the GPU, nor take its memory, and the ranks may be on several machines. Bytes travel as values
+of the server's store, in windows: every sender puts its next pieces there, every reader takes them, all meet, and the
+senders remove what was taken. So the server never holds more than a window, however large an object is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds
 from gradsync.communicators.host_path import HostPath
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import GradsyncError, RendezvousError, RendezvousTimeout
 from gradsync.reduction import Array
 from gradsync.rendezvous.group_client import CommunicatorClient
@@ -34,13 +34,12 @@ T = TypeVar("T")
 class StorePath(HostPath):
     """Moves bytes through the store of the rendezvous server.
 
-    The ranks agree elsewhere: `share_numbers` only shares.
-
     Args:
         client: this rank's connection to the rendezvous server; its ranks are the communicator's.
         group: the communicator's name.
         verdicts: the server's.
         timeout_seconds: how long a rank waits for another's next move.
+        agree: raises PlanMismatch where the ranks disagree on the collective that begins.
         look_around: called while waiting; raises when the wait is in vain.
     """
 
@@ -50,17 +49,20 @@ class StorePath(HostPath):
         group: str,
         verdicts: Verdicts,
         timeout_seconds: float,
+        agree: Callable[[Agreement], None],
         look_around: Callable[[], None],
     ) -> None:
         self._client = client
         self._keys = f"objects/{group}"
         self._verdicts = verdicts
         self._timeout_seconds = timeout_seconds
+        self._agree = agree
         self._look_around = look_around
         self._moves = 0
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """See HostPath."""
+        self._agree(agreement)
         mine = np.array(numbers, np.int64).view(np.uint8)
         bounds = range(0, (self._client.world_size + 1) * mine.size, mine.size)
         rows = self.all_gather(mine, bounds, agreement).view(np.int64).reshape(-1, len(numbers)).tolist()
@@ -113,6 +115,14 @@ class StorePath(HostPath):
             incoming: room for those that it reads.
         """
         self._moves += 1
+        try:
+            self._move_windows(sizes, outgoing, incoming)
+        except GradsyncError:
+            # Another rank has left this path because of what has happened to it elsewhere: that is the news.
+            self._verdicts.await_news(NEWS_SECONDS, self._look_around)
+            raise
+
+    def _move_windows(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
         senders = max(1, sum(size > 0 for size in sizes))
         window = max(1, WINDOW_BYTES // senders)
         for begin in range(0, max(sizes), window):
