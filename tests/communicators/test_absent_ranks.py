@@ -209,3 +209,28 @@ def test_ranks_that_wait_for_each_other_are_told_with_their_lines_and_end_at_the
         assert re.search(rf"rank {rank} waits in {in_message} for rank {missing} since ", told), told
         assert f"in first_of_rank_{rank}" in text
     assert {missing for missing, _ in found} <= {(rank,) for rank in range(world_size)}
+
+
+def wait_in_a_launched_message(comm: Any) -> str:
+    """Rank 0 launches without asking, as in the steps before, what rank 1 does not come to."""
+    mine, room = np.full(3, comm.rank), np.zeros(3, int)
+    for _ in range(10):
+        comm.exchange(mine, dest=1 - comm.rank, out=room, source=1 - comm.rank)
+    verdicts.WARN_AFTER_SECONDS = 0.2
+    if comm.rank == 1:
+        client: Any = process_group._client
+        return str(expect(gs.CollectiveTimeout, lambda: client.get("nobody sets this", timeout_seconds=SECONDS)))
+    return str(expect(gs.CollectiveTimeout, lambda: first_of_rank_0(partial(comm.recv, room, 1))))
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN_STUCK, 2), *on(GPU, 2)])
+def test_who_waits_in_a_message_that_was_launched_is_told_with_a_line_too(
+    place: Place, world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = place.run(world_size, wait_in_a_launched_message, collective_timeout_seconds=2.5)
+    line = first_of_rank_0.__code__.co_firstlineno + 1
+    by_now = "" if place is SHM else "launched; by now "
+    told = rf"{by_now}at \S*test_absent_ranks\.py:{line} in first_of_rank_0\) for rank 1"
+    assert re.search(rf"rank 0 waits in message\(rank 1 to rank 0\) .*{told} since ", caplog.text), caplog.text
+    for text in found:
+        assert re.search(rf"rank 0 waited \S+ s in message\(rank 1 to rank 0\) .*{told}$", text, re.MULTILINE), text

@@ -88,14 +88,15 @@ class Verdicts:
         Args:
             waited_seconds: how long this rank has waited.
             missing: for whom, by their numbers in the world; None where it cannot know.
-            entry: the collective; None is the last one begun.
+            entry: the collective, which was launched; None is the last one begun, in which a thread waits.
         """
         if waited_seconds < WARN_AFTER_SECONDS:
             return
-        entry = entry or self._recorder.last
-        if entry is not None and entry.began > self._warned_of:
-            self._warned_of = entry.began
-            self._client.report_waiting(self._recorder.group, *_told(entry), waited_seconds, missing)
+        what = entry or self._recorder.last
+        if what is not None and what.began > self._warned_of:
+            self._warned_of = what.began
+            told = _told(what, is_launched=entry is not None)
+            self._client.report_waiting(self._recorder.group, *told, waited_seconds, missing)
 
     def give_up(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> NoReturn:
         """Asks for the verdict on a collective that has reached its deadline, and raises it. Arguments as for `warn`.
@@ -105,14 +106,14 @@ class Verdicts:
             RankFailed: a rank has died meanwhile.
             RendezvousError: the server is gone.
         """
-        entry = entry or self._recorder.last
-        number, what = (OF_MESSAGES, "a collective") if entry is None else _told(entry)
+        last = entry or self._recorder.last
+        number, what = (OF_MESSAGES, "a collective") if last is None else _told(last, is_launched=entry is not None)
         self.was_heard = True
         self._client.report_absence(self._recorder.group, number, what, waited_seconds, missing)
 
 
-def _told(entry: Entry) -> tuple[int, str]:
-    """Returns the number and the title that the server tells; of a message with the line that waits, on this thread.
+def _told(entry: Entry, *, is_launched: bool) -> tuple[int, str]:
+    """Returns the number and the title that the server tells; of a message with the line where the rank is.
 
     Ranks that wait in one collective are told of together, and have their lines in the report. Of messages each rank
     waits in another one, and where two wait for each other the lines are what has to be changed.
@@ -120,4 +121,6 @@ def _told(entry: Entry) -> tuple[int, str]:
     if not entry.what.is_message:
         return entry.number, entry.title
     place = place_of_caller()
-    return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {place})" if place else entry.title
+    if not place:
+        return OF_MESSAGES, entry.title
+    return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {'launched; by now ' if is_launched else ''}{place})"

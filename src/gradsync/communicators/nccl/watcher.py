@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import cupy
 
+from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.nccl.agreements import NcclAgreements
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.launch import Launch
@@ -68,6 +69,7 @@ class Watcher:
         self._error: BaseException | None = None  # what a launch that comes now has failed with
         self._device_failure: NcclError | None = None  # found at the end of a launch
         self._lock = threading.Lock()
+        self._launching_thread = threading.get_ident()
         self._stopped = threading.Event()
         self._ask_about_closing_at = 0.0
         threading.Thread(target=self._run, name="gradsync-nccl-watcher", daemon=True).start()
@@ -76,6 +78,7 @@ class Watcher:
         """Takes a launch into care; drops those that have ended."""
         with self._lock:
             error = self._error
+            self._launching_thread = threading.get_ident()
             if error is None:
                 self._running.append(launch)
         if error is not None:
@@ -176,6 +179,7 @@ class Watcher:
     def _look_at_absence(self, head: Launch, ran_seconds: float) -> None:
         """Warns of a collective that runs for long; raises the verdict on one that has reached its deadline."""
         entry = None if head.recorded is None else Entry(*head.recorded)
+        on_behalf.thread = self._launching_thread  # whose line is told with a message
         if ran_seconds > self._timeout_seconds and not head.done():
             if self._client.world_size > 1:
                 self._verdicts.give_up(ran_seconds, head.peers(), entry)
