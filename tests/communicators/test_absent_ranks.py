@@ -100,12 +100,15 @@ def test_a_rank_does_not_arrive_at_a_collective(place: Place, world_size: int, c
         assert "[conv1.weight]" in text
 
 
-def warn_and_go_on(comm: Any, collective: str, fifo: str) -> None:
+def warn_and_go_on(comm: Any, collective: str, fifo: str, in_group: bool = False) -> None:
+    is_late = comm.rank == 1
+    if in_group:
+        comm = comm.split(color=int(comm.rank > 0))  # where rank 1 of the world is rank 0
     for _ in range(10):
         step(comm, collective)
     comm.barrier()  # from here on, only rank 1 is late
     verdicts.WARN_AFTER_SECONDS = 0.2
-    if comm.rank == 1:
+    if is_late:
         with open(fifo, "rb", buffering=0) as told:
             told.read(1)
     step(comm, collective)
@@ -142,6 +145,15 @@ def test_who_is_waited_for_is_told_before_the_deadline(
     place: Place, world_size: int, collective: str, fifo: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.run(world_size, warn_and_go_on, collective, fifo)
+    told = [record.getMessage() for record in caplog.records if WAITED_FOR.search(record.getMessage())]
+    assert len(told) == 1, caplog.text
+
+
+@pytest.mark.parametrize("place", [SHM, STAND_IN_STUCK])
+def test_who_is_waited_for_in_a_group_has_its_number_in_the_world(
+    place: Place, fifo: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.run(3, warn_and_go_on, "barrier", fifo, True)
     told = [record.getMessage() for record in caplog.records if WAITED_FOR.search(record.getMessage())]
     assert len(told) == 1, caplog.text
 
