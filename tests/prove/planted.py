@@ -14,7 +14,8 @@ of its room first: to the others nothing has changed. Found means that a test's 
 failed again when that test was repeated (up to three times): a busy machine is no defect. A failure of the tests in
 TEXT_TESTS, which compare the source or its pages as text, does not count, nor does an error while tests are collected.
 
-Results are appended to a file, one line for each defect, so that a run that was interrupted goes on where it stopped.
+Results are appended to benchmarks/results/planted.jsonl, a line for each defect, so that a run that was interrupted
+goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SOURCE = Path("src/gradsync")
 HERE = Path(__file__).resolve().parent
 DRAWN = HERE / "planted_drawn.json"
 BY_HAND = HERE / "planted_by_hand.json"
-RESULTS = ROOT / "build" / "planted.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "planted.jsonl"
 LINES_RUN = ROOT / "build" / "lines_run"
 RECORDER = HERE / "tools" / "lines_run"
 
@@ -283,6 +284,7 @@ def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any
         planted = tree / defect.file
         planted.write_text(replaced(planted.read_text(), defect))
         outcome = {"name": defect.name, "room": defect.room, "kind": defect.kind, "found": False, "by": ""}
+        outcome["commit"] = _commit()
         by_line = tests_that_run(defect)
         of_room = [str(path.relative_to(tree)) for glob in TESTS_OF_ROOM[defect.room] for path in tree.glob(glob)]
         others = ["tests", *(f"--ignore={path}" for path in of_room)]
@@ -298,6 +300,11 @@ def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any
                 break
         outcome["seconds"] = round(time.monotonic() - started, 1)
     return outcome
+
+
+def _commit() -> str:
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return answer.stdout.strip()
 
 
 def record_lines(python: str) -> int:
