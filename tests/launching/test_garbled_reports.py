@@ -11,8 +11,8 @@ import pytest
     [
         ("b'R' + bytes([255] * 8)", r"it announces 18446744073709551615 bytes, for which there is no memory"),
         ("b'E' + bytes([2] + [0] * 7) + b'{}'", "needs the attributes"),
-        ("b'F' + bytes([16] + [0] * 7 + [0] * 15 + [1])", "a result file of 0 bytes does not hold bytes 0 to"),
-        ("b'F' + bytes(8)", "0 bytes are no bounds of a result"),
+        ("b'R' + bytes([16] + [0] * 7 + [0] * 15 + [1])", "a result file of 0 bytes does not hold bytes 0 to"),
+        ("b'R' + bytes(8)", "0 bytes are no bounds of a result"),
         ("b'?' + bytes(8)", r"b'\?' is no kind of report"),
     ],
 )
