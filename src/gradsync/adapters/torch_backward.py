@@ -80,8 +80,7 @@ class BackwardPasses:
 
     def accumulated(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Hears from autograd that a parameter's gradient is there."""
-        under_way = None if self._pass is None else self._pass()
-        if under_way is None or under_way.is_over:
+        if not self._is_under_way():
             self._begin()
         if not self.is_synchronising:
             self._come_locally.add(name)
@@ -91,6 +90,12 @@ class BackwardPasses:
         except BaseException as error:
             self._failed = error
             raise
+
+    def _is_under_way(self) -> bool:
+        # Not where hand-over may fail: the error is kept, its traceback holds that frame, and the pass would never be
+        # deleted, nor another one begin.
+        one = None if self._pass is None else self._pass()
+        return one is not None and not one.is_over
 
     def _begin(self) -> None:
         one = _Pass(self)

@@ -95,15 +95,17 @@ def check_gradients_that_are_conjugates(comm: Any) -> None:
 
 
 def check_errors_are_the_library_s(comm: Any) -> None:
-    model = Synchronised(two_layers(), group())
-    head = model.module[1]
-    only = model.module[0](torch.ones(2, 3)).sum()
-    expect(gs.MissingGradient, only.backward, "the backward pass made no gradient for 1.bias, 1.weight, on any rank")
-    part = model.module[0](torch.ones(2, 3)).sum() if comm.rank else loss_of(model, comm)
-    expect(gs.PlanMismatch, part.backward, "1.bias")
-    model.zero_grad()
-    loss_of(model, comm).backward()  # all have had those errors: they can go on
-    assert same_on_all_ranks(comm, head.weight.grad)
+    for views in (True, False):
+        model = Synchronised(two_layers(), group(), gradient_as_bucket_view=views)
+        head = model.module[1]
+        only = model.module[0](torch.ones(2, 3)).sum()
+        missing = "the backward pass made no gradient for 1.bias, 1.weight, on any rank"
+        expect(gs.MissingGradient, only.backward, missing)
+        part = model.module[0](torch.ones(2, 3)).sum() if comm.rank else loss_of(model, comm)
+        expect(gs.PlanMismatch, part.backward, "1.bias")
+        model.zero_grad()
+        loss_of(model, comm).backward()  # all have had those errors: they can go on
+        assert same_on_all_ranks(comm, head.weight.grad)
 
 
 def check_an_exception_in_a_backward_pass_reaches_the_others(comm: Any) -> None:
