@@ -121,7 +121,7 @@ class CollectiveEnd:
         self._untold: Untold | None = None
         # A lock for each thread that waits, released at the end. Not an Event for all: its own lock stays taken where
         # Ctrl-C comes as a wait begins, and then who ends the collective would wait for ever.
-        self._waiting: list[threading.Lock] | None = None
+        self._waiting: tuple[threading.Lock, ...] = ()
         self._callbacks: list[Callable[[], None]] | None = []  # None once it has been launched or has failed
 
     @property
@@ -144,13 +144,11 @@ class CollectiveEnd:
         with _lock:
             if self._callbacks is None:
                 return True
-            # Made on first need: most are never waited for from another thread.
-            self._waiting = [*(self._waiting or ()), at_the_end]
+            self._waiting = (*self._waiting, at_the_end)
         if at_the_end.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
             return True
         with _lock:  # a future may be asked again and again
-            if self._waiting is not None:
-                self._waiting = [other for other in self._waiting if other is not at_the_end]
+            self._waiting = tuple([other for other in self._waiting if other is not at_the_end])
             return self._callbacks is None
 
     def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
@@ -184,9 +182,9 @@ class CollectiveEnd:
                     untold.forget()
                 return
             self.value, self._error, self.completion, self._untold = value, error, completion, untold
-            self._callbacks = self._waiting = None
+            self._callbacks, self._waiting = None, ()
             self.has_result = error is None and completion is None
-        for at_the_end in waiting or ():
+        for at_the_end in waiting:
             at_the_end.release()
         leaving: BaseException | None = None
         for call in callbacks:
@@ -199,7 +197,7 @@ class CollectiveEnd:
 
     def disown(self, error: BaseException) -> None:
         """Fails in the child of a fork, where nobody completes it, and calls nobody."""
-        self._waiting = None  # the parent's threads are not here
+        self._waiting = ()  # the parent's threads are not here
         if self._callbacks is not None:
             self._error = error
             self._callbacks = None

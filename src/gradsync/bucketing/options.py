@@ -60,6 +60,10 @@ class Options:
         if self.parameters is None and self.missing == "zero":
             raise InvalidArgument('missing="zero" needs parameters=..., which says what can be missing')
 
+    def threshold_or(self, default_bytes: int) -> Any:
+        """Returns the threshold as it was passed, unchecked, or the default where none was."""
+        return default_bytes if self.threshold_bytes is None else self.threshold_bytes
+
     def settings(self) -> str:
         """Returns what ranks must agree on beside op and buckets, in words: part of each bucket's agreement."""
         words = [

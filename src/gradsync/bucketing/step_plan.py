@@ -46,8 +46,9 @@ class StepPlan:
 
     def __init__(self, options: Options) -> None:
         self.arrivals: Arrivals = Arrivals()
-        threshold = DEFAULT_THRESHOLD_BYTES if options.threshold_bytes is None else options.threshold_bytes
-        self.planner: BucketPlanner | FixedPlanner = BucketPlanner(threshold, options.first_bucket_bytes)
+        self.planner: BucketPlanner | FixedPlanner = BucketPlanner(
+            options.threshold_or(DEFAULT_THRESHOLD_BYTES), options.first_bucket_bytes
+        )
         self.memory: BucketMemory | None = None
         self._options = options
         self._accepted_dtypes: set[Any] = set()
@@ -141,10 +142,8 @@ class StepPlan:
             self.told = known_parameters(options.parameters, "AllreduceCallback", options.op, communicator)
         if not self.told:
             raise InvalidArgument(f"{label}: the callback's parameters are none: name at least one, or leave them out")
-        threshold = options.threshold_bytes
-        if threshold is None:
-            on_cpu_in_buckets = options.gradient_as_bucket_view and not communicator.runs_beside_host
-            threshold = VIEWS_ON_CPU_THRESHOLD_BYTES if on_cpu_in_buckets else DEFAULT_THRESHOLD_BYTES
+        on_cpu_in_buckets = options.gradient_as_bucket_view and not communicator.runs_beside_host
+        threshold = options.threshold_or(VIEWS_ON_CPU_THRESHOLD_BYTES if on_cpu_in_buckets else DEFAULT_THRESHOLD_BYTES)
         self.arrivals = FixedArrivals(self.told, label)
         self.planner = FixedPlanner([parameter.spec for parameter in self.told], threshold, options.first_bucket_bytes)
 

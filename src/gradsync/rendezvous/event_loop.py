@@ -17,7 +17,6 @@ from collections import deque
 
 from gradsync.errors import RendezvousError
 from gradsync.rendezvous.events import Action, Close, Event, Look, Lost, Notice, Probe, Received, Send, Tick
-from gradsync.rendezvous.gathering import gather_seconds
 from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake
 from gradsync.rendezvous.messages import REFUSED, FrameType
 from gradsync.rendezvous.notices import NoticeWriter
@@ -33,6 +32,10 @@ MAX_STRANGERS = 64  # beside one for each rank: all may come at once, and none i
 _CLOSING_SECONDS = 1.0  # for a peer to read its last message
 _ACCEPTS_PER_TURN = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
+# Most of what a heartbeat costs is to wake for it. Where many ranks live quietly, the loop lets some come together;
+# where they are few that is not worth the delay to whoever asks something meanwhile.
+_GATHER_SECONDS_PER_RANK = 40e-6
+_GATHER_FROM_SECONDS, _GATHER_UP_TO_SECONDS = 5e-3, 40e-3
 
 _log = logging.getLogger("gradsync.rendezvous")
 
@@ -62,7 +65,7 @@ class EventLoop:
         self._run_id = run_id
         self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
         self._max_strangers = ranks + MAX_STRANGERS
-        self._gather_seconds = gather_seconds(ranks)
+        self._gather_seconds = _gather_seconds(ranks)
         self._is_quiet = False  # whether nothing but heartbeats has come in this turn
         self._stopping = False
         self._notices = NoticeWriter()
@@ -290,3 +293,9 @@ class EventLoop:
             self._empty.set()
         _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
         self._tell_core(Lost(connection.number, cause))
+
+
+def _gather_seconds(ranks: int) -> float:
+    """Returns how long to let the heartbeats of so many ranks come together; 0 where they are few."""
+    seconds = min(ranks * _GATHER_SECONDS_PER_RANK, _GATHER_UP_TO_SECONDS)
+    return seconds if seconds >= _GATHER_FROM_SECONDS else 0.0

@@ -1,4 +1,4 @@
-"""The memory through which ranks hand each other arrays: for each rank some regions, which the rounds take in turn.
+"""The memory through which ranks hand each other arrays: for each rank a ring of regions, taken in turn by the rounds.
 
 A rank writes into its own regions only; once all have met, the others read there. A region is written again when all
 have met twice since, and so are done with reading. Two would do, but then a rank would rewrite memory that another core
