@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 # Time is never what a property test is about: on a busy machine any example may take long.
 hypothesis.settings.register_profile("gradsync", deadline=None)
 hypothesis.settings.load_profile("gradsync")
+
+# A shell starts what runs in its background with SIGINT ignored, and every process of a test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Rank processes import the test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
