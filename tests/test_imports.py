@@ -23,7 +23,6 @@ ROOMS = [
 
 # Files beside the packages that do not lie in their room yet. Other rooms may import them as long as they are there.
 STRAYS = {
-    "machine": "cores deadline_call interfaces visible_devices",
     "reduction": "scalars_by_name",
     "futures": "collective_end collective_future completion",
     "launchers": "launcher_variables run_name slurm_variables",

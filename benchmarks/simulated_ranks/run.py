@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from gradsync.cores import BLAS_VARIABLES
+from gradsync.machine import BLAS_VARIABLES
 from gradsync.rendezvous.silence import heartbeat_seconds
 from simulated_ranks.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID, TCPSTORE_OWN
 from simulated_ranks.names import with_names

@@ -16,9 +16,9 @@ from gradsync.communicators.shared_memory.platform_check import check_platform
 from gradsync.environment import BACKEND, DEBUG, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.launcher_variables import SOURCES_WITH_MPI
+from gradsync.machine import count_gpus
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
-from gradsync.visible_devices import count_gpus
 
 _GPU = "gpu "  # begins the offer of a rank that has one; what follows tells GPUs apart
 _NO_GPU = "no gpu: "

@@ -15,7 +15,7 @@ from gradsync.communicators.mpi.library import check_place, load_mpi, loaded_mpi
 from gradsync.communicators.mpi.unfinished import keep_for_ever
 from gradsync.environment import RankEnvironment
 from gradsync.errors import BackendUnavailable, RendezvousTimeout
-from gradsync.interfaces import address_towards, own_addresses
+from gradsync.machine import address_towards, own_addresses
 from gradsync.meeting_file import Meeting
 from gradsync.reduction import Array
 

@@ -11,8 +11,8 @@ from itertools import starmap
 from operator import itemgetter
 from types import CodeType, FrameType
 
-from gradsync.deadline_call import call_with_deadline
 from gradsync.errors import describe
+from gradsync.machine import run_with_timeout
 
 MAX_BYTES = 8192
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
@@ -95,7 +95,7 @@ def _read_sources(names: set[str]) -> None:
     if not unread:
         return
     try:
-        call_with_deadline(lambda: [linecache.getlines(name) for name in unread], "gradsync-source", _SOURCE_SECONDS)
+        run_with_timeout(lambda: [linecache.getlines(name) for name in unread], "gradsync-source", _SOURCE_SECONDS)
     except TimeoutError:
         _hanging.update(unread)
     except RuntimeError:  # no thread can be started: what is told has no lines

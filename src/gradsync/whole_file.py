@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from gradsync.deadline_call import call_with_deadline
+from gradsync.machine import run_with_timeout
 
 _given_up: dict[Path, threading.Event] = {}  # by folder: whether the write that was given up has returned after all
 
@@ -34,7 +34,7 @@ def write_whole(path: Path, text: str, seconds: float) -> None:
             returned.set()
 
     try:
-        call_with_deadline(write, "gradsync-file", seconds)
+        run_with_timeout(write, "gradsync-file", seconds)
     except TimeoutError:
         if returned.is_set():  # the file system's own error
             raise

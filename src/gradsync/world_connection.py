@@ -23,13 +23,13 @@ from gradsync.environment import (
 )
 from gradsync.errors import InvalidArgument
 from gradsync.launcher_variables import SLURM, SOURCES_WITH_MPI
+from gradsync.machine import count_gpus
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.settings import allows_shared_gpu, asks_for_debug_mode
 from gradsync.settings import collective_timeout_seconds as environment_timeout
 from gradsync.unknown_variables import refuse_removed_variables, warn_of_unknown_variables
 from gradsync.variable_values import value_of
-from gradsync.visible_devices import count_gpus
 
 _log = logging.getLogger("gradsync")
 

@@ -116,7 +116,7 @@ print([point.x for point in results], all(type(point) is Point for point in resu
 
 
 def test_world_size_limits_the_processes_of_this_node(monkeypatch):
-    monkeypatch.setattr("gradsync.visible_devices.usable_cores", lambda: 8)
+    monkeypatch.setattr("gradsync.machine.usable_cores", lambda: 8)
     assert gs.launcher(rank_functions.size_and_local_size, world_size=2)() == [(2, "2")] * 2
 
 

@@ -43,7 +43,7 @@ def _default_start_method(monkeypatch):
 
 @pytest.fixture
 def _two_cores(monkeypatch):
-    monkeypatch.setattr("gradsync.visible_devices.usable_cores", lambda: 2)
+    monkeypatch.setattr("gradsync.machine.usable_cores", lambda: 2)
 
 
 def see_gpus(monkeypatch, tmp_path, visible):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import gradsync
-from gradsync.cores import usable_cores
+from gradsync.machine import usable_cores
 
 _QUIET_LOAD = 0.5  # per core, from what others do
 

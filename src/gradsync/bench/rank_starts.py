@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gradsync.bench.crew import Start
-from gradsync.cores import blas_thread_variables
 from gradsync.launcher_variables import TORCHRUN, variables_of_mpi
+from gradsync.machine import blas_thread_variables
 
 # What torchrun, and gradsync's launcher likewise, set beside a rank's place.
 _BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}

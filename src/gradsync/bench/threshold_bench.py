@@ -24,7 +24,7 @@ from gradsync.bench.thresholds import (
 )
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RankFailed
 from gradsync.launching.launcher import launcher
-from gradsync.visible_devices import count_gpus
+from gradsync.machine import count_gpus
 
 _RANKS_WITHOUT_GPU = 2
 

@@ -21,10 +21,9 @@ from typing import Any
 
 from gradsync.bench.rank_starts import find_mpiexec
 from gradsync.communicators.shared_memory.segment import create_segment
-from gradsync.cores import usable_cores
 from gradsync.doctor.probes import ask_all
 from gradsync.errors import GradsyncError
-from gradsync.interfaces import addresses
+from gradsync.machine import addresses, usable_cores
 
 _NAME_SECONDS = 1.0
 _BYTES_OF_IPV4 = 4

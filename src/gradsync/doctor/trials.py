@@ -14,7 +14,7 @@ from gradsync.bench.collectives.operation import IN_PLACE, Prepared
 from gradsync.bench.crew import Crew, CrewFailed, Patience
 from gradsync.doctor.finding import Finding, Status
 from gradsync.doctor.surroundings import Surroundings
-from gradsync.visible_devices import count_gpus
+from gradsync.machine import count_gpus
 
 BACKENDS = ("local", "shm", "mpi", "nccl")
 _COUNT = 4 * 1024**2  # of float32: 16 MB

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from gradsync.arguments import integer_of
 from gradsync.environment import ALLOW_SHARED_GPU
 from gradsync.errors import InvalidArgument
-from gradsync.visible_devices import count_gpus, visible_gpus
+from gradsync.machine import count_gpus, visible_gpus
 
 # As CUDA_VISIBLE_DEVICES takes them: a number, a UUID or its beginning, a MIG instance in either notation.
 _GPU = re.compile(r"\d+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-fA-F-]+|MIG-GPU-[0-9a-fA-F-]+/\d+/\d+")

@@ -14,7 +14,7 @@ from gradsync.launching.outcome import Outcome, RankOutcome, signal_name
 from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_target
-from gradsync.visible_devices import default_process_count
+from gradsync.machine import default_process_count
 
 
 class WorkerError(GradsyncError, ProcessError):

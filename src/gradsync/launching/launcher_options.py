@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gradsync.arguments import check_integer, check_port
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
-from gradsync.visible_devices import default_process_count
+from gradsync.machine import default_process_count
 
 _DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradsync.interfaces import address_towards, interface_of
 from gradsync.launching.job import Network
+from gradsync.machine import address_towards, interface_of
 
 
 def network_towards(host: str, port: int) -> Network | None:

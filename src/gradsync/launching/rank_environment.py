@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 
 from gradsync import environment
-from gradsync.cores import blas_thread_variables
 from gradsync.launcher_variables import variables_of_mpi
 from gradsync.launching.job import Job, MeetingPoint
+from gradsync.machine import blas_thread_variables
 
 
 def rank_environment(

@@ -23,8 +23,8 @@ from gradsync.launching.outcome import Outcome
 from gradsync.launching.output.pump import OutputPump
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import module_target, script_target
+from gradsync.machine import count_gpus, default_process_count
 from gradsync.settings import allows_shared_gpu
-from gradsync.visible_devices import count_gpus, default_process_count
 
 if TYPE_CHECKING:
     from gradsync.launching.nodes.node_options import NodeOptions

@@ -15,7 +15,7 @@ from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.launching.gpus import choose_gpus, parse_gpus
 from gradsync.launching.start_method_choice import chosen_start_method
-from gradsync.visible_devices import default_process_count
+from gradsync.machine import default_process_count
 
 _KNOWN = ("start_method", "gpus", "ips", "backend", "print_config")
 # What stands for each deprecated option today; None: nothing.

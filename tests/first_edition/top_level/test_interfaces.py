@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from gradsync import interfaces
-from gradsync.interfaces import interface_of, own_addresses
+from gradsync import machine
+from gradsync.machine import interface_of, own_addresses
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
@@ -43,6 +43,6 @@ def test_others_are_told_addresses_that_only_this_machine_has(monkeypatch: pytes
     names = {1: "lo", 2: "eth0", 3: "docker0", 4: "ib0"}
     found = [(1, "127.0.0.1"), (4, "2001:db8::7"), (2, "192.0.2.7"), (2, "fe80::7"), (3, "172.17.0.1")]
     packed = [(index, ipaddress.ip_address(address).packed) for index, address in found]
-    monkeypatch.setattr(interfaces, "addresses", lambda: iter(packed))
+    monkeypatch.setattr(machine, "addresses", lambda: iter(packed))
     monkeypatch.setattr(socket, "if_indextoname", names.__getitem__)
     assert own_addresses() == ["192.0.2.7", "2001:db8::7"]

@@ -1,8 +1,8 @@
 import pytest
 
-from gradsync import visible_devices
-from gradsync.cores import usable_cores
+from gradsync import machine
 from gradsync.errors import BackendUnavailable
+from gradsync.machine import usable_cores
 
 
 @pytest.fixture
@@ -27,21 +27,21 @@ def two_gpus(tmp_path):
 )
 def test_count_gpus(two_gpus, visible, count):
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert visible_devices.count_gpus(environ, two_gpus) == count
+    assert machine.count_gpus(environ, two_gpus) == count
 
 
 def test_count_gpus_without_a_driver(tmp_path):
-    assert visible_devices.count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, str(tmp_path)) == 0
-    assert visible_devices.count_gpus({}, str(tmp_path / "missing")) == 0
+    assert machine.count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, str(tmp_path)) == 0
+    assert machine.count_gpus({}, str(tmp_path / "missing")) == 0
 
 
 @pytest.mark.parametrize(("device_type", "gpus", "count"), [("auto", 3, 3), ("auto", 0, None), ("cpu", 3, None)])
 def test_default_process_count(monkeypatch, device_type, gpus, count):
-    monkeypatch.setattr(visible_devices, "count_gpus", lambda: gpus)
-    assert visible_devices.default_process_count(device_type) == (count or usable_cores())
+    monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
+    assert machine.default_process_count(device_type) == (count or usable_cores())
 
 
 def test_default_process_count_needs_the_gpu_that_was_asked_for(monkeypatch):
-    monkeypatch.setattr(visible_devices, "count_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
     with pytest.raises(BackendUnavailable, match="found none"):
-        visible_devices.default_process_count("gpu")
+        machine.default_process_count("gpu")

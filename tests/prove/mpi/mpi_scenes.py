@@ -184,14 +184,14 @@ def is_interrupted_while_it_reduces(comm: Any) -> None:
 
 def one_is_late_for_a_group(comm: Any) -> None:
     """It lets the others in, and does not come itself: their call of MPI cannot be taken back."""
-    call_with_deadline = joining.call_with_deadline
+    run_with_timeout = joining.run_with_timeout
 
     def late(*arguments: Any) -> Any:
         time.sleep(4.0)
-        return call_with_deadline(*arguments)
+        return run_with_timeout(*arguments)
 
     if comm.rank == LAST:
-        joining.call_with_deadline = late
+        joining.run_with_timeout = late
     try:
         comm.new_group(range(comm.world_size))
     except (gs.CollectiveTimeout, gs.RankFailed) as error:

@@ -19,10 +19,9 @@ from gradsync.bench.live_text import LiveText
 from gradsync.bench.measurement import busy_machine, provenance
 from gradsync.bench.outputs import check_outputs, write_json
 from gradsync.bench.rank_starts import find_mpiexec
-from gradsync.cores import usable_cores
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
+from gradsync.machine import count_gpus, usable_cores
 from gradsync.reduction import ReduceOp, check_operation, dtype_of
-from gradsync.visible_devices import count_gpus
 
 _RANKS_WITHOUT_GPU = 2
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from gradsync.communicators.mpi.library import to_mpi_error
 from gradsync.communicators.mpi.unfinished import keep_for_ever
-from gradsync.deadline_call import call_with_deadline
 from gradsync.errors import CollectiveTimeout
+from gradsync.machine import run_with_timeout
 from gradsync.rendezvous.group_client import CommunicatorClient
 
 
@@ -47,7 +47,7 @@ def make_communicator(mpi: Any, client: CommunicatorClient, name: str, timeout_s
 
     try:
         seconds = max(0.0, deadline - time.monotonic())
-        return call_with_deadline(create, "gradsync-mpi-join", seconds, client.check)
+        return run_with_timeout(create, "gradsync-mpi-join", seconds, client.check)
     except TimeoutError as error:
         raise CollectiveTimeout(
             f"{client.label}: MPI_Comm_create_group did not return within {timeout_seconds:.3g} s, although all ranks "

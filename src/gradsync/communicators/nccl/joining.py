@@ -12,8 +12,8 @@ import cupy
 
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.library import NcclLibrary
-from gradsync.deadline_call import call_with_deadline
 from gradsync.errors import CollectiveTimeout, RendezvousTimeout
+from gradsync.machine import run_with_timeout
 from gradsync.rendezvous.group_client import CommunicatorClient
 
 
@@ -58,7 +58,7 @@ def _init_rank(
             return library.binding.NcclCommunicator(client.world_size, unique_id, client.rank)
 
     try:
-        return call_with_deadline(init, "gradsync-nccl-init", seconds, client.check)
+        return run_with_timeout(init, "gradsync-nccl-init", seconds, client.check)
     except TimeoutError as error:
         raise RendezvousTimeout(
             f"{label}: ncclCommInitRank on cuda:{device_id} did not return within {seconds:.3g} s, although all ranks "
@@ -94,7 +94,7 @@ def split_group(client: CommunicatorClient, handle: NcclHandle, color: int, key:
 
     seconds = max(0.0, deadline - time.monotonic())
     try:
-        return call_with_deadline(split, "gradsync-nccl-split", seconds, client.check)
+        return run_with_timeout(split, "gradsync-nccl-split", seconds, client.check)
     except TimeoutError as error:
         raise CollectiveTimeout(
             f"{client.label}: ncclCommSplit on cuda:{handle.device_id} did not return within {seconds:.3g} s, although "

@@ -48,8 +48,8 @@ from gradsync.communicators.shared_memory.slots import Slots
 from gradsync.communicators.shared_memory.waiting import ANY_ROUND
 from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news
-from gradsync.cores import begin_on_core
 from gradsync.errors import BackendUnavailable, GradsyncError
+from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradsync.doctor.finding import Finding, ok, unusable, warning
 from gradsync.doctor.surroundings import Surroundings
-from gradsync.visible_devices import count_gpus, visible_gpus
+from gradsync.machine import count_gpus, visible_gpus
 
 # As `nvidia-smi topo -m` marks them.
 _LINKS = {

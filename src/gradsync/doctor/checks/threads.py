@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gradsync.cores import BLAS_VARIABLES
 from gradsync.doctor.finding import Finding, ok, warning
 from gradsync.doctor.surroundings import Surroundings
+from gradsync.machine import BLAS_VARIABLES
 
 
 def check_threads(here: Surroundings) -> list[Finding]:

@@ -15,13 +15,13 @@ import time
 from dataclasses import asdict, dataclass
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
-from gradsync.interfaces import interface_of
 from gradsync.launching.job import MeetingPoint, Network, NodePlace
 from gradsync.launching.nodes.hosting import StartPorts
 from gradsync.launching.nodes.node_options import NodeOptions
 from gradsync.launching.nodes.node_report import SAME_VERSION
 from gradsync.launching.notices import Notices
 from gradsync.launching.told import from_told
+from gradsync.machine import interface_of
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.client_connection import StreamEnded
 from gradsync.rendezvous.sockets import look_up, parse_address
