@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterator
 
 import click
 
-from gradsync import environment
 from gradsync.cli import main
+from gradsync.environment import VARIABLES
 
-_VARIABLE = re.compile(r'((?:^#: .*\n)+)^[A-Z_]+ = "(GRADSYNC_\w+)"$', flags=re.MULTILINE)
 _COLUMNS = 100
 
 
 def variables() -> list[str]:
-    """Returns the lines of a table of the environment variables, with what their comments in the source say."""
+    """Returns the lines of a table of the environment variables, with what they are for."""
     lines = ["| variable | what it is |", "| --- | --- |"]
-    for comment, name in _VARIABLE.findall(inspect.getsource(environment)):
-        text = " ".join(line.removeprefix("#: ") for line in comment.splitlines())
-        lines.append(f"| `{name}` | {text} |")
-    return lines
+    return lines + [f"| `{variable}` | {variable.help} |" for variable in VARIABLES]
 
 
 def commands() -> list[str]:

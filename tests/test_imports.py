@@ -16,7 +16,7 @@ SOURCE = Path(gs.__file__).parent
 
 # Each room may import those that stand before it. A package is a room, and so is a file beside the packages.
 ROOMS = [
-    *("errors", "machine", "reduction", "futures", "launchers", "environment"),
+    *("errors", "arguments", "machine", "reduction", "futures", "launchers", "environment"),
     *("diagnostics", "rendezvous", "communicators", "bucketing", "backends", "process_group"),
     *("sharding", "consistency", "hooks", "comm", "adapters", "launching", "bench", "doctor", "cli"),
 ]
@@ -25,8 +25,6 @@ ROOMS = [
 STRAYS = {
     "reduction": "scalars_by_name",
     "futures": "collective_end collective_future completion",
-    "launchers": "launcher_variables run_name slurm_variables",
-    "environment": "arguments secret_file settings unknown_variables variable_values",
     "diagnostics": "divergence dumps flight_recorder stack_report tracing whole_file",
     "rendezvous": "bootstrap meeting_file",
     "communicators": "mpi_meeting",
@@ -46,9 +44,6 @@ UPWARD = {
     "communicators.nccl.collectives": "bucketing.pack_kernels",
     "diagnostics.report": "rendezvous.rank_names",
     "divergence": "rendezvous.rank_names",
-    "environment": "rendezvous.sockets",
-    "launcher_variables": "variable_values",
-    "slurm_variables": "variable_values",
     "world_siblings": "world_connection",
 }
 # Files inside a room that are imported from outside, and by which rooms. Outside, a room is its name: from
@@ -105,7 +100,7 @@ INSIDE = {
     "rendezvous.messages": "communicators launching",
     "rendezvous.rank_names": "communicators diagnostics",
     "rendezvous.server": "cli launching",
-    "rendezvous.sockets": "environment launching",
+    "rendezvous.sockets": "launching",
 }
 
 

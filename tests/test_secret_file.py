@@ -3,8 +3,8 @@ import subprocess
 
 import pytest
 
+from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_file
 from gradsync.errors import InvalidArgument
-from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_file
 
 SECRET = "5a" * 32
 

@@ -67,6 +67,26 @@ def test_one_that_has_gone_is_refused(name: str, command: list[str], variables: 
     assert "no such variable" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", "soon", "needs to be a number of seconds above 0, got 'soon'"),
+        ("GRADSYNC_FLIGHT_RECORDER_ENTRIES", "0", "needs to be a number of 1 to 1000000, got '0'"),
+        ("GRADSYNC_DEBUG", "true", "needs to be 0 or 1, got 'true'"),
+        ("GRADSYNC_ALLOW_SHARED_GPU", "yes", "needs to be 0 or 1, got 'yes'"),
+        ("GRADSYNC_LOG", "loud", "needs to be debug, info, warning, error or critical, got 'loud'"),
+    ],
+)
+def test_what_each_rank_would_refuse_the_launcher_refuses_once(name: str, value: str, text: str, tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"print('a rank has started', flush=True)\n{SCRIPT}")
+    command = [sys.executable, "-m", "gradsync", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count(f"{name} {text}") == 1, done.stderr
+
+
 @pytest.mark.parametrize("start", [lambda f: gs.launch(f), lambda f: gs.spawn(f, nprocs=1), lambda f: gs.launcher(f)()])
 def test_one_that_has_gone_is_refused_by_functions_that_start_ranks(start, monkeypatch) -> None:
     monkeypatch.setenv("GRADSYNC_TLS_CA", "ca.pem")

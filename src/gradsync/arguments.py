@@ -1,4 +1,4 @@
-"""The numbers that callers pass: checked in one place, refused in the same words, made Python's own.
+"""Numbers and addresses that callers pass: checked in one place, refused in the same words, made Python's own.
 
 NumPy's numbers are as good as Python's; True and False are no numbers. The command line and the ranks' `launcher`
 import this file, so it imports next to nothing.
@@ -7,13 +7,14 @@ import this file, so it imports next to nothing.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 from gradsync.errors import InvalidArgument
-from gradsync.variable_values import LARGEST_PORT
 
+LARGEST_PORT = 65535
 #: Between asking ranks to end and killing them.
 DEFAULT_GRACE_SECONDS = 5.0
 
@@ -88,3 +89,50 @@ def check_seconds(who: str, name: str, value: Any) -> None:
     """
     if not is_number(value) or not 0 <= value < float("inf"):
         raise InvalidArgument(f"{who} needs {name} to be a number of seconds, 0 or more, got {value!r}")
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Returns host and port of "127.0.0.1:4000", "name:4000" or "[::1]:4000".
+
+    Raises:
+        InvalidArgument: the text has another form.
+    """
+    if not isinstance(address, str):
+        raise InvalidArgument(f"an address needs to be text, got {type(address).__name__}")
+    host, colon, port_text = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    valid_port = re.fullmatch("[0-9]{1,5}", port_text) is not None and 0 < int(port_text) <= LARGEST_PORT
+    if not colon or not host or not valid_port or (":" in host and not bracketed):
+        raise InvalidArgument(
+            f"an address needs the form host:port or [IPv6]:port with a port from 1 to {LARGEST_PORT}, got {address!r}"
+        )
+    return host, int(port_text)
+
+
+def check_address(text: str, name: str = "address") -> str:
+    """Returns an address, once it is known to read host:port.
+
+    Args:
+        text: the address; an IPv6 host stands in brackets.
+        name: what the error calls it.
+
+    Raises:
+        InvalidArgument: it does not.
+    """
+    try:
+        parse_address(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error}") from None
+    return text
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns the text that `parse_address` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def port_beside(port: int) -> int:
+    """Returns the port that goes with one: MASTER_PORT and the rendezvous server's are beside each other."""
+    return port + 1 if port < LARGEST_PORT else port - 1

@@ -15,7 +15,7 @@ from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.communicators.shared_memory.platform_check import check_platform
 from gradsync.environment import BACKEND, DEBUG, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
-from gradsync.launcher_variables import SOURCES_WITH_MPI
+from gradsync.launchers import SOURCES_WITH_MPI
 from gradsync.machine import count_gpus
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient

@@ -24,10 +24,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradsync.environment import ADDRESS, HOSTED, SECRET_FILE, RankEnvironment, check_address, take_secret
+from gradsync.arguments import check_address, join_address, parse_address, port_beside
+from gradsync.environment import ADDRESS, HOSTED, SECRET_FILE, RankEnvironment, take_secret
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.sockets import join_address, parse_address, port_beside
 
 if TYPE_CHECKING:
     from gradsync.meeting_file import Meeting

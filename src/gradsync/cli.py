@@ -8,13 +8,12 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from gradsync import __version__
-from gradsync.arguments import DEFAULT_GRACE_SECONDS
+from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
 from gradsync.bench.command import bench
 from gradsync.diagnostics.command import trace
 from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED
-from gradsync.variable_values import LARGEST_PORT
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
@@ -243,8 +242,8 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
     Prints its address. Each rank needs it as GRADSYNC_ADDRESS, beside GRADSYNC_HOSTED=1 (so that rank 0
     starts no server of its own) and the same secret as GRADSYNC_SECRET_FILE. Ends on Ctrl-C or SIGTERM.
     """
+    from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
     from gradsync.rendezvous.server import RendezvousServer
-    from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
 
     if secret_file is None:
         raise InvalidArgument(

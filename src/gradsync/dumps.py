@@ -22,9 +22,9 @@ from gradsync import tracing
 from gradsync.environment import DUMP_DIR, RANK, TRACE
 from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline
 from gradsync.flight_recorder import Entry, FlightRecorder, recorders
+from gradsync.launchers import value_of
 from gradsync.machine import machine_identity
 from gradsync.stack_report import stack_report
-from gradsync.variable_values import value_of
 from gradsync.whole_file import write_whole
 
 #: What a dump calls itself, so that nothing else is taken for one.
@@ -52,7 +52,7 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
     Raises:
         InvalidArgument: it cannot be written, or its file system hangs: that takes a minute.
     """
-    folder = Path(value_of(os.environ, DUMP_DIR) or ".") if path is None else Path(path)
+    folder = Path(DUMP_DIR.read() or ".") if path is None else Path(path)
     return _write(folder, "dump_flight_recorder() was called")
 
 
@@ -93,7 +93,7 @@ def arm() -> None:
     A handler of these signals that the program has already stays, and one that comes later takes the place of this one.
     """
     global _folder, _traced_folder
-    folder, traced = value_of(os.environ, DUMP_DIR), value_of(os.environ, TRACE)
+    folder, traced = DUMP_DIR.read(), TRACE.read()
     if folder is not None and _folder is None:
         import signal  # here: most processes never come this far, and start-up counts
 

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
-from gradsync.settings import flight_recorder_entries
+from gradsync.environment import FLIGHT_RECORDER_ENTRIES
 
 _REMEMBERED_RECORDERS = 16  # also when their communicators have ended: a failure ends them, and is looked into then
 
@@ -116,7 +116,7 @@ class FlightRecorder:
         self.place = place
         self.begun = 0
         self._noted = 0  # with messages
-        self._size = max(flight_recorder_entries(), _least_entries) if entries is None else entries
+        self._size = max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries) if entries is None else entries
         self._ring: list[Running | None] = [None] * self._size
         self._running: Running | None = None
         if place is not None:

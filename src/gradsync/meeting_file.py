@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gradsync.environment import SECRET_FILE
+from gradsync.environment import SECRET_FILE, parse_secret, read_private_file
 from gradsync.errors import AuthenticationError, InvalidArgument
-from gradsync.secret_file import parse_secret, read_private_file
 
 _LOOK_EVERY_SECONDS = 0.005
 _NOTICE_EVERY_SECONDS = 5.0
@@ -87,7 +86,7 @@ def _read(path: str) -> Meeting | None:
         return None
     try:
         secret, _, address = read_private_file(path).partition("\n")
-        return Meeting(address.strip(), parse_secret(secret, f"secret file {path!r}"))
+        return Meeting(address.strip(), parse_secret(f"secret file {path!r}", secret))
     except InvalidArgument:
         if os.path.exists(path):
             raise

@@ -29,9 +29,9 @@ from gradsync.communicators.world import (
     set_world,
 )
 from gradsync.dumps import arm, dump_at_exception, dump_because, write_trace
+from gradsync.environment import configure_logging
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe, uncaught_error
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.settings import configure_logging
 from gradsync.world_connection import (
     WorldSettings,
     choose_backend,

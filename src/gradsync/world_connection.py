@@ -6,7 +6,6 @@ For process_group.py, which holds what is made here.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 
 from gradsync.arguments import integer_of, is_number
@@ -16,20 +15,21 @@ from gradsync.communicators.nccl.connection import connect_nccl
 from gradsync.communicators.shared_memory.communicator import connect_shared_memory
 from gradsync.communicators.world import overriding_backend
 from gradsync.environment import (
+    ALLOW_SHARED_GPU,
     BACKEND,
     BACKENDS,
+    COLLECTIVE_TIMEOUT_SECONDS,
+    DEBUG,
     RankEnvironment,
+    check_removed_variables,
     read_environment,
+    warn_of_unknown_variables,
 )
 from gradsync.errors import InvalidArgument
-from gradsync.launcher_variables import SLURM, SOURCES_WITH_MPI
+from gradsync.launchers import SLURM, SOURCES_WITH_MPI
 from gradsync.machine import count_gpus
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
-from gradsync.settings import allows_shared_gpu, asks_for_debug_mode
-from gradsync.settings import collective_timeout_seconds as environment_timeout
-from gradsync.unknown_variables import refuse_removed_variables, warn_of_unknown_variables
-from gradsync.variable_values import value_of
 
 _log = logging.getLogger("gradsync")
 
@@ -69,12 +69,9 @@ def requested_backend(backend: str) -> str:
     Raises:
         InvalidArgument: no backend has that name.
     """
-    source = ""
-    if backend == "auto":
-        backend, source = overriding_backend() or value_of(os.environ, BACKEND) or "auto", f" in {BACKEND}"
     if backend not in BACKENDS:
-        raise InvalidArgument(f"unknown backend {backend!r}{source}: use one of {', '.join(BACKENDS)}")
-    return backend
+        raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    return overriding_backend() or BACKEND.read() if backend == "auto" else backend
 
 
 def read_settings(
@@ -95,7 +92,7 @@ def read_settings(
         InvalidArgument: a rank outside the world, no number of seconds, a variable that has gone, or nobody tells the
             rank.
     """
-    refuse_removed_variables()
+    check_removed_variables()
     _check_seconds(timeout_seconds=timeout_seconds, collective_timeout_seconds=collective_timeout_seconds)
     place = _find_place(backend, rank, world_size)
     if place.local_rank == 0:  # for all of this machine
@@ -105,9 +102,9 @@ def read_settings(
         address,
         device,
         timeout_seconds,
-        environment_timeout(collective_timeout_seconds),
-        allow_shared_gpu or allows_shared_gpu(),
-        asks_for_debug_mode() if debug is None else bool(debug),
+        COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds,
+        ALLOW_SHARED_GPU.read() or allow_shared_gpu,
+        DEBUG.read() if debug is None else bool(debug),
     )
 
 
@@ -161,13 +158,13 @@ def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankE
 def _place_without_launcher(backend: str) -> RankEnvironment:
     """Returns who this process is where no launcher has left its variables."""
     if backend == "local":
-        return RankEnvironment(0, 1, 0, 1, backend=backend, source="arguments")
+        return RankEnvironment(0, 1, 0, 1, source="arguments")
     if backend == "mpi":
         from gradsync.mpi_meeting import mpi_place
 
         place = mpi_place()  # a launcher whose variables we do not know
         if place is not None:
-            return replace(place, backend=backend)
+            return place
         raise InvalidArgument(
             "backend 'mpi' joins ranks that mpiexec or srun has started, and this process is alone. Start the script "
             "with `mpiexec -n 2 python script.py`, by the mpiexec of the MPI that mpi4py has loaded, or use "

@@ -101,7 +101,7 @@ def test_a_secret_may_come_by_standard_input() -> None:
 
 
 def test_what_follows_the_secret_on_standard_input_is_left_to_others() -> None:
-    code = "from gradsync.secret_file import read_secret_option as read; print(read('-').hex(), input())"
+    code = "from gradsync.environment import read_secret_option as read; print(read('-').hex(), input())"
     told = subprocess.run(
         [sys.executable, "-c", code], input=f"{SECRET.hex()}\nthe rest\n", capture_output=True, text=True, check=True
     )

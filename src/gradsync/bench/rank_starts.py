@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gradsync.bench.crew import Start
-from gradsync.launcher_variables import TORCHRUN, variables_of_mpi
+from gradsync.environment import OF_A_RUN
+from gradsync.launchers import TORCHRUN, variables_of_mpi
 from gradsync.machine import blas_thread_variables
 
 # What torchrun, and gradsync's launcher likewise, set beside a rank's place.
 _BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
-_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ADDRESS", "HOSTED", "BACKEND", "SECRET")
-_PREFIXES = ("TORCHELASTIC_", "SLURM_", *(f"GRADSYNC_{name}" for name in _OURS))
+_PREFIXES = ("TORCHELASTIC_", "SLURM_")
 
 # Open MPI refuses to run as root, which is what one is in a container, and more ranks than cores.
 _OPEN_MPI = {
@@ -31,7 +31,7 @@ def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
     A shell that a launcher has started hands them on, and ranks would take themselves for those of that launcher.
     """
-    inherited = {*TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
+    inherited = {*OF_A_RUN, *TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
     return {name: value for name, value in environ.items() if name not in inherited and not name.startswith(_PREFIXES)}
 
 

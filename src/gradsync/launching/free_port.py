@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradsync.variable_values import LARGEST_PORT
+from gradsync.arguments import LARGEST_PORT
 
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_KERNEL_RANGE = (32768, 60999)

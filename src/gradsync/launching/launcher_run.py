@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gradsync.arguments import parse_address, port_beside
 from gradsync.launching.cuda_state import check_cuda_untouched
 from gradsync.launching.function_outcome import failure, raise_for_signal, take_results, what_became_of_others
 from gradsync.launching.in_rank.group_call import call_in_group
@@ -16,7 +17,6 @@ from gradsync.launching.meeting_points import meeting_point
 from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_name, function_target, ranks_can_import_main
-from gradsync.rendezvous.sockets import parse_address, port_beside
 
 
 def run_on_ranks(

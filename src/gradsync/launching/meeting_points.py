@@ -15,13 +15,14 @@ import socket
 import time
 from collections.abc import Iterator
 
+from gradsync.arguments import join_address, parse_address
 from gradsync.environment import SECRET, SECRET_FILE, take_secret
 from gradsync.errors import AuthenticationError, RendezvousTimeout
 from gradsync.launching.job import MeetingPoint
 from gradsync.launching.launcher_options import LauncherOptions
 from gradsync.launching.listening import own_listener
 from gradsync.meeting_file import Meeting, meeting_path, publish, wait_for
-from gradsync.rendezvous.sockets import format_address, join_address, parse_address
+from gradsync.rendezvous.sockets import format_address
 
 _MEETING_SECONDS = 120.0  # as long as init_process_group() waits
 _PROBE_SECONDS = 1.0

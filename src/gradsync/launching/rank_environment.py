@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from gradsync import environment
-from gradsync.launcher_variables import variables_of_mpi
+from gradsync.launchers import variables_of_mpi
 from gradsync.launching.job import Job, MeetingPoint
 from gradsync.machine import blas_thread_variables
 
@@ -31,7 +31,7 @@ def rank_environment(
     """
     rank = str(job.rank_start + local_rank)
     world_size = str(job.world_size)
-    own = {
+    own: dict[str, str] = {
         environment.RANK: rank,
         environment.WORLD_SIZE: world_size,
         environment.LOCAL_RANK: str(local_rank),

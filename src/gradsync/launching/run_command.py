@@ -24,7 +24,6 @@ from gradsync.launching.output.pump import OutputPump
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import module_target, script_target
 from gradsync.machine import count_gpus, default_process_count
-from gradsync.settings import allows_shared_gpu
 
 if TYPE_CHECKING:
     from gradsync.launching.nodes.node_options import NodeOptions
@@ -73,11 +72,11 @@ def run_command(
     if devices is not None:
         if count_gpus() == 0:
             notices.tell(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {gpus} has no effect")
-        devices = tuple(choose_gpus(devices, n_ranks, os.environ, allow_shared=allows_shared_gpu()))
+        devices = tuple(choose_gpus(devices, n_ranks, os.environ, allow_shared=environment.ALLOW_SHARED_GPU.read()))
     shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
     reading_rank = _stdin_rank(stdin_rank, n_ranks if nodes is None else None)
     log_path = None if log_dir is None else Path(log_dir)
-    folders = {environment.DUMP_DIR: dump_dir, environment.TRACE: trace_dir}
+    folders: dict[str, str | None] = {environment.DUMP_DIR: dump_dir, environment.TRACE: trace_dir}
     variables = {name: os.path.abspath(folder) for name, folder in folders.items() if folder is not None}
     if debug:
         variables[environment.DEBUG] = "1"

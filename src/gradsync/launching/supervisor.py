@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable
 from gradsync.launching.free_port import reserved_port
 from gradsync.launching.job import Job, MeetingPoint
@@ -24,7 +25,6 @@ from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.watch import Watch
 from gradsync.rendezvous.sockets import format_address
-from gradsync.unknown_variables import refuse_removed_variables, warn_of_unknown_variables
 
 if TYPE_CHECKING:
     from gradsync.launching.output.pump import OutputPump
@@ -122,11 +122,10 @@ class Supervisor:
 
         Raises:
             BackendUnavailable: the system allows no more processes, or open files.
-            InvalidArgument: a variable is set that has gone.
+            InvalidArgument: a variable is set that the ranks would refuse.
             RendezvousError: the job's rendezvous port is taken.
         """
-        refuse_removed_variables()
-        warn_of_unknown_variables()
+        check_variables()
         job = self._job
         if job.n_ranks > _RANKS_BEFORE_SERVER:
             from gradsync.rendezvous.descriptors import raise_limit  # here: few ranks have room, and start-up counts

@@ -10,11 +10,12 @@ import socket
 import time
 from typing import Any
 
+from gradsync.arguments import parse_address
+from gradsync.environment import check_removed_variables
 from gradsync.errors import AuthenticationError, RendezvousError, RendezvousTimeout
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
-from gradsync.rendezvous.sockets import look_up, parse_address, tune_stream
+from gradsync.rendezvous.sockets import look_up, tune_stream
 from gradsync.rendezvous.wire import FrameError
-from gradsync.unknown_variables import refuse_removed_variables
 
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
@@ -39,11 +40,11 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
     Raises:
         RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.
         AuthenticationError: the server does not know the secret.
-        InvalidArgument: a variable is set that has gone (`refuse_removed_variables`).
+        InvalidArgument: a variable is set that has gone (`check_removed_variables`).
         RendezvousError: something else speaks on that port.
     """
     parse_address(address)
-    refuse_removed_variables()
+    check_removed_variables()
     started = time.monotonic()
     backoff_seconds = _FIRST_BACKOFF_SECONDS
     handshakes = 0

@@ -14,6 +14,7 @@ import weakref
 from types import TracebackType
 
 from gradsync.arguments import integer_of
+from gradsync.environment import check_removed_variables
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.descriptors import make_room
@@ -23,7 +24,6 @@ from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, check_secret
 from gradsync.rendezvous.messages import MAX_RANKS
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.sockets import adopt_listener, bind_listener, format_address
-from gradsync.unknown_variables import refuse_removed_variables
 
 _STOP_SECONDS = 10.0
 
@@ -70,7 +70,7 @@ class RendezvousServer:
         self.world_size = world_size = size
         self.run_id = _check_run_id(run_id)
         secret = check_secret(secret)
-        refuse_removed_variables()
+        check_removed_variables()
         make_room(2 * world_size + MAX_STRANGERS)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync import flight_recorder, settings
+from gradsync import environment, flight_recorder
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.flight_recorder import FlightRecorder, finish, names_text, seconds_text, size_text
@@ -201,7 +201,7 @@ def test_its_size_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(5):
             comm.barrier()
         assert [entry.number for entry in comm.recorder.entries()] == [3, 4, 5]
-    assert settings.flight_recorder_entries({}) == 64
+    assert environment.FLIGHT_RECORDER_ENTRIES.read({}) == 64
 
 
 def test_a_collective_that_begins_while_more_is_to_be_remembered_is_not_lost() -> None:

@@ -13,11 +13,11 @@ from rendezvous_ranks import SECRET, connect
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
+from gradsync.arguments import parse_address
 from gradsync.rendezvous import descriptors
 from gradsync.rendezvous.events import Probe, Probed, Tick
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.silence import HEARTBEAT_SECONDS, SILENT_AFTER_SECONDS, heartbeat_seconds
-from gradsync.rendezvous.sockets import parse_address
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID
 from simulated_ranks.crowd import Crowd
 from simulated_ranks.gradsync_rank import GradsyncRank

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
+from gradsync.arguments import join_address, parse_address, port_beside
 from gradsync.errors import InvalidArgument
-from gradsync.rendezvous.sockets import bind_listener, format_address, join_address, parse_address, port_beside
+from gradsync.rendezvous.sockets import bind_listener, format_address
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from gradsync.launchers import name_run
 from gradsync.machine import read_stat
-from gradsync.run_name import name_run
 
 PMI = ("PMI", "PMI_RANK", "PMI_SIZE")
 
@@ -19,18 +19,18 @@ def test_no_name_where_mpiexec_was_not_there(source: str) -> None:
 
 def test_no_name_where_no_ancestor_is_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose first process is the rank."""
-    from gradsync import run_name
+    from gradsync import launchers
 
-    monkeypatch.setattr(run_name, "_variables_of", lambda pid: {b"PMI_RANK=0", b"PMI_SIZE=2"})
+    monkeypatch.setattr(launchers, "_variables_of", lambda pid: {b"PMI_RANK=0", b"PMI_SIZE=2"})
     assert name_run({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI") is None
 
 
 def test_a_hidden_launcher_still_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where /proc shows a user only what is the user's own."""
-    from gradsync import run_name
+    from gradsync import launchers
 
-    monkeypatch.setattr(run_name, "read_stat", lambda pid: read_stat(pid) if pid == os.getpid() else None)
-    monkeypatch.setattr(run_name, "_variables_of", lambda pid: set())
+    monkeypatch.setattr(launchers, "read_stat", lambda pid: read_stat(pid) if pid == os.getpid() else None)
+    monkeypatch.setattr(launchers, "_variables_of", lambda pid: set())
     assert name_run({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI") == f"PMI-{os.getppid()}-0"
 
 

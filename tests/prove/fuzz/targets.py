@@ -16,14 +16,15 @@ from pathlib import Path
 
 import msgpack
 
-from gradsync import environment, settings
+from gradsync import environment
+from gradsync.arguments import parse_address
 from gradsync.bench.thresholds import parse_megabytes
 from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 from gradsync.communicators.agreement import Description, mismatch
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump_files import read_dumps
 from gradsync.diagnostics.report import divergences, report
-from gradsync.environment import read_environment
+from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.gpus import parse_gpus
 from gradsync.launching.in_rank.report_pipe import FrameReader as ReportReader
@@ -36,10 +37,8 @@ from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.handshake import ClientHandshake, ServerHandshake
 from gradsync.rendezvous.messages import SCHEMAS, FieldError, FrameType, Message, check_fields
 from gradsync.rendezvous.protocol import RendezvousCore
-from gradsync.rendezvous.sockets import look_up, parse_address
+from gradsync.rendezvous.sockets import look_up
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Session, _decode, pack_frame
-from gradsync.secret_file import read_secret_file
-from gradsync.unknown_variables import KNOWN_VARIABLES, refuse_removed_variables
 
 Target = Callable[[bytes], None]
 
@@ -51,7 +50,7 @@ _PIPE_BYTES = 60_000
 # What the decoder raises at the end of a script, and where that is no msgpack.
 _NO_MSGPACK = (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException)
 VARIABLES = (
-    *sorted(KNOWN_VARIABLES),
+    *sorted(environment.VARIABLES),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID"),
@@ -243,9 +242,8 @@ def variables(data: bytes) -> None:
         environ[VARIABLES[record[0] % len(VARIABLES)] if record else "RANK"] = record[1:].decode("latin-1")
     readers: tuple[Callable[[], object], ...] = (
         lambda: read_environment(dict(environ)),
-        lambda: settings.flight_recorder_entries(environ),
-        lambda: settings.collective_timeout_seconds(300.0, environ),
-        lambda: refuse_removed_variables(environ),
+        lambda: environment.check_removed_variables(environ),
+        *[lambda variable=variable: variable.read(environ) for variable in environment.VARIABLES],
     )
     environ.pop(environment.SECRET_FILE, None)  # a file of this machine: `secret_file` has those
     for read in readers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradsync.doctor.finding import Finding, broken, ok, warning
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.errors import InvalidArgument
-from gradsync.variable_values import read_port
+from gradsync.launchers import read_port
 
 _FEWEST_PORTS = 1000
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

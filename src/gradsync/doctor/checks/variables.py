@@ -2,74 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from gradsync import environment, settings
+from gradsync import environment
 from gradsync.doctor.finding import Finding, broken, ok, warning
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.errors import InvalidArgument
-from gradsync.unknown_variables import (
-    PREFIX,
-    REMOVED_VARIABLES,
-    describe_unknown,
-    nearest_variable,
-    refuse_removed_variables,
-    unknown_variables,
-)
 
 
 def check_variables(here: Surroundings) -> list[Finding]:
     """The GRADSYNC_* variables; a line for each that is wrong."""
-    present = sorted(name for name in here.environ if name.startswith(PREFIX))
-    unknown = [_unknown(name) for name in unknown_variables(here.environ)]
-    refused = [broken(name, reason, f"unset {name}") for name, reason in _refusals(here).items()]
+    refused = [broken(name, str(error), f"unset {name}") for name, error in environment.refused_variables(here.environ)]
+    unknown = [_unknown(name, meant) for name, meant in environment.unknown_variables(here.environ).items()]
     if unknown or refused:
         return [*refused, *unknown]
-    shown = ", ".join(_shown(here, name) for name in present)
+    present = sorted(name for name in here.environ if name.startswith("GRADSYNC_"))
+    shown = ", ".join(name if name == environment.SECRET else f"{name}={here.environ[name]}" for name in present)
     return [ok("GRADSYNC_*", shown or "none is set")]
 
 
-def _unknown(name: str) -> Finding:
-    meant = nearest_variable(name)
+def _unknown(name: str, meant: str | None) -> Finding:
     advice = f"unset {name}" if meant is None else f'export {meant}="${name}"; unset {name}'
-    return warning(name, describe_unknown(name), advice)
-
-
-def _refusals(here: Surroundings) -> dict[str, str]:
-    """Returns what gradsync would say of each value that it refuses."""
-    environ = dict(here.environ)
-    questions: dict[str, Callable[[], object]] = {
-        environment.FLIGHT_RECORDER_ENTRIES: lambda: settings.flight_recorder_entries(environ),
-        environment.COLLECTIVE_TIMEOUT_SECONDS: lambda: settings.collective_timeout_seconds(1.0, environ),
-        environment.ALLOW_SHARED_GPU: lambda: settings.allows_shared_gpu(environ),
-        environment.DEBUG: lambda: settings.asks_for_debug_mode(environ),
-        environment.LOG: lambda: settings.log_level(environ),
-        environment.BACKEND: lambda: _check_backend(environ[environment.BACKEND]),
-        environment.ADDRESS: lambda: environment.check_address(environ[environment.ADDRESS], environment.ADDRESS),
-        environment.SECRET_FILE: lambda: environment.take_secret(
-            {environment.SECRET_FILE: environ[environment.SECRET_FILE]}
-        ),
-        environment.SECRET: lambda: environment.take_secret({environment.SECRET: environ[environment.SECRET]}),
-    }
-    for name in REMOVED_VARIABLES:
-        questions[name] = lambda name=name: refuse_removed_variables({name: environ[name]})  # type: ignore[misc]
-    found = {}
-    for name, ask in questions.items():
-        if environ.get(name, "").strip():
-            try:
-                ask()
-            except InvalidArgument as error:
-                found[name] = str(error)
-    return found
-
-
-def _check_backend(value: str) -> None:
-    if value.strip() not in environment.BACKENDS:
-        raise InvalidArgument(f"{value!r} is no backend: use one of {', '.join(environment.BACKENDS)}")
-
-
-def _shown(here: Surroundings, name: str) -> str:
-    return name if name == environment.SECRET else f"{name}={here.environ[name]}"
+    return warning(name, environment.describe_unknown(meant), advice)
 
 
 def _origin(source: str) -> str:

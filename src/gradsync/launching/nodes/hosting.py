@@ -9,13 +9,14 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gradsync.arguments import parse_address
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.launching.free_port import reserved_port
 from gradsync.launching.listening import own_listener
 from gradsync.launching.nodes.node_options import NodeOptions
 from gradsync.launching.notices import Notices
 from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.sockets import format_address, look_up, parse_address
+from gradsync.rendezvous.sockets import format_address, look_up
 
 _NONCE_BYTES = 16
 

@@ -14,6 +14,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 
+from gradsync.arguments import LARGEST_PORT, parse_address
 from gradsync.errors import AuthenticationError, InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
 from gradsync.launching.job import MeetingPoint, Network, NodePlace
 from gradsync.launching.nodes.hosting import StartPorts
@@ -24,8 +25,7 @@ from gradsync.launching.told import from_told
 from gradsync.machine import interface_of
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.client_connection import StreamEnded
-from gradsync.rendezvous.sockets import look_up, parse_address
-from gradsync.variable_values import LARGEST_PORT
+from gradsync.rendezvous.sockets import look_up
 
 _NOTICE_SECONDS = 4.0  # out of step with the notices of the server, which would miss who just asks again
 _AGAIN_SECONDS = 0.5

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, field
 
-from gradsync.arguments import check_seconds
-from gradsync.environment import SECRET_FILE, take_secret
+from gradsync.arguments import check_seconds, parse_address
+from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET_FILE, read_secret_option, take_secret
 from gradsync.errors import InvalidArgument
 from gradsync.rendezvous.messages import MAX_RANKS
-from gradsync.rendezvous.sockets import parse_address
-from gradsync.secret_file import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import NamedTuple
 
+from gradsync.arguments import parse_address
 from gradsync.errors import InvalidArgument, RankFailed
 from gradsync.launching.failure_report import lines_on_others
 from gradsync.launching.job import Job
@@ -23,7 +24,6 @@ from gradsync.launching.outcome import Outcome
 from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
 from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.sockets import parse_address
 
 _LEAVING_SECONDS = 5.0  # for the other launchers to say goodbye, once all have told how their ranks ended
 _LEAVING_AFTER_LOSS_SECONDS = 0.5

@@ -1,14 +1,16 @@
+"""Who this process is, and what is set for it: from dicts of variables, without starting anything."""
+
+import logging
 import os
 import pickle
-from pathlib import Path
 
 import pytest
 
 from gradsync import environment
+from gradsync.arguments import check_address
 from gradsync.environment import RankEnvironment, read_environment
 from gradsync.errors import InvalidArgument
-from gradsync.launcher_variables import variables_of_mpi
-from gradsync.slurm_variables import first_host
+from gradsync.launchers import first_host, variables_of_mpi
 
 SECRET = "5a" * 32
 
@@ -254,9 +256,7 @@ def test_everything_else():
         "MASTER_ADDR": "node0",
         "MASTER_PORT": "29500",
     }
-    expected = RankEnvironment(
-        3, 4, 1, 2, "127.0.0.1:4000", bytes.fromhex(SECRET), True, "node0", 29500, "shm", "gradsync"
-    )
+    expected = RankEnvironment(3, 4, 1, 2, "127.0.0.1:4000", bytes.fromhex(SECRET), True, "node0", 29500, "gradsync")
     assert read_environment(environ) == expected
     assert "GRADSYNC_SECRET" not in environ
     assert "secret" not in repr(expected)
@@ -267,19 +267,19 @@ def test_everything_else():
 
 def test_defaults():
     found = read_environment({"RANK": "0", "WORLD_SIZE": "1"})
-    assert (found.address, found.secret, found.hosted, found.backend) == (None, None, False, "auto")
+    assert (found.address, found.secret, found.hosted) == (None, None, False)
     assert (found.master_addr, found.master_port) == (None, None)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "node0:65535", "[::1]:4000"])
 def test_addresses(address):
-    assert environment.check_address(address) == address
+    assert check_address(address) == address
 
 
 @pytest.mark.parametrize("address", ["", ":1", "node0:", "node0:0", "node0:65536", "node0:1x", "::1:4000", "[]:1"])
 def test_malformed_addresses(address):
     with pytest.raises(InvalidArgument, match="address: an address needs the form host:port"):
-        environment.check_address(address)
+        check_address(address)
 
 
 def test_secret_leaves_the_environment_and_is_kept(monkeypatch):
@@ -314,11 +314,99 @@ def test_malformed_secret_is_not_quoted(text):
     assert not text or text not in str(caught.value)
 
 
-def test_every_name_is_described():
-    names = [value for name, value in vars(environment).items() if name.isupper() and name[0] != "_"]
-    ours = [value for value in names if isinstance(value, str) and value.startswith("GRADSYNC_")]
-    assert len(ours) == len(set(ours)) >= 11
-    lines = Path(environment.__file__).read_text(encoding="utf-8").splitlines()
-    for value in ours:
-        (index,) = [i for i, line in enumerate(lines) if line.endswith(f'= "{value}"')]
-        assert lines[index - 1].startswith("#: ")
+# What each variable reads, and what it refuses.
+READ = {
+    "GRADSYNC_RANK": ([("3", 3)], None, ["x", "-1", "1.5", "9" * 30]),
+    "GRADSYNC_WORLD_SIZE": ([("3", 3)], None, ["0", "x"]),
+    "GRADSYNC_LOCAL_RANK": ([("0", 0)], None, ["x"]),
+    "GRADSYNC_LOCAL_WORLD_SIZE": ([("1", 1)], None, ["0"]),
+    "GRADSYNC_ADDRESS": ([("node0:1", "node0:1")], None, ["node0"]),
+    "GRADSYNC_HOSTED": ([("1", True), ("0", False)], False, ["true", "yes"]),
+    "GRADSYNC_BACKEND": ([("shm", "shm"), (" mpi ", "mpi")], "auto", ["loco", "SHM"]),
+    "GRADSYNC_ALLOW_SHARED_GPU": ([("1", True), (" 1 ", True), ("0", False)], False, ["true", "2"]),
+    "GRADSYNC_SECRET": ([(SECRET, bytes.fromhex(SECRET))], None, ["abc", "ab" * 15]),
+    "GRADSYNC_SECRET_FILE": ([], None, ["/nowhere/secret", "/dev/null"]),
+    "GRADSYNC_RESTART_COUNT": ([("2", 2)], 0, ["x"]),
+    "GRADSYNC_MAX_RESTARTS": ([("2", 2)], 0, ["-1"]),
+    "GRADSYNC_STATE_DIR": ([("a b", "a b")], None, []),
+    "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS": ([("3600", 3600.0), ("0.5", 0.5)], None, ["0", "-1", "nan", "inf", "soon"]),
+    "GRADSYNC_LOG": ([("info", "INFO"), ("Debug", "DEBUG")], None, ["loud"]),
+    "GRADSYNC_FLIGHT_RECORDER_ENTRIES": ([("1", 1), ("1000000", 10**6)], 64, ["0", "1000001", "many", "1_0", "٣"]),
+    "GRADSYNC_DUMP_DIR": ([("/d", "/d")], None, []),
+    "GRADSYNC_TRACE": ([("/t", "/t")], None, []),
+    "GRADSYNC_DEBUG": ([("1", True)], False, ["true"]),
+}
+
+
+def test_the_table_has_every_variable():
+    assert [str(variable) for variable in environment.VARIABLES] == list(READ)
+    assert all(variable.help for variable in environment.VARIABLES)
+
+
+@pytest.mark.parametrize("variable", environment.VARIABLES)
+def test_a_variable_is_read_or_refused_by_name(variable):
+    accepted, default, refused = READ[variable]
+    for text, value in accepted:
+        assert variable.read({str(variable): text}) == value
+        assert not list(environment.refused_variables({str(variable): text}))
+    for environ in ({}, {str(variable): ""}, {str(variable): " "}):
+        assert variable.read(environ) == default
+    for text in refused:
+        with pytest.raises(InvalidArgument) as caught:
+            variable.read({str(variable): text})
+        assert variable in str(caught.value) or text in str(caught.value)
+        assert [name for name, _ in environment.refused_variables({str(variable): text})] == [variable]
+
+
+def test_a_name_that_travels_is_text():
+    assert type(pickle.loads(pickle.dumps(environment.RANK))) is str
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("GRADSYNC_TIMOUT", "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS"),
+        ("GRADSYNC_TIMEOUT", "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS"),
+        ("GRADSYNC_BACKED", "GRADSYNC_BACKEND"),
+        ("GRADSYNC_SECRETFILE", "GRADSYNC_SECRET_FILE"),
+        ("GRADSYNC_TRACE_DIR", "GRADSYNC_TRACE"),
+        ("GRADSYNC_RECORDER_ENTRIES", "GRADSYNC_FLIGHT_RECORDER_ENTRIES"),
+        ("GRADSYNC_MAX_RESTART", "GRADSYNC_MAX_RESTARTS"),
+        ("GRADSYNC_", None),
+        ("GRADSYNC_HEARTBEAT", None),
+    ],
+)
+def test_the_variable_that_was_meant_is_found(name, meant):
+    assert environment.unknown_variables({name: "1", "GRADSYNC_RANK": "0", "PATH": "/bin"}) == {name: meant}
+
+
+def test_each_unknown_one_is_told_once_in_a_process(caplog, monkeypatch):
+    monkeypatch.setattr(environment, "_told", set())
+    environ = {"GRADSYNC_BACKED": "shm", "GRADSYNC_BACKEND": "shm", "GRADSYNC_TEST_X": "1", "PATH": "/bin"}
+    with caplog.at_level(logging.WARNING, logger="gradsync"):
+        for _ in range(2):
+            environment.warn_of_unknown_variables(environ)
+        environment.warn_of_unknown_variables(environ | {"GRADSYNC_VERBOSE": "1"})
+    assert [record.getMessage().split(": ")[2] for record in caplog.records] == ["GRADSYNC_BACKED", "GRADSYNC_VERBOSE"]
+
+
+@pytest.fixture
+def logger():
+    found = logging.getLogger("gradsync")
+    level, handlers = found.level, found.handlers[:]
+    found.handlers[:] = []
+    yield found
+    found.setLevel(level)
+    found.handlers[:] = handlers
+
+
+def test_logging(logger, capsys):
+    environment.configure_logging({})
+    assert not logger.handlers
+    environment.configure_logging({"GRADSYNC_LOG": "info"})
+    environment.configure_logging({"GRADSYNC_LOG": "info"})
+    logger.info("taking shm")
+    logger.debug("unseen")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith("gradsync INFO: taking shm")

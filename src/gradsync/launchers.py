@@ -1,0 +1,337 @@
+"""What launchers say in the environment: torchrun, MPI's mpiexec, PMI and Slurm, each with variables of its own.
+
+The first that left its variables says who this process is. Where it does not say where the ranks meet, Slurm's step
+gives a host and a port, and ranks of one machine find a name for their run here. Errors name the variable.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gradsync.arguments import LARGEST_PORT
+from gradsync.errors import InvalidArgument
+from gradsync.machine import read_stat
+
+SLURM = "Slurm"
+
+
+class Place(NamedTuple):
+    """A process among the ranks of a run, and who said so.
+
+    Attributes:
+        source: name of the launcher.
+        rank, world_size: its number among all ranks, and theirs.
+        local_rank, local_world_size: its number among the ranks of its machine, and theirs; None where nobody told.
+    """
+
+    source: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+
+
+class LauncherVariables(NamedTuple):
+    """The variables in which one launcher says who a process is.
+
+    Attributes:
+        name: what to call the launcher.
+        rank, world_size, local_rank, local_world_size: names of the variables that make a place.
+        companions: what it sets beside them, to be removed with them.
+    """
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    companions: tuple[str, ...] = ()
+
+    def set_in(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns the names of those that are set."""
+        names = (self.rank, self.world_size, self.local_rank, self.local_world_size, *self.companions)
+        return [name for name in names if value_of(environ, name) is not None]
+
+
+TORCHRUN = LauncherVariables(
+    "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT")
+)
+# PMI_RANK comes twice: Cray's launcher has other names for the place on the machine than MPICH's and Intel's.
+MPI_LAUNCHERS = (
+    LauncherVariables(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",),
+    ),
+    LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_FD",)),
+    LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+#: Who may have started the ranks of an MPI job, as `RankEnvironment.source` says; "MPI" where only MPI knows.
+SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in MPI_LAUNCHERS), SLURM, "MPI")
+_PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
+
+# Slurm numbers the steps that no `srun` made from here on: batch scripts, shells of salloc, and others.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+_TASKS_OF_NODES = re.compile(r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*")
+# Below the ports that Linux gives to outgoing connections, 32768 and up.
+_FIRST_PORT = 15_000
+_PORTS = 15_000
+
+
+# -- Who is this process ----------------------------------------------------------------------------------------------
+
+
+def find_place(environ: Mapping[str, str], ours: LauncherVariables) -> Place | None:
+    """Returns the place that the first launcher gives which left its variables: `ours`, the foreign ones, then Slurm.
+
+    What the first one does not say of the machine is taken from the next one that does.
+
+    Raises:
+        InvalidArgument: a variable is malformed, out of range, or lacks its counterpart, or two launchers name
+            different places; the text names the variables.
+    """
+    launchers = [
+        launcher
+        for launcher in (ours, TORCHRUN, *MPI_LAUNCHERS)
+        if value_of(environ, launcher.rank) is not None or value_of(environ, launcher.world_size) is not None
+    ]
+    if not launchers:
+        return _slurm_place(environ)
+    places = [_read_place(environ, launcher) for launcher in launchers]
+    first = places[0]
+    same = [first]
+    for launcher, place in zip(launchers[1:], places[1:], strict=True):
+        if (place.rank, place.world_size) == (first.rank, first.world_size):
+            same.append(place)
+        elif not _started_agents(environ, launcher, place):
+            raise _contradiction(environ, launchers[0], launcher)
+    return _complete(environ, same)
+
+
+def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
+    """Returns the names of the variables by which mpiexec makes a process its rank.
+
+    Our launcher, where mpiexec has started it, keeps them from its own ranks: each would take itself for the one
+    rank of MPI that the launcher is.
+    """
+    return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
+
+
+def _read_place(environ: Mapping[str, str], launcher: LauncherVariables) -> Place:
+    rank, world_size = _read_pair(environ, launcher.rank, launcher.world_size)
+    if value_of(environ, launcher.local_rank) is None:
+        return Place(launcher.name, rank, world_size, None, None)
+    if value_of(environ, launcher.local_world_size) is None:
+        return Place(launcher.name, rank, world_size, _read_below(environ, launcher.local_rank, world_size), None)
+    local_rank, local_world_size = _read_pair(environ, launcher.local_rank, launcher.local_world_size)
+    if local_world_size > world_size:
+        raise InvalidArgument(
+            f"{launcher.local_world_size} needs to be at most {launcher.world_size}={world_size}, "
+            f"got {local_world_size}"
+        )
+    return Place(launcher.name, rank, world_size, local_rank, local_world_size)
+
+
+def _complete(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
+    """Returns the first place; what it lacks of the machine is from the first of the others that has it all."""
+    first = same[0]
+    if first.local_rank is not None:
+        return first
+    for place in same[1:]:
+        if place.local_rank is not None and place.local_world_size is not None:
+            return place._replace(source=first.source)
+    try:
+        slurm = None if value_of(environ, "SLURM_PROCID") is None else _slurm_place(environ)
+    except InvalidArgument:  # what Slurm says may be about the other launcher's daemons
+        slurm = None
+    if slurm is not None and (slurm.rank, slurm.world_size) == (first.rank, first.world_size):
+        return slurm._replace(source=first.source)
+    return first
+
+
+def _started_agents(environ: Mapping[str, str], launcher: LauncherVariables, place: Place) -> bool:
+    """Whether a launcher started torchrun's agents, one on each machine, rather than the ranks themselves."""
+    if launcher is TORCHRUN or value_of(environ, "TORCHELASTIC_RUN_ID") is None:
+        return False
+    return value_of(environ, "GROUP_WORLD_SIZE") is not None and (
+        _read_integer(environ, "GROUP_WORLD_SIZE") == place.world_size
+    )
+
+
+def _contradiction(environ: Mapping[str, str], first: LauncherVariables, second: LauncherVariables) -> InvalidArgument:
+    values, unset = [], []
+    for launcher in (first, second):
+        values.append(" ".join(f"{name}={environ[name].strip()}" for name in (launcher.rank, launcher.world_size)))
+        unset.append(" ".join(launcher.set_in(environ)))
+    return InvalidArgument(
+        f"{values[0]} and {values[1]} name different places for this process: one launcher was started where another's "
+        f"variables were set. Before starting the ranks, unset those that are not of this run: either\n"
+        f"  unset {unset[0]}\nor\n  unset {unset[1]}"
+    )
+
+
+# -- Slurm ------------------------------------------------------------------------------------------------------------
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place in a step of `srun`; a plain command in a batch script has SLURM_PROCID=0 too, and none."""
+    step = _step_of(environ)
+    is_special = step is not None and step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
+    if value_of(environ, "SLURM_PROCID") is None or step is None or is_special:
+        return None
+    # SLURM_NTASKS may still describe the whole allocation where the step is smaller.
+    tasks = "SLURM_NTASKS" if value_of(environ, "SLURM_STEP_NUM_TASKS") is None else "SLURM_STEP_NUM_TASKS"
+    rank, world_size = _read_pair(environ, "SLURM_PROCID", tasks)
+    if value_of(environ, "SLURM_LOCALID") is None:
+        return Place(SLURM, rank, world_size, None, None)
+    local_world_size = _tasks_here(environ)
+    local_rank = _read_below(environ, "SLURM_LOCALID", local_world_size or world_size)
+    return Place(SLURM, rank, world_size, local_rank, local_world_size)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Returns this node's entry of SLURM_STEP_TASKS_PER_NODE, which reads like "4(x2),1", or None."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = value_of(environ, name)
+    if text is None:
+        return None
+    if not _TASKS_OF_NODES.fullmatch(text):
+        raise InvalidArgument(f"{name} needs to read like 4(x2),1, got {text!r}")
+    node = _read_integer(environ, "SLURM_NODEID") if value_of(environ, "SLURM_NODEID") else 0
+    for entry in text.split(","):
+        tasks, _, repeat = entry.rstrip(")").partition("(x")
+        node -= int(repeat or 1)
+        if node < 0:
+            return int(tasks)
+    raise InvalidArgument(f"SLURM_NODEID={environ['SLURM_NODEID']} has no entry in {name}={text!r}")
+
+
+def first_host(environ: Mapping[str, str]) -> str | None:
+    """Returns the step's first host, where Slurm puts rank 0 unless it is told to distribute tasks otherwise.
+
+    Reads lists such as "rack[1-2]node[03-04,7],login" as `scontrol show hostnames` would.
+    """
+    hosts = value_of(environ, "SLURM_STEP_NODELIST") or value_of(environ, "SLURM_JOB_NODELIST") or ""
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
+    return None if first is None else re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def step_port(environ: Mapping[str, str]) -> int:
+    """Returns a port that all tasks of a step find, and that those of another step hardly share."""
+    import zlib  # here: only steps over several machines need it
+
+    return _FIRST_PORT + zlib.crc32(_step_name(environ).encode()) % _PORTS
+
+
+def _step_name(environ: Mapping[str, str]) -> str:
+    """Returns a name unlike any other step's on its hosts; a job that is queued again runs under another name."""
+    job = value_of(environ, "SLURM_JOB_ID") or value_of(environ, "SLURM_JOBID") or ""
+    again = value_of(environ, "SLURM_RESTART_COUNT") or "0"
+    return f"slurm-{job}.{_step_of(environ)}.{again}"
+
+
+def _step_of(environ: Mapping[str, str]) -> str | None:
+    return value_of(environ, "SLURM_STEP_ID") or value_of(environ, "SLURM_STEPID")
+
+
+# -- A name for a run on one machine ----------------------------------------------------------------------------------
+
+
+def name_run(environ: Mapping[str, str], source: str) -> str | None:
+    """Returns a name that all ranks of this run on this machine find, and no other run at the same time.
+
+    A Slurm step has a number. The launchers of MPI leave nothing in the environment that is common to all ranks; but
+    all ranks of a machine descend from one process, the launcher or its daemon there: its pid and start time are it.
+
+    Args:
+        environ: the variables.
+        source: who started the ranks, as `Place.source`.
+
+    Returns:
+        The name, fit for a file's; None where there is none: started by hand, or each rank in a container of its own.
+    """
+    if source == SLURM:
+        return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in _step_name(environ))
+    names = [name for launcher in MPI_LAUNCHERS if launcher.name == source for name in launcher.set_in(environ)]
+    if not names:
+        return None
+    found = _launcher_process({f"{name}={environ[name]}".encode() for name in names})
+    return None if found is None else f"{source.replace(' ', '')}-{found[0]}-{found[1]}"
+
+
+def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
+    """Returns pid and start time of the closest ancestor that is no rank: between them there may be shells.
+
+    Args:
+        own: variables of this rank, which what a rank runs inherits.
+    """
+    process = read_stat(os.getpid())
+    while process is not None and process.parent > 0:
+        pid = process.parent
+        process = read_stat(pid)
+        if not own <= _variables_of(pid):
+            return pid, "0" if process is None else process.start_time
+    return None
+
+
+def _variables_of(pid: int) -> set[bytes]:
+    """Returns the variables that a process was started with; none where it belongs to somebody else."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return set(file.read().split(b"\0"))
+    except OSError:
+        return set()
+
+
+# -- One variable at a time -------------------------------------------------------------------------------------------
+
+
+def value_of(environ: Mapping[str, str], name: str) -> str | None:
+    """Returns a variable's text; an empty one counts as not set."""
+    return environ.get(name, "").strip() or None
+
+
+def read_port(environ: Mapping[str, str], name: str) -> int | None:
+    """Returns a port, or None where the variable is not set.
+
+    Raises:
+        InvalidArgument: the variable holds something else.
+    """
+    text = value_of(environ, name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= LARGEST_PORT:
+        raise InvalidArgument(f"{name} needs to be a port of 1 to {LARGEST_PORT}, got {text!r}")
+    return int(text)
+
+
+def _read_integer(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not re.fullmatch(r"-?[0-9]{1,9}", text):
+        raise InvalidArgument(f"{name} needs to be an integer, got {text!r}")
+    return int(text)
+
+
+def _read_below(environ: Mapping[str, str], name: str, limit: int, limit_text: str = "") -> int:
+    """Returns an integer of 0 .. limit - 1; `limit_text` says in an error where the limit is from."""
+    value = _read_integer(environ, name)
+    if not 0 <= value < limit:
+        raise InvalidArgument(f"{name} needs to be 0 to {limit_text}{limit - 1}, got {value}")
+    return value
+
+
+def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    """Returns a rank and the size that bounds it."""
+    for name, other in ((rank_name, size_name), (size_name, rank_name)):
+        if value_of(environ, name) is None:
+            raise InvalidArgument(f"{other}={environ[other]!r} is set, but {name} is not; set both or neither")
+    size = _read_integer(environ, size_name)
+    if size < 1:
+        raise InvalidArgument(f"{size_name} needs to be at least 1, got {size}")
+    return _read_below(environ, rank_name, size, f"{size_name} - 1 = "), size
