@@ -1,14 +1,17 @@
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import command
 import pytest
 
 from gradsync.launching.signal_inbox import SignalInbox
+from gradsync.machine import read_stat
 
 PATIENT = """
     import os, signal
@@ -179,3 +182,41 @@ def test_ctrl_c_leaves_dumps_of_where_each_rank_was(tmp_path):
     assert out.count("dumped because: Ctrl-C came (SIGINT)") == 2
     assert "is in all_reduce(sum) float64[4]" in out
     assert re.search(r"script\.py:[78] in read_batch", out)
+
+
+def test_a_signal_that_comes_outside_pythons_main_thread_ends_the_launchers_wait():
+    # As one does that comes just before the wait begins: Python's handlers run in the main thread alone, and not there.
+    main = threading.get_native_id()
+
+    def take() -> None:
+        while (stat := read_stat(main)) is not None and stat.state != "S":
+            time.sleep(0.01)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    with SignalInbox() as inbox:
+        thread = threading.Thread(target=take)
+        thread.start()
+        ready, _, _ = select.select([inbox.descriptor], [], [], 30)
+        thread.join()
+        assert ready == [inbox.descriptor]
+        assert inbox.read() == [signal.SIGINT]
+        assert inbox.read() == []
+
+
+def test_a_signal_of_the_programs_own_reaches_its_wake_up_descriptor():
+    # asyncio learns of its signals so, and a program may call gs.launch within it.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with SignalInbox() as inbox:
+            signal.raise_signal(signal.SIGUSR1)
+            assert inbox.read() == []
+            assert os.read(reader, 10) == bytes([signal.SIGUSR1])
+        assert signal.set_wakeup_fd(writer) == writer
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGUSR1, handler)
+        os.close(reader)
+        os.close(writer)

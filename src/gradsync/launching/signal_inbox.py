@@ -1,4 +1,8 @@
-"""Signals to the launcher as bytes on a pipe, so that the supervisor's one loop can wait for them."""
+"""Signals to the launcher as bytes on a pipe, so that the supervisor's one loop can wait for them.
+
+Python writes the bytes (signal.set_wakeup_fd) at the very moment at which a signal arrives. A handler in Python would
+run only between two instructions of the main thread: a signal just before the loop begins to wait would not end that.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,7 @@ class SignalInbox:
     def __init__(self, *, installs_handlers: bool = True) -> None:
         self._installs_handlers = installs_handlers
         self._previous: dict[signal.Signals, Callable[..., Any] | int] = {}
+        self._previous_wakeup: int | None = None
 
     def __enter__(self) -> SignalInbox:
         _occupy_standard_descriptors()
@@ -55,7 +60,8 @@ class SignalInbox:
                 # None: a handler that was not installed from Python, which we could not restore.
                 if previous is not None and previous != signal.SIG_IGN:
                     self._previous[number] = previous
-                    signal.signal(number, self._note)
+                    signal.signal(number, _is_in_the_pipe)
+            self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 self._previous[signal.SIGCHLD] = signal.SIG_IGN
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -70,9 +76,9 @@ class SignalInbox:
         for descriptor in (self.descriptor, self._writer):
             own_descriptors.discard(descriptor)
             os.close(descriptor)
-        for unread_number in unread:
-            if unread_number < signal.NSIG:
-                signal.raise_signal(unread_number)
+        for number in unread:
+            if number < signal.NSIG:
+                signal.raise_signal(number)
 
     def put(self, number: int) -> None:
         """Adds a signal as if it had come; safe in any thread."""
@@ -82,16 +88,24 @@ class SignalInbox:
     def read(self) -> list[int]:
         """Gives the signals that came since the last call, without waiting."""
         try:
-            return list(os.read(self.descriptor, 64))
+            told = os.read(self.descriptor, 64)
         except BlockingIOError:
             return []
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.put(number)
+        ours = [number for number in told if number in _SIGNALS or number >= signal.NSIG]
+        if len(ours) < len(told) and self._previous_wakeup not in (None, -1):
+            with contextlib.suppress(OSError):  # the program's own signals: asyncio waits for them in this way
+                os.write(self._previous_wakeup, bytes(number for number in told if number not in ours))
+        return ours
 
     def _restore(self) -> None:
+        if self._previous_wakeup is not None:
+            signal.set_wakeup_fd(self._previous_wakeup)
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+
+
+def _is_in_the_pipe(_number: int, _frame: FrameType | None) -> None:
+    """Does nothing: a signal has a handler, so that Python writes it to the pipe."""
 
 
 @contextlib.contextmanager

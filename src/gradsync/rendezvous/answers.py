@@ -27,9 +27,9 @@ def failure_of(message: Message, who: str, operation: str = "") -> GradsyncError
         operation: the request that it answers, ending in ": "; empty for a whole generation.
     """
     _, kind, rank, phase, missing, text = message.fields
-    if kind == ABSENCE:
+    if kind == ABSENCE:  # of a collective: the request of a rank that learned of it by chance says nothing
         ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the one that is the cause comes first
-        return CollectiveTimeout(f"{who}: {operation}{text}", missing_ranks=ordered)
+        return CollectiveTimeout(f"{who}: {text}", missing_ranks=ordered)
     return RankFailed(f"{who}: {operation}{text}", rank=rank, phase=phase, was_silent=kind == SILENCE)
 
 
