@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ hypothesis.settings.load_profile("gradsync")
 # A shell starts what runs in its background with SIGINT ignored, and every process of a test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Each process of NumPy's would start a thread for each core, at a fourth of what its import costs.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Rank processes import the test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))

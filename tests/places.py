@@ -71,17 +71,25 @@ GPU_MIXED = Place("gpu, mixed arrays", "mixed", _GPU, (pytest.mark.gpu,))
 
 #: Whether tests run at all their places, as under `make prove PART=cross_checks`.
 IS_EVERYWHERE = bool(os.environ.get("GRADSYNC_TEST_PLACES"))
-_SIZES_OF_MAKE_TEST: dict[str, tuple[int, ...]] = {
-    SHM.name: (1, 2, 3),
-    STAND_IN.name: (2,),
-    **dict.fromkeys((STAND_IN_STAGED.name, STAND_IN_MIXED.name, STAND_IN_SLOW.name), ()),
-}
+_NOT_IN_MAKE_TEST = {STAND_IN_STAGED.name, STAND_IN_MIXED.name, STAND_IN_SLOW.name}
+_ON_TWO_RANKS = {STAND_IN.name, STAND_IN_STUCK.name}
 
 
 def on(place: Place, *world_sizes: int) -> list[Any]:
-    """Returns test parameters (place, world_size): those that `make test` runs, or all with GRADSYNC_TEST_PLACES."""
-    some = world_sizes if IS_EVERYWHERE else _SIZES_OF_MAKE_TEST.get(place.name, world_sizes)
-    return always_on(place, *(n for n in world_sizes if n in some))
+    """Returns test parameters (place, world_size): those that `make test` runs, or all with GRADSYNC_TEST_PLACES.
+
+    `make test` has two ranks of the stand-in, and of the sizes of shared memory one rank and the largest: the contract
+    suite runs on every size.
+    """
+    if IS_EVERYWHERE:
+        return always_on(place, *world_sizes)
+    if place.name in _NOT_IN_MAKE_TEST:
+        return []
+    if place.name in _ON_TWO_RANKS:
+        return always_on(place, *(n for n in world_sizes if n == 2))
+    if place.name == SHM.name:
+        return always_on(place, *(n for n in world_sizes if n == 1 or n == max(world_sizes)))
+    return always_on(place, *world_sizes)
 
 
 def always_on(place: Place, *world_sizes: int) -> list[Any]:

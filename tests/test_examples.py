@@ -123,12 +123,12 @@ def test_mixed_precision_skips_the_same_steps_on_all_ranks() -> None:
 
 
 def test_the_transformer_learns_to_write() -> None:
-    code, shown, told = run(EXAMPLES / "transformer.py", "--steps", 100)
+    code, shown, told = run(EXAMPLES / "transformer.py", "--steps", 50)
     assert (code, told) == (0, "")
     losses = losses_in(shown)
     assert len(losses) == 6
     assert losses[0] > 4.4  # a guess among 96 letters
-    assert losses[-1] < 2.8
+    assert losses[-1] < 3.0
 
 
 def test_every_example_is_in_the_table() -> None:

@@ -20,7 +20,7 @@ SEEDS_OF_KNOWN_DEFECTS = {
 }
 
 
-@pytest.mark.parametrize(("backend", "ranks", "count"), [(b, n, count // 33) for b, n, count in SHARES])
+@pytest.mark.parametrize(("backend", "ranks", "count"), [(b, n, count // 66) for b, n, count in SHARES])
 def test_programs_end_in_right_numbers_or_in_typed_errors(backend: str, ranks: int, count: int) -> None:
     run_and_expect_no_violation(backend, ranks, [(seed, PLANTS) for seed in range(count)])
 

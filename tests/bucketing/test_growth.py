@@ -8,6 +8,6 @@ import pytest
 from places import SHM
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(1, 1000), (2, 500)])
+@pytest.mark.parametrize(("world_size", "steps"), [(1, 400), (2, 200)])
 def test_nothing_grows(world_size: int, steps: int) -> None:
     assert SHM.run(world_size, checks.measure, tuple(checks.MODES), steps) == [[]] * world_size

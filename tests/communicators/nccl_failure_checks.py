@@ -368,7 +368,7 @@ def forget_without_closing(comm: Any) -> None:
     comm.barrier()
 
 
-def collect_at_each_call(comm: Any) -> int:
+def collect_at_calls(comm: Any, stride: int) -> int:
     """The garbage collector may strike anywhere, also where a thread has just taken a lock to send a message."""
     gc.disable()
     number, call, struck = 0, 0, True
@@ -384,7 +384,7 @@ def collect_at_each_call(comm: Any) -> int:
         forgotten = [comm.split(color=0)]
         comm.barrier()
         gc.freeze()  # what is looked at then is little
-        number, call, struck = number + 1, 0, False
+        number, call, struck = number + stride, 0, False
         sys.setprofile(strike)
         comm.objects.all_gather(number)
         sys.setprofile(None)

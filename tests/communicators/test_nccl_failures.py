@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract import seconds_waited
-from places import GPU, STAND_IN, STAND_IN_STUCK, Place, always_on, on
+from places import GPU, IS_EVERYWHERE, STAND_IN, STAND_IN_STUCK, Place, always_on, on
 
 STUCK = [*on(STAND_IN_STUCK, 2), *on(GPU, 2)]
 LONG_SECONDS = 20.0
@@ -176,7 +176,8 @@ def test_a_forgotten_communicator_ends(place: Place, world_size: int) -> None:
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
 def test_the_garbage_collector_may_strike_anywhere(place: Place, world_size: int) -> None:
-    assert min(place.run(world_size, check, "collect_at_each_call")) > 50
+    found = place.run(world_size, check, "collect_at_calls", 1 if IS_EVERYWHERE else 7)  # make test: at every seventh
+    assert min(found) > 50
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
