@@ -130,7 +130,7 @@ class Variable(str, Generic[T]):
     help: str
 
     def __new__(cls, name: str, parse: Callable[[str, str], T], default: T, help: str) -> Variable[T]:
-        self = super().__new__(cls, _PREFIX + name)
+        self = super().__new__(cls, name)
         self._parse, self.default, self.help = parse, default, help
         return self
 
@@ -148,84 +148,93 @@ class Variable(str, Generic[T]):
 
 
 RANK = Variable(
-    "RANK", _integer(0), None, "This process's rank, 0 .. world size - 1; set by our launcher, beside RANK."
+    "GRADSYNC_RANK", _integer(0), None, "This process's rank, 0 .. world size - 1; set by our launcher, beside RANK."
 )
 WORLD_SIZE = Variable(
-    "WORLD_SIZE", _integer(1), None, "Number of ranks of the run; set by our launcher, beside WORLD_SIZE."
+    "GRADSYNC_WORLD_SIZE", _integer(1), None, "Number of ranks of the run; set by our launcher, beside WORLD_SIZE."
 )
 LOCAL_RANK = Variable(
-    "LOCAL_RANK",
+    "GRADSYNC_LOCAL_RANK",
     _integer(0),
     None,
     "This process's number among the ranks of its machine; set by our launcher, beside LOCAL_RANK.",
 )
 LOCAL_WORLD_SIZE = Variable(
-    "LOCAL_WORLD_SIZE",
+    "GRADSYNC_LOCAL_WORLD_SIZE",
     _integer(1),
     None,
     "Number of ranks on this machine; set by our launcher, beside LOCAL_WORLD_SIZE.",
 )
-ADDRESS = Variable("ADDRESS", _address, None, "host:port of the rendezvous server.")
+ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None, "host:port of the rendezvous server.")
 HOSTED = Variable(
-    "HOSTED",
+    "GRADSYNC_HOSTED",
     _switch,
     False,
     '"1" when a server (our launcher\'s, or `gradsync serve`) runs at GRADSYNC_ADDRESS: rank 0 hosts none.',
 )
 BACKEND = Variable(
-    "BACKEND",
+    "GRADSYNC_BACKEND",
     _backend,
     "auto",
     'Backend that `init_process_group("auto")` takes: auto, shm, nccl, mpi or local.',
 )
 ALLOW_SHARED_GPU = Variable(
-    "ALLOW_SHARED_GPU", _switch, False, '"1" lets several ranks share a GPU through NCCL; for tests.'
+    "GRADSYNC_ALLOW_SHARED_GPU", _switch, False, '"1" lets several ranks share a GPU through NCCL; for tests.'
 )
 SECRET = Variable(
-    "SECRET", parse_secret, None, "Secret of the run in hexadecimal; removed from the environment when it is read."
+    "GRADSYNC_SECRET",
+    parse_secret,
+    None,
+    "Secret of the run in hexadecimal; removed from the environment when it is read.",
 )
 SECRET_FILE = Variable(
-    "SECRET_FILE",
+    "GRADSYNC_SECRET_FILE",
     _secret_of_file,
     None,
     "Path of a file that holds the secret in hexadecimal; must be the user's own, mode 0600.",
 )
-RESTART_COUNT = Variable("RESTART_COUNT", _integer(0), 0, "How often our launcher has started all ranks again.")
-MAX_RESTARTS = Variable("MAX_RESTARTS", _integer(0), 0, "How often our launcher starts all ranks again at most.")
+RESTART_COUNT = Variable(
+    "GRADSYNC_RESTART_COUNT", _integer(0), 0, "How often our launcher has started all ranks again."
+)
+MAX_RESTARTS = Variable(
+    "GRADSYNC_MAX_RESTARTS", _integer(0), 0, "How often our launcher starts all ranks again at most."
+)
 STATE_DIR = Variable(
-    "STATE_DIR",
+    "GRADSYNC_STATE_DIR",
     _text,
     None,
     "Directory that outlives a restart, where a script leaves what it needs to resume.",
 )
 COLLECTIVE_TIMEOUT_SECONDS = Variable(
-    "COLLECTIVE_TIMEOUT_SECONDS",
+    "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS",
     _seconds,
     None,
     "How many seconds a collective waits for a rank, whatever the script says; for a long stay in a debugger.",
 )
-LOG = Variable("LOG", _log_level, None, "Level of the `gradsync` logger: debug, info, warning, error or critical.")
+LOG = Variable(
+    "GRADSYNC_LOG", _log_level, None, "Level of the `gradsync` logger: debug, info, warning, error or critical."
+)
 FLIGHT_RECORDER_ENTRIES = Variable(
-    "FLIGHT_RECORDER_ENTRIES",
+    "GRADSYNC_FLIGHT_RECORDER_ENTRIES",
     _integer(1, _MAX_RECORDER_ENTRIES),
     64,
     "How many collectives the flight recorder of each communicator remembers.",
 )
 DUMP_DIR = Variable(
-    "DUMP_DIR",
+    "GRADSYNC_DUMP_DIR",
     _text,
     None,
     "Folder for dumps of the flight recorder: when a collective fails, when a rank raises, when another rank misses "
     "this one, at Ctrl-C, and on SIGUSR2.",
 )
 TRACE = Variable(
-    "TRACE",
+    "GRADSYNC_TRACE",
     _text,
     None,
     "Folder into which each rank writes, at its end, when its collectives packed, waited, reduced and split.",
 )
 DEBUG = Variable(
-    "DEBUG",
+    "GRADSYNC_DEBUG",
     _switch,
     False,
     '"1" has ranks agree on every collective, and finds gradients that are written to while gradsync has them.',
