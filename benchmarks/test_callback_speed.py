@@ -6,8 +6,8 @@ import pytest
 import models
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.future import GradientFuture
-from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.local import LocalCommunicator
+from gradsync.futures import CollectiveEnd
 
 
 def step(callback, gradients):

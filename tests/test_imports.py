@@ -24,7 +24,6 @@ ROOMS = [
 # Files beside the packages that do not lie in their room yet. Other rooms may import them as long as they are there.
 STRAYS = {
     "reduction": "scalars_by_name",
-    "futures": "collective_end collective_future completion",
     "diagnostics": "divergence dumps flight_recorder stack_report tracing whole_file",
     "rendezvous": "bootstrap meeting_file",
     "communicators": "mpi_meeting",

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from gradsync.bucketing.parameters import pack_allreduce_split as pack_allreduce_split
     from gradsync.bucketing.tree_average import average_gradients as average_gradients
     from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_tree
-    from gradsync.collective_future import CollectiveFuture as CollectiveFuture
     from gradsync.communicators.base import Communicator as Communicator
     from gradsync.communicators.collectives.non_member import NonMember as NonMember
     from gradsync.consistency import check_consistency as check_consistency
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from gradsync.errors import RendezvousError as RendezvousError
     from gradsync.errors import RendezvousTimeout as RendezvousTimeout
     from gradsync.errors import UnsupportedDtype as UnsupportedDtype
+    from gradsync.futures import CollectiveFuture as CollectiveFuture
     from gradsync.launching.free_port import free_port as free_port
     from gradsync.launching.launch import MainProcessError as MainProcessError
     from gradsync.launching.launch import WorkerError as WorkerError
@@ -89,7 +89,7 @@ _HOME = {
     "param_pack_split": "gradsync.bucketing.flat_buffer",
     "pack_allreduce_split": "gradsync.bucketing.parameters",
     "GradientFuture": "gradsync.bucketing.future",
-    "CollectiveFuture": "gradsync.collective_future",
+    "CollectiveFuture": "gradsync.futures",
     "Communicator": "gradsync.communicators.base",
     "NonMember": "gradsync.communicators.collectives.non_member",
     "init_process_group": "gradsync.process_group",

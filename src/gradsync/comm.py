@@ -13,12 +13,12 @@ from typing import Any, cast
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.collective_end import check_may_call, pending
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
+from gradsync.futures import check_may_call, pending
 from gradsync.process_group import group_barrier, place_on_machine
 from gradsync.scalars_by_name import reduce_told, tell
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 
 from gradsync.bootstrap import Host, join
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
-from gradsync.collective_end import raise_refused
 from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.non_member import NonMember
@@ -31,6 +30,7 @@ from gradsync.communicators.world import (
 from gradsync.dumps import arm, dump_at_exception, dump_because, write_trace
 from gradsync.environment import configure_logging
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe, uncaught_error
+from gradsync.futures import raise_refused
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.world_connection import (
     WorldSettings,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import gradsync as gs
-from gradsync.collective_end import pending
 from gradsync.communicators import collective_queue
 from gradsync.communicators.local import LocalCommunicator
+from gradsync.futures import pending
 
 WAIT = 20.0
 

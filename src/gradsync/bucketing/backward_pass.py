@@ -25,9 +25,9 @@ from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.step_works import StepWorks
-from gradsync.collective_end import CollectiveEnd, check_may_call, pending
 from gradsync.communicators.base import Communicator
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
+from gradsync.futures import CollectiveEnd, check_may_call, pending
 
 _log = logging.getLogger("gradsync")
 

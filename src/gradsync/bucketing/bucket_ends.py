@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gradsync.collective_end import CollectiveEnd
-from gradsync.completion import Completion
+from gradsync.futures import CollectiveEnd, Completion
 
 
 class BucketEnds(dict[int, CollectiveEnd]):

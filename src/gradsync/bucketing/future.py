@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any, ClassVar
 
-from gradsync.collective_end import CollectiveEnd, pending, raise_refused
-from gradsync.collective_future import CollectiveFuture
 from gradsync.errors import GradsyncError
+from gradsync.futures import CollectiveEnd, CollectiveFuture, pending, raise_refused
 
 
 class GradientFuture(CollectiveFuture):

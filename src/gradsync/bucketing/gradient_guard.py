@@ -15,10 +15,9 @@ import numpy as np
 
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.pending import PendingGradient
-from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
-from gradsync.completion import Completion
 from gradsync.errors import GradientChanged, caller
+from gradsync.futures import CollectiveEnd, Completion
 
 _HAND_OVER = "its hand-over and the reduction of its bucket: hand it over once it is complete"
 _REDUCTION = "the reduction of its bucket and the end of the step, and nobody had asked its future: ask that first"

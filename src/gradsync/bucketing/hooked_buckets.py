@@ -10,8 +10,8 @@ from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.flat_buffer import array_module
-from gradsync.collective_end import CollectiveEnd
 from gradsync.communicators.base import Communicator
+from gradsync.futures import CollectiveEnd
 from gradsync.reduction import Array, ReduceOp
 
 

@@ -12,7 +12,7 @@ from gradsync.bucketing.gradient_norm import GRADIENT_NORM, GradientNorm, clip_f
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.base import Communicator
-from gradsync.completion import Completion
+from gradsync.futures import Completion
 
 _log = logging.getLogger("gradsync")
 

@@ -18,11 +18,11 @@ from gradsync.bucketing.gradient_lock import refuse_in_flight
 from gradsync.bucketing.pending import Destination, destination
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
 from gradsync.bucketing.trees import Unfit, is_array, leaves_of, with_leaves
-from gradsync.collective_end import check_may_call, pending
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, UnsupportedDtype
+from gradsync.futures import check_may_call, pending
 from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, parse_reduce_method
 
 Tree = TypeVar("Tree")

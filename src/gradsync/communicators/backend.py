@@ -18,7 +18,7 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory, aligned_zeros
-from gradsync.completion import Completion
+from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 
 if TYPE_CHECKING:

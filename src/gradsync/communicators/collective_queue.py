@@ -16,11 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gradsync.collective_end import check_may_call, is_in_callback, pending, raise_refused
-from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.lost_failures import tell_lost_at_exit
 from gradsync.communicators.queued_jobs import Job, QueuedFuture, here, jobs_not_over
 from gradsync.errors import CommunicatorClosed, caller, describe, uncaught_error
+from gradsync.futures import CollectiveFuture, check_may_call, is_in_callback, pending, raise_refused
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime

@@ -17,8 +17,8 @@ from gradsync.communicators.collective_call import BYTE, CollectiveBase, Collect
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.nonfinite import NonFinite, NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
-from gradsync.completion import Completion
 from gradsync.errors import BackendUnavailable
+from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 
 # What a GPU's array takes of host memory at a time, where its values are read.

@@ -11,7 +11,6 @@ from sys import _getframe as frame_of
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from gradsync.collective_end import pending
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.collective_queue import await_earlier, await_submitted, fail_submitted
 from gradsync.communicators.lost_failures import tell_lost
@@ -26,6 +25,7 @@ from gradsync.errors import (
     RankFailed,
     headline,
 )
+from gradsync.futures import pending
 
 if TYPE_CHECKING:
     from gradsync.communicators.base import Communicator

@@ -12,11 +12,10 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradsync.collective_end import pending
-from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.lost_failures import LostFailure
 from gradsync.errors import Caller, CommunicatorClosed, describe
+from gradsync.futures import CollectiveFuture, pending
 
 if TYPE_CHECKING:
     from gradsync.communicators.collective_queue import CollectiveQueue

@@ -11,7 +11,7 @@ import pytest
 
 import gradsync as gs
 from gradsync.bucketing.future import GradientFuture
-from gradsync.collective_end import CollectiveEnd
+from gradsync.futures import CollectiveEnd
 
 
 def pending() -> GradientFuture:

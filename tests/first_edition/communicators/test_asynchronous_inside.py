@@ -13,9 +13,9 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.collective_end import pending
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.collectives.asynchronous import Asynchronous
+from gradsync.futures import pending
 from rank_processes import run_ranks
 
 WAIT = 20.0

@@ -10,7 +10,7 @@ import traceback
 import pytest
 
 import gradsync as gs
-from gradsync.collective_future import CollectiveFuture
+from gradsync.futures import CollectiveFuture
 
 NAME = "rank 0/2: all_gather"
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradsync.collective_future import CollectiveFuture
 from gradsync.communicators.collective_call import CollectiveCall
 from gradsync.communicators.collective_queue import submit
 from gradsync.communicators.collectives.movements import Sizes
 from gradsync.communicators.lost_failures import LostFailure
 from gradsync.errors import CommunicatorClosed
+from gradsync.futures import CollectiveFuture
 from gradsync.reduction import ReduceOp
 
 if TYPE_CHECKING:

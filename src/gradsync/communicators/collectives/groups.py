@@ -16,7 +16,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 from gradsync.arguments import integer_of
-from gradsync.collective_end import check_may_call, pending
 from gradsync.communicators.agreement import agreement_on, digest_of
 from gradsync.communicators.collective_call import CollectiveBase, CollectiveCall
 from gradsync.communicators.collectives.group_meeting import meet_members
@@ -30,6 +29,7 @@ from gradsync.errors import (
     RankFailed,
     describe,
 )
+from gradsync.futures import check_may_call, pending
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 

@@ -29,8 +29,8 @@ from gradsync.communicators.mpi.transport import MpiTransport
 from gradsync.communicators.mpi.waiting import MpiWaiting
 from gradsync.communicators.pieces import cuts, pieces_between
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.completion import Completion
 from gradsync.errors import GradsyncError
+from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 

@@ -30,7 +30,7 @@ _CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
 
 
 class Launch:
-    """A Completion (see completion.py) by a CUDA event.
+    """A Completion (see futures.py) by a CUDA event.
 
     Attributes:
         name: of the collective, for messages.

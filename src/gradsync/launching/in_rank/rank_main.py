@@ -86,7 +86,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         if result is not None and os.getpid() == process_id:
             if (forgotten := sys.modules.get("gradsync.bucketing.forgotten")) is not None:
                 forgotten.raise_forgotten(everywhere=True)
-            if (ends := sys.modules.get("gradsync.collective_end")) is not None:
+            if (ends := sys.modules.get("gradsync.futures")) is not None:
                 ends.raise_refused()
             result.send(report, descriptors.result_file)
     except SystemExit as error:
