@@ -27,7 +27,7 @@ from rich.table import Table
 
 import gradsync as gs
 from gradsync.communicators.agreement import agreement_on
-from gradsync.flight_recorder import FlightRecorder
+from gradsync.diagnostics.recorder import FlightRecorder
 from measurement import Seconds, provenance, slowest_rank
 from models import MODELS, element_count
 

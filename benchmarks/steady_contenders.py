@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 import gradsync as gs
-from gradsync import tracing
 from gradsync.bench.models import resnet50
 from gradsync.bucketing.gradient_guard import GradientGuard
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
+from gradsync.diagnostics import tracing
 from gradsync.rendezvous.liveness import Liveness
 
 USUAL = "as ever"

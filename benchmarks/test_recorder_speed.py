@@ -1,8 +1,8 @@
 """What the flight recorder adds to every collective, and what reading it costs."""
 
 from gradsync.communicators.agreement import agreement_on
-from gradsync.flight_recorder import FlightRecorder
-from gradsync.stack_report import stack_report
+from gradsync.diagnostics.recorder import FlightRecorder
+from gradsync.diagnostics.stacks import stack_report
 
 BARRIER = agreement_on("barrier", (), None, "")
 

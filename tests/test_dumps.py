@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 import gradsync as gs
-from gradsync import dumps, environment
+from gradsync import environment
 from gradsync.communicators.local import LocalCommunicator
+from gradsync.diagnostics import dump as dumps
 from gradsync.diagnostics.dump_files import read_dumps
 
 

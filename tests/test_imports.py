@@ -24,7 +24,6 @@ ROOMS = [
 # Files beside the packages that do not lie in their room yet. Other rooms may import them as long as they are there.
 STRAYS = {
     "reduction": "scalars_by_name",
-    "diagnostics": "divergence dumps flight_recorder stack_report tracing whole_file",
     "rendezvous": "bootstrap meeting_file",
     "communicators": "mpi_meeting",
     "backends": "backend_choice backend_override world_siblings",
@@ -41,8 +40,6 @@ UPWARD = {
     "bootstrap": "mpi_meeting",
     "communicators.local": "bucketing.flat_buffer",
     "communicators.nccl.collectives": "bucketing.pack_kernels",
-    "diagnostics.report": "rendezvous.rank_names",
-    "divergence": "rendezvous.rank_names",
     "world_siblings": "world_connection",
 }
 # Files inside a room that are imported from outside, and by which rooms. Outside, a room is its name: from
@@ -87,6 +84,8 @@ INSIDE = {
     "communicators.status": "process_group",
     "communicators.world": "adapters backends bench bucketing comm consistency process_group sharding",
     "diagnostics.command": "cli",
+    "diagnostics.compare": "rendezvous",
+    "diagnostics.tracing": "bucketing communicators",
     "doctor.command": "cli",
     "launching.in_rank.conventions": "cli",
     "launching.launcher": "bench",
@@ -97,7 +96,6 @@ INSIDE = {
     "rendezvous.descriptors": "launching",
     "rendezvous.group_client": "backends communicators process_group",
     "rendezvous.messages": "communicators launching",
-    "rendezvous.rank_names": "communicators diagnostics",
     "rendezvous.server": "cli launching",
     "rendezvous.sockets": "launching",
 }

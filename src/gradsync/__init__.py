@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gradsync.communicators.base import Communicator as Communicator
     from gradsync.communicators.collectives.non_member import NonMember as NonMember
     from gradsync.consistency import check_consistency as check_consistency
-    from gradsync.dumps import dump_flight_recorder as dump_flight_recorder
-    from gradsync.dumps import trace as trace
+    from gradsync.diagnostics.dump import dump_flight_recorder as dump_flight_recorder
+    from gradsync.diagnostics.dump import trace as trace
     from gradsync.errors import AuthenticationError as AuthenticationError
     from gradsync.errors import BackendUnavailable as BackendUnavailable
     from gradsync.errors import CollectiveTimeout as CollectiveTimeout
@@ -80,8 +80,8 @@ _HOME = {
     "average_gradients": "gradsync.bucketing.tree_average",
     "broadcast_tree": "gradsync.bucketing.tree_broadcast",
     "check_consistency": "gradsync.consistency",
-    "dump_flight_recorder": "gradsync.dumps",
-    "trace": "gradsync.dumps",
+    "dump_flight_recorder": "gradsync.diagnostics.dump",
+    "trace": "gradsync.diagnostics.dump",
     "shard_indices": "gradsync.sharding",
     "synchronized": "gradsync.synchronising",
     "get_offsets": "gradsync.bucketing.flat_buffer",

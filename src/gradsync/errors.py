@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+#: How many ranks an error names; of more it says how many.
+MAX_NAMED_RANKS = 16
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
@@ -318,6 +321,16 @@ def describe(error: BaseException) -> str:
     except Exception as broken:
         text = f"(its text cannot be made: {type(broken).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Returns "rank 2", "ranks 0, 1 and 3", or the first sixteen "and 40 more"."""
+    named = [str(rank) for rank in ranks[:MAX_NAMED_RANKS]]
+    more = len(ranks) - len(named)
+    if more:
+        named.append(f"{more} more")
+    listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 def headline(error: BaseException) -> str:

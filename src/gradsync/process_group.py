@@ -27,7 +27,7 @@ from gradsync.communicators.world import (
     group_or_world,
     set_world,
 )
-from gradsync.dumps import arm, dump_at_exception, dump_because, write_trace
+from gradsync.diagnostics import arm, dump_at_exception, dump_because, write_trace
 from gradsync.environment import configure_logging
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe, uncaught_error
 from gradsync.futures import raise_refused

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradsync import tracing
 from gradsync.bucketing.bucket_ends import BucketEnds
 from gradsync.bucketing.callback_identity import CallbackIdentity
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
@@ -26,6 +25,7 @@ from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.step_works import StepWorks
 from gradsync.communicators.base import Communicator
+from gradsync.diagnostics import tracing
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
 from gradsync.futures import CollectiveEnd, check_may_call, pending
 

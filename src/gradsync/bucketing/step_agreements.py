@@ -8,7 +8,7 @@ from typing import Any
 from gradsync.bucketing.callback_identity import KnownCallback
 from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.flight_recorder import names_text, size_text
+from gradsync.diagnostics import names_text, size_text
 from gradsync.reduction import ReduceOp
 
 

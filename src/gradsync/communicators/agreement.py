@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsync.diagnostics import size_text
 from gradsync.errors import Caller, PlanMismatch, caller
-from gradsync.flight_recorder import size_text
 
 # What a backward pass agrees on, by the headlines of bucketing.step_agreements.
 _OF_A_STEP = re.compile(r"all_reduce .*of a bucket|flush \(")

@@ -25,8 +25,8 @@ from gradsync.communicators.collectives.movements import Movements
 from gradsync.communicators.collectives.reductions import Reductions
 from gradsync.communicators.for_bucketing import ForBucketing
 from gradsync.communicators.lifetime import Lifetime, culprit_of
+from gradsync.diagnostics import FlightRecorder, Place
 from gradsync.errors import PlanMismatch, describe
-from gradsync.flight_recorder import FlightRecorder, Place
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,8 +20,8 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime
+from gradsync.diagnostics import FlightRecorder
 from gradsync.errors import InvalidArgument, shown
-from gradsync.flight_recorder import FlightRecorder
 from gradsync.reduction import Array
 
 Shape = tuple[int, ...]

@@ -16,7 +16,7 @@ from gradsync.communicators.collective_queue import await_earlier, await_submitt
 from gradsync.communicators.lost_failures import tell_lost
 from gradsync.communicators.occupancy import Occupancy, Turn
 from gradsync.communicators.queued_jobs import Job
-from gradsync.dumps import dump_at_failure
+from gradsync.diagnostics import dump_at_failure
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from gradsync.communicators.lifetime import usable_communicators
-from gradsync.flight_recorder import FlightRecorder
+from gradsync.diagnostics import FlightRecorder, stack_report
 from gradsync.rendezvous.messages import MAX_CALL_BYTES, MAX_TOLD_CALLS, MAX_TOLD_GROUPS, clip_text
-from gradsync.stack_report import stack_report
 
 _LAST_COLLECTIVES = 8
 

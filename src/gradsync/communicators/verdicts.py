@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from gradsync.communicators.agreement import place_of_caller
+from gradsync.diagnostics import Entry, FlightRecorder
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
-from gradsync.flight_recorder import Entry, FlightRecorder
 from gradsync.rendezvous.group_client import CommunicatorClient
 from gradsync.rendezvous.messages import OF_MESSAGES
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gradsync.diagnostics.dump_files import CHROME_TRACE_KEY, Dump, DumpedCall, DumpedGroup
-from gradsync.tracing import Phase
+from gradsync.diagnostics.tracing import Phase
 
 Event = dict[str, Any]
 

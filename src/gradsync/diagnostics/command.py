@@ -33,9 +33,9 @@ def trace(context: click.Context, dumps: tuple[str, ...], out: str | None) -> No
     from pathlib import Path
 
     from gradsync.diagnostics.chrome_trace import chrome_trace
+    from gradsync.diagnostics.compare import circle
     from gradsync.diagnostics.dump_files import read_dumps
     from gradsync.diagnostics.report import divergences, report, waits
-    from gradsync.divergence import circle
     from gradsync.errors import InvalidArgument
 
     latest, earlier = read_dumps(map(Path, dumps))

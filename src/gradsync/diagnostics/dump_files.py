@@ -1,4 +1,4 @@
-"""Dumps of the flight recorder, read back: one for each rank of a run. See gradsync.dumps, which writes them."""
+"""Dumps of the flight recorder, read back: one for each rank of a run. See dump.py, which writes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradsync.diagnostics.compare import Call, History
+from gradsync.diagnostics.dump import FORMAT
 from gradsync.diagnostics.dump_fields import (
     BUCKET,
     DIGEST,
@@ -22,11 +24,9 @@ from gradsync.diagnostics.dump_fields import (
     DamagedError,
     Fields,
 )
-from gradsync.divergence import Call, History
-from gradsync.dumps import FORMAT
+from gradsync.diagnostics.recorder import names_text
+from gradsync.diagnostics.tracing import Arrival, Phase, Step, Tracer
 from gradsync.errors import InvalidArgument
-from gradsync.flight_recorder import names_text
-from gradsync.tracing import Arrival, Phase, Step, Tracer
 
 #: What the traces that `gradsync trace --out` writes hold their events by.
 CHROME_TRACE_KEY = "traceEvents"
@@ -82,7 +82,7 @@ class Dump(NamedTuple):
     Attributes:
         path: of the file.
         rank: as the world counts; None where it was written before the ranks had met, and no launcher told.
-        pid, host, machine, reason, stacks: of the process; see gradsync.dumps.
+        pid, host, machine, reason, stacks: of the process; see gradsync.diagnostics.dump.
         package: where its gradsync lies: tells which lines of the stacks are not of the program.
         at: when it was written, in monotonic seconds of its machine.
         wall_at: the same moment by the wall clock.

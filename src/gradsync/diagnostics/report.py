@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import takewhile, zip_longest
 
+from gradsync.diagnostics.compare import Divergence, Wait, circle, circle_text, compared, first_divergence
 from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
-from gradsync.divergence import Divergence, Wait, circle, circle_text, compared, first_divergence
-from gradsync.flight_recorder import seconds_text
-from gradsync.rendezvous.rank_names import name_ranks
+from gradsync.diagnostics.recorder import seconds_text
+from gradsync.errors import name_ranks
 
 
 def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:

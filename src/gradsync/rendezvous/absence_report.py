@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradsync.errors import name_ranks
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.messages import clip_text
-from gradsync.rendezvous.rank_names import name_ranks
 from gradsync.rendezvous.roster import MemberState, Roster
 from gradsync.rendezvous.waiting import verdict_room_bytes
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradsync.divergence import Call, History, Wait, circle, circle_text, first_divergence
+from gradsync.diagnostics.compare import Call, History, Wait, circle, circle_text, first_divergence
 from gradsync.rendezvous.members import Members
 
 #: What one rank tells of its last collectives: by group, number, digest, what it is, and whether the rank is inside.

@@ -22,6 +22,7 @@ from gradsync.errors import (
     InvalidArgument,
     RendezvousError,
     RendezvousTimeout,
+    name_ranks,
 )
 from gradsync.rendezvous.answers import result_of
 from gradsync.rendezvous.client_connection import ClientConnection, StreamEnded
@@ -37,7 +38,6 @@ from gradsync.rendezvous.messages import (
     clip_text,
 )
 from gradsync.rendezvous.pushes import Pushes
-from gradsync.rendezvous.rank_names import name_ranks
 from gradsync.rendezvous.self_report import SelfReport
 
 _GRACE_SECONDS = 2.0  # how long after its deadline a wait still listens for the server's own, better answer

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gradsync.rendezvous.rank_names import MAX_NAMED_RANKS
+from gradsync.errors import MAX_NAMED_RANKS
 from gradsync.rendezvous.waiting import Failure
 
 JOINING_PHASE = "joining"

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync import flight_recorder
 from gradsync.communicators import lifetime, occupancy
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.local import LocalCommunicator
+from gradsync.diagnostics import recorder as flight_recorder
 
 WAIT = 30.0
 TURN = "all_reduce", agreement_on("all_reduce", (), None, "")

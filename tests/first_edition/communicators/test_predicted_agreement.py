@@ -16,7 +16,7 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.nccl import predicted_agreement
 from gradsync.communicators.nccl.predicted_agreement import History, PredictedAgreement
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.flight_recorder import FlightRecorder
+from gradsync.diagnostics.recorder import FlightRecorder
 
 
 def agreement(digest: int) -> Agreement:

@@ -22,7 +22,7 @@ from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_b
 from gradsync.communicators.shared_memory.channels import SharedChannels
 from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.flight_recorder import FlightRecorder
+from gradsync.diagnostics.recorder import FlightRecorder
 
 BARRIER = agreement_on("barrier", (), None, "")
 SIZES = [0, 1, 7, 4096, PIECE_BYTES, PIECE_BYTES * SLOTS, PIECE_BYTES * SLOTS + 1, 2**20 + 3, 20 * 10**6]

@@ -18,7 +18,7 @@ from gradsync.communicators.agreement import Agreement, agreement_on
 from gradsync.communicators.nccl import store_path
 from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.flight_recorder import FlightRecorder
+from gradsync.diagnostics.recorder import FlightRecorder
 from gradsync.rendezvous import keys
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.keys import Keys

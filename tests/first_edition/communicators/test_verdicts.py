@@ -16,7 +16,7 @@ from gradsync.communicators.shared_memory import barrier as shared_barrier
 from gradsync.communicators.shared_memory import waiting as shared_waiting
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.verdicts import Verdicts
-from gradsync.flight_recorder import FlightRecorder
+from gradsync.diagnostics.recorder import FlightRecorder
 
 BARRIER = agreement_on("barrier", (), None, "")
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradsync import whole_file
+from gradsync.diagnostics import dump as whole_file
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync import tracing
 from gradsync.communicators.local import LocalCommunicator
+from gradsync.diagnostics import tracing
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump_files import read_dumps
 from places import STAND_IN

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gradsync.divergence import Call, History, Wait, circle, circle_text, compared, first_divergence
+from gradsync.diagnostics.compare import Call, History, Wait, circle, circle_text, compared, first_divergence
 
 CALLS = [Call(digest, name) for digest, name in enumerate(("all_reduce(sum)", "broadcast(root 0)", "barrier", "flush"))]
 programs = st.lists(st.sampled_from(CALLS), min_size=1, max_size=40)

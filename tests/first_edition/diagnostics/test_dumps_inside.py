@@ -17,8 +17,9 @@ import pytest
 from hanging_files import hanging_files
 
 import gradsync as gs
-from gradsync import dumps, environment
+from gradsync import environment
 from gradsync.communicators.local import LocalCommunicator
+from gradsync.diagnostics import dump as dumps
 from gradsync.diagnostics.dump_files import read_dumps
 from rank_processes import run_ranks, run_ranks_for_outcomes
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync import environment, flight_recorder
+from gradsync import environment
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.flight_recorder import FlightRecorder, finish, names_text, seconds_text, size_text
+from gradsync.diagnostics import recorder as flight_recorder
+from gradsync.diagnostics.recorder import FlightRecorder, finish, names_text, seconds_text, size_text
 
 
 class Text(str):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync import stack_report as module
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.stack_report import stack_report
+from gradsync.diagnostics import stacks as module
+from gradsync.diagnostics.stacks import stack_report
 
 
 def wait_here(ready: threading.Event, end: threading.Event) -> None:

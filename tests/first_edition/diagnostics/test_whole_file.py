@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hanging_files import hanging_files
 
-from gradsync.whole_file import write_whole
+from gradsync.diagnostics.dump import write_whole
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

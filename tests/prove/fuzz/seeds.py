@@ -7,7 +7,7 @@ import json
 import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
-from gradsync.dumps import FORMAT
+from gradsync.diagnostics.dump import FORMAT
 from gradsync.launching.nodes.node_report import FirstWord, NodeReport
 from gradsync.rendezvous.handshake import ClientHandshake, ServerHandshake
 from gradsync.rendezvous.messages import FrameType

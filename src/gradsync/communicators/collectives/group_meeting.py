@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from gradsync.errors import RendezvousTimeout
+from gradsync.errors import RendezvousTimeout, name_ranks
 from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
-from gradsync.rendezvous.rank_names import name_ranks
 
 _LOOK_AROUND_EVERY_SECONDS = 0.25
 

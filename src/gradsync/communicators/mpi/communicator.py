@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
@@ -29,6 +28,7 @@ from gradsync.communicators.mpi.transport import MpiTransport
 from gradsync.communicators.mpi.waiting import MpiWaiting
 from gradsync.communicators.pieces import cuts, pieces_between
 from gradsync.communicators.verdicts import Verdicts
+from gradsync.diagnostics import tracing
 from gradsync.errors import GradsyncError
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import cupy
 import numpy as np
 
-from gradsync import tracing
 from gradsync.bucketing.pack_kernels import FusedPacker, pack_layout
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
@@ -27,6 +26,7 @@ from gradsync.communicators.nccl.movement import NcclMovement
 from gradsync.communicators.nccl.predicted_agreement import TEXTS_WITHIN_SECONDS
 from gradsync.communicators.nccl.reduction import NcclReduction
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
+from gradsync.diagnostics import tracing
 from gradsync.errors import GradsyncError, PlanMismatch
 from gradsync.reduction import ReduceOp
 from gradsync.rendezvous.group_client import CommunicatorClient

@@ -16,8 +16,8 @@ import numpy as np
 
 from gradsync.communicators.nccl.agreements import Agreed
 from gradsync.communicators.nccl.handle import NcclHandle
+from gradsync.diagnostics import Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
-from gradsync.flight_recorder import Running, finish
 
 _log = logging.getLogger("gradsync")
 

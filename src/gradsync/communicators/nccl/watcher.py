@@ -21,8 +21,8 @@ from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.launch import Launch
 from gradsync.communicators.nccl.predicted_agreement import TEXTS_WITHIN_SECONDS
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
+from gradsync.diagnostics import Entry
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
-from gradsync.flight_recorder import Entry
 from gradsync.rendezvous.group_client import CommunicatorClient
 
 _IDLE_SECONDS = 0.05

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, word_dtype
 from gradsync.communicators.host_values import finite_test
@@ -16,6 +15,7 @@ from gradsync.communicators.shared_memory.calls import Call, Delivery
 from gradsync.communicators.shared_memory.scratch import Scratch
 from gradsync.communicators.shared_memory.stream_plan import Stretch, worth_a_call
 from gradsync.communicators.shared_memory.workplace import Workplace
+from gradsync.diagnostics import tracing
 from gradsync.reduction import Array, ReduceOp, reduce_into
 
 

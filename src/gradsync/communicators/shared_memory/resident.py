@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import cuts, line_bounds
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.calls import Call, run
 from gradsync.communicators.shared_memory.workplace import Workplace
+from gradsync.diagnostics import tracing
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, divide_into
 
 # What is reduced before it is written to the others: it is still in the cache then.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.rings import SharedRings
-from gradsync.flight_recorder import FlightRecorder
+from gradsync.diagnostics import FlightRecorder
 
 
 class Workplace(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from gradsync import tracing
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import Piece
@@ -27,6 +26,7 @@ from gradsync.communicators.shared_memory.stream_plan import (
     plan_stream,
 )
 from gradsync.communicators.shared_memory.workplace import Workplace
+from gradsync.diagnostics import tracing
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype
 
 # What is reduced, and then divided, at a time: from one pass to the next it stays in the cache.

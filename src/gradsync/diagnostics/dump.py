@@ -18,14 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gradsync import tracing
+from gradsync.diagnostics import tracing
+from gradsync.diagnostics.recorder import Entry, FlightRecorder, recorders
+from gradsync.diagnostics.stacks import stack_report
 from gradsync.environment import DUMP_DIR, RANK, TRACE
 from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline
-from gradsync.flight_recorder import Entry, FlightRecorder, recorders
 from gradsync.launchers import value_of
-from gradsync.machine import machine_identity
-from gradsync.stack_report import stack_report
-from gradsync.whole_file import write_whole
+from gradsync.machine import machine_identity, run_with_timeout
 
 #: What a dump calls itself, so that nothing else is taken for one.
 FORMAT = "gradsync flight recorder 1"
@@ -166,7 +165,7 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None) -> dict[str, Any
         "groups": groups,
         "calls": calls,
         "stacks": stack_report(),
-        "package": os.path.join(os.path.dirname(__file__), ""),
+        "package": os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
     }
     return content if tracer is None else content | {"trace": tracer.content()}
 
@@ -284,11 +283,60 @@ def _dump_in_handler(number: int, reason: str) -> None:
         _handled.discard(number)
 
 
+def write_whole(path: Path, text: str, seconds: float) -> None:
+    """Writes a file, and the folders that lead to it, so that whoever reads meanwhile finds the one before or this one.
+
+    Args:
+        path: the file.
+        text: what it holds from then on.
+        seconds: how long it may take. What takes longer is given up, and goes on behind the scenes.
+
+    Raises:
+        OSError: it cannot be written; TimeoutError: not in time, or one that was given up in this folder still hangs.
+    """
+    if path.parent in _given_up and not _given_up[path.parent].is_set():
+        raise TimeoutError("the file system has not taken an earlier file yet")
+    returned = threading.Event()
+
+    def write() -> None:
+        try:
+            _write_beside(path, text)
+        finally:
+            returned.set()
+
+    try:
+        run_with_timeout(write, "gradsync-file", seconds)
+    except TimeoutError:
+        if returned.is_set():  # the file system's own error
+            raise
+        _given_up[path.parent] = returned
+        raise TimeoutError(f"the file system has not taken it within {seconds:.3g} s") from None
+    except RuntimeError:  # no thread can be started: there are too many, or the interpreter ends (Python 3.12)
+        write()
+
+
+def _write_beside(path: Path, text: str) -> None:
+    beside = _beside(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _beside(path: Path) -> Path:
+    """Returns where the file grows: a name of its own beside it."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
+
+
 _turn = threading.RLock()  # a signal's handler may come while its own thread has it
 _handled: set[int] = set()  # the signals in whose handlers the main thread is
 _interrupted_at: float | None = None  # when a dump was made because of Ctrl-C
 _folder: Path | None = None
 _traced_folder: Path | None = None
+_given_up: dict[Path, threading.Event] = {}  # by folder: whether the write that was given up has returned after all
 
 
 def _forget_after_fork() -> None:
@@ -297,6 +345,7 @@ def _forget_after_fork() -> None:
     _folder = _traced_folder = _interrupted_at = None
     _turn = threading.RLock()
     _handled.clear()
+    _given_up.clear()
     tracing.stop()
 
 

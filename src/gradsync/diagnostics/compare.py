@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from gradsync.rendezvous.rank_names import name_ranks
+from gradsync.errors import name_ranks
 
 
 class Call(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any, NamedTuple
 
-from gradsync.flight_recorder import FlightRecorder, remember_at_least
+from gradsync.diagnostics.recorder import FlightRecorder, remember_at_least
 
 #: How many collectives a recorder remembers while somebody traces.
 TRACED_ENTRIES = 16_384
