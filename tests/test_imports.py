@@ -24,8 +24,6 @@ ROOMS = [
 # Files beside the packages that do not lie in their room yet. Other rooms may import them as long as they are there.
 STRAYS = {
     "reduction": "scalars_by_name",
-    "rendezvous": "bootstrap meeting_file",
-    "communicators": "mpi_meeting",
     "backends": "backend_choice backend_override world_siblings",
     "process_group": "world_connection",
     "comm": "synchronising",
@@ -37,7 +35,6 @@ ROOM_OF_STRAY = {stray: room for room, strays in STRAYS.items() for stray in str
 # Who imports a room that stands after its own, and which file there.
 UPWARD = {
     "backend_override": "process_group",
-    "bootstrap": "mpi_meeting",
     "communicators.local": "bucketing.flat_buffer",
     "communicators.nccl.collectives": "bucketing.pack_kernels",
     "world_siblings": "world_connection",
@@ -71,6 +68,7 @@ INSIDE = {
     "communicators.local": "backends bench comm process_group",
     "communicators.mpi.communicator": "process_group",
     "communicators.mpi.library": "backends doctor",
+    "communicators.mpi.mpi_hosting": "process_group",
     "communicators.mpi.unfinished": "process_group",
     "communicators.nccl.connection": "backends process_group",
     "communicators.nccl.library": "backends doctor",
@@ -95,7 +93,9 @@ INSIDE = {
     "rendezvous.client_connection": "launching",
     "rendezvous.descriptors": "launching",
     "rendezvous.group_client": "backends communicators process_group",
+    "rendezvous.hosting": "communicators process_group",
     "rendezvous.messages": "communicators launching",
+    "rendezvous.secret_files": "launching",
     "rendezvous.server": "cli launching",
     "rendezvous.sockets": "launching",
 }

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterable
 
-from gradsync.bootstrap import Host, join
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
 from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
@@ -32,11 +31,11 @@ from gradsync.environment import configure_logging
 from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe, uncaught_error
 from gradsync.futures import raise_refused
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.hosting import Meeting, is_told_over_mpi, join
 from gradsync.world_connection import (
     WorldSettings,
     choose_backend,
     connect_world,
-    meets_over_mpi,
     read_settings,
     requested_backend,
 )
@@ -46,7 +45,7 @@ _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to
 _FAILED_JOB_SECONDS = 0.5  # before MPI ends all ranks: for the others to hear why, and to say so
 
 _client: RendezvousClient | None = None
-_host: Host | None = None  # kept from one generation to the next: others may come back to it before this rank does
+_meeting: Meeting | None = None  # kept from one generation to the next: others may come back before this rank does
 _settings: WorldSettings | None = None
 _siblings = Siblings()
 
@@ -247,9 +246,13 @@ def world_attribute() -> Communicator:
 
 def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:
     """Meets the other ranks of the world, which want this backend."""
-    global _client, _host
-    over_mpi = meets_over_mpi(wanted, settings)
-    _client, _host = join(settings.place, settings.address, settings.timeout_seconds, _host, over_mpi=over_mpi)
+    global _client, _meeting
+    place, share = settings.place, None
+    if is_told_over_mpi(place, settings.address, wanted):
+        from gradsync.communicators.mpi.mpi_hosting import share_over_mpi  # here: start-up counts
+
+        share = share_over_mpi(place)
+    _client, _meeting = join(place, settings.address, settings.timeout_seconds, _meeting, share=share)
     _client.describe_with(status.positions, status.report, status.history, dump_because)
     return _client
 
@@ -289,8 +292,8 @@ def _leave_at_exit() -> None:
         job_has_failed = has_job_failed()
         if job_has_failed:
             time.sleep(_FAILED_JOB_SECONDS)
-        if _host is not None:
-            _host.close(wait_seconds=0.0 if job_has_failed else _LEAVING_SECONDS)
+        if _meeting is not None:
+            _meeting.close(wait_seconds=0.0 if job_has_failed else _LEAVING_SECONDS)
         if job_has_failed:
             end_job()
         end_forked_child()
@@ -298,13 +301,13 @@ def _leave_at_exit() -> None:
 
 def _forget_after_fork() -> None:
     """The child of a fork is no rank; its copy of the control connection must not hide the parent's death."""
-    global _client, _host
+    global _client, _meeting
     client, _client = _client, None
-    host, _host = _host, None
+    meeting, _meeting = _meeting, None
     if client is not None:
         client.abandon()
-    if host is not None:
-        host.server.abandon()
+    if meeting is not None and meeting.server is not None:
+        meeting.server.abandon()
 
 
 atexit.register(_leave_at_exit)

@@ -26,7 +26,6 @@ from gradsync.environment import (
     warn_of_unknown_variables,
 )
 from gradsync.errors import InvalidArgument
-from gradsync.launchers import SLURM, SOURCES_WITH_MPI
 from gradsync.machine import count_gpus
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.group_client import CommunicatorClient
@@ -108,28 +107,6 @@ def read_settings(
     )
 
 
-def meets_over_mpi(wanted: str, settings: WorldSettings) -> bool:
-    """Whether the ranks tell each other over MPI where they meet: no address is given, and either they want "mpi", or
-    mpiexec tells nothing else; initialises MPI to find out, where it has to.
-    """
-    place = settings.place
-    if settings.address is not None or place.address is not None:
-        return False
-    if wanted == "mpi":
-        return True
-    is_told = place.run_name is not None or (place.master_addr is not None and place.master_port is not None)
-    if place.source not in SOURCES_WITH_MPI or place.world_size == 1 or (is_told and not _lacks_secret(place)):
-        return False
-    from gradsync.mpi_meeting import can_meet_over_mpi
-
-    return can_meet_over_mpi(place)
-
-
-def _lacks_secret(place: RankEnvironment) -> bool:
-    """Whether several machines of a Slurm step have no secret, without which they could meet over MPI only."""
-    return place.source == SLURM and place.run_name is None and place.secret is None
-
-
 def _check_seconds(**values: float) -> None:
     for name, value in values.items():
         if not is_number(value) or not value > 0:
@@ -160,7 +137,7 @@ def _place_without_launcher(backend: str) -> RankEnvironment:
     if backend == "local":
         return RankEnvironment(0, 1, 0, 1, source="arguments")
     if backend == "mpi":
-        from gradsync.mpi_meeting import mpi_place
+        from gradsync.communicators.mpi.mpi_hosting import mpi_place
 
         place = mpi_place()  # a launcher whose variables we do not know
         if place is not None:

@@ -11,7 +11,7 @@ import command
 # Meets the others through the ranks' rendezvous, and then does as it is told.
 SCRIPT = """
 import os, signal, sys, time
-from gradsync.bootstrap import join
+from gradsync.rendezvous.hosting import join
 from gradsync.environment import read_environment
 
 place = read_environment()

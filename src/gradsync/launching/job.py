@@ -11,23 +11,9 @@ from gradsync.arguments import DEFAULT_GRACE_SECONDS, check_integer, check_port,
 from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.launching.start_methods import START_METHODS
 from gradsync.launching.targets import Target
+from gradsync.rendezvous.secret_files import Endpoint
 
 _WHO = "the launch"
-
-
-@dataclass(frozen=True)
-class MeetingPoint:
-    """Where the ranks of one start of a job meet.
-
-    Attributes:
-        address: host:port of the rendezvous server.
-        secret: of the run.
-        listener: the bound socket, where the server runs in this process.
-    """
-
-    address: str
-    secret: bytes = field(repr=False)
-    listener: socket.socket | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,8 @@ class Job:
         master_addr: MASTER_ADDR in the ranks, for the user's own use.
         master_port: MASTER_PORT in the ranks, for the user's own use; None, like 0, takes a free one.
         rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.
-        meeting_point: where the ranks meet, when several launchers start them; by default this one hosts.
+        endpoint: where the ranks meet, when several launchers start them; by default this one hosts.
+        listener: the bound socket of that address, where this process runs the server.
         start_method: "spawn", "fork" or "forkserver".
         gpus: CUDA_VISIBLE_DEVICES of each process; by default that of this process, for all.
         stdin_rank: the rank that gets this process's standard input; the others read /dev/null.
@@ -96,7 +83,8 @@ class Job:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     rendezvous_port: int = 0
-    meeting_point: MeetingPoint | None = None
+    endpoint: Endpoint | None = None
+    listener: socket.socket | None = None
     start_method: str = "spawn"
     gpus: tuple[str, ...] | None = None
     stdin_rank: int | None = 0

@@ -11,12 +11,13 @@ from gradsync.launching.cuda_state import check_cuda_untouched
 from gradsync.launching.function_outcome import failure, raise_for_signal, take_results, what_became_of_others
 from gradsync.launching.in_rank.group_call import call_in_group
 from gradsync.launching.in_rank.named_function import NamedFunction
-from gradsync.launching.job import Job, MeetingPoint, Network
+from gradsync.launching.job import Job, Network
 from gradsync.launching.launcher_options import LauncherOptions
-from gradsync.launching.meeting_points import meeting_point
+from gradsync.launching.meeting_points import own_endpoint
 from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.launching.supervisor import supervise
 from gradsync.launching.targets import function_name, function_target, ranks_can_import_main
+from gradsync.rendezvous.secret_files import Endpoint
 
 
 def run_on_ranks(
@@ -31,7 +32,7 @@ def run_on_ranks(
     name = function_name(function)
     target = function_target(call, args, kwargs, name, start_method=method)
     check_cuda_untouched(name, method)
-    with meeting_point(options, has_other_nodes=has_other_nodes) as point:
+    with own_endpoint(options, has_other_nodes=has_other_nodes) as (endpoint, listener):
         job = Job(
             target,
             count,
@@ -39,10 +40,11 @@ def run_on_ranks(
             rank_start=options.rank_start,
             backend=options.group_backend,
             master_addr=options.master_host,
-            master_port=_master_port(point) if point is not None and has_other_nodes else None,
+            master_port=_master_port(endpoint) if endpoint is not None and has_other_nodes else None,
             rendezvous_port=options.port,
-            meeting_point=point,
-            network=_network_to_others(point) if point is not None and has_other_nodes else None,
+            endpoint=endpoint,
+            listener=listener,
+            network=_network_to_others(endpoint) if endpoint is not None and has_other_nodes else None,
             start_method=method,
         )
         outcome = supervise(job)
@@ -53,11 +55,11 @@ def run_on_ranks(
     return take_results(outcome, stacklevel=3)
 
 
-def _network_to_others(point: MeetingPoint) -> Network | None:
+def _network_to_others(endpoint: Endpoint) -> Network | None:
     """Gives by what this machine reaches the node that hosts."""
     from gradsync.launching.network import network_towards  # here: few calls have other nodes
 
-    return network_towards(*parse_address(point.address))
+    return network_towards(*parse_address(endpoint.address))
 
 
 def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:
@@ -68,6 +70,6 @@ def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., An
     return named if named.is_found_as(function) else function
 
 
-def _master_port(point: MeetingPoint) -> int:
+def _master_port(endpoint: Endpoint) -> int:
     """Gives a MASTER_PORT that is the same on all nodes, and leaves the rendezvous its own."""
-    return port_beside(parse_address(point.address)[1])
+    return port_beside(parse_address(endpoint.address)[1])

@@ -2,7 +2,7 @@
 
 The secret comes from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback it may be missing: the first
 launcher then makes one and leaves it in a file of mode 0600 in the user's runtime directory, as rank 0 does where
-no launcher of ours is at work (`bootstrap.py`).
+no launcher of ours is at work (`rendezvous/hosting.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from gradsync.arguments import join_address, parse_address
 from gradsync.environment import SECRET, SECRET_FILE, take_secret
 from gradsync.errors import AuthenticationError, RendezvousTimeout
-from gradsync.launching.job import MeetingPoint
 from gradsync.launching.launcher_options import LauncherOptions
 from gradsync.launching.listening import own_listener
-from gradsync.meeting_file import Meeting, meeting_path, publish, wait_for
+from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
 from gradsync.rendezvous.sockets import format_address
 
 _MEETING_SECONDS = 120.0  # as long as init_process_group() waits
@@ -31,10 +30,12 @@ _log = logging.getLogger("gradsync")
 
 
 @contextlib.contextmanager
-def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterator[MeetingPoint | None]:
-    """Gives where the ranks of one call meet, and holds it for them; None leaves that to the supervisor.
+def own_endpoint(
+    options: LauncherOptions, *, has_other_nodes: bool
+) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:
+    """Gives where the ranks of one call meet, with the bound socket where it is here, and holds it for them.
 
-    None comes where nobody else needs to find it: all ranks are this call's, on loopback.
+    No endpoint where nobody else needs to find it, as all ranks are this call's, on loopback: the supervisor has one.
 
     Args:
         options: of the launcher.
@@ -46,7 +47,7 @@ def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterato
         RendezvousTimeout: the node with rank_start 0 did not come.
     """
     if not has_other_nodes and options.is_on_loopback:
-        yield None
+        yield None, None
         return
     secret = take_secret()
     if secret is None and not options.is_on_loopback:
@@ -56,7 +57,7 @@ def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterato
             "the launchers of one machine need none"
         )
     if options.rank_start > 0:
-        yield _find(options, secret)
+        yield _find(options, secret), None
         return
     with own_listener(options.master_host, options.port) as listener:
         address = format_address(listener)
@@ -66,15 +67,15 @@ def meeting_point(options: LauncherOptions, *, has_other_nodes: bool) -> Iterato
                 "the ranks of this run meet at %s: give port=%d to the launchers of the other nodes", address, port
             )
         with contextlib.nullcontext(secret) if secret else _published_secret(address) as known:
-            yield MeetingPoint(address, known, listener)
+            yield Endpoint(address, known), listener
 
 
 @contextlib.contextmanager
 def _published_secret(address: str) -> Iterator[bytes]:
     """Makes a secret, for launchers of this machine to find while the context lasts."""
     secret = secrets.token_bytes(32)
-    path = meeting_path(address)
-    publish(path, Meeting(address, secret))
+    path = secret_path(address)
+    publish(path, Endpoint(address, secret))
     try:
         yield secret
     finally:
@@ -82,15 +83,15 @@ def _published_secret(address: str) -> Iterator[bytes]:
             os.unlink(path)
 
 
-def _find(options: LauncherOptions, secret: bytes | None) -> MeetingPoint:
+def _find(options: LauncherOptions, secret: bytes | None) -> Endpoint:
     """Gives where the first node hosts, once it does where its secret must be found."""
     address = join_address(options.master_host, options.port)
     if secret is not None:
-        return MeetingPoint(address, secret)
-    path, stale, deadline = meeting_path(address), None, time.monotonic() + _MEETING_SECONDS
+        return Endpoint(address, secret)
+    path, stale, deadline = secret_path(address), None, time.monotonic() + _MEETING_SECONDS
     while (found := wait_for(path, stale, deadline)) is not None:
         if _is_there(address):
-            return MeetingPoint(address, found.secret)
+            return Endpoint(address, found.secret)
         stale = found  # an earlier run's: the first node binds the port before it writes the file
     raise RendezvousTimeout(
         f"launcher with rank_start {options.rank_start}: the node with rank_start 0 did not start hosting {address} "

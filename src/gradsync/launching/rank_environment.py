@@ -7,14 +7,15 @@ from collections.abc import Mapping
 
 from gradsync import environment
 from gradsync.launchers import variables_of_mpi
-from gradsync.launching.job import Job, MeetingPoint
+from gradsync.launching.job import Job
 from gradsync.machine import blas_thread_variables
+from gradsync.rendezvous.secret_files import Endpoint
 
 
 def rank_environment(
     job: Job,
     local_rank: int,
-    point: MeetingPoint,
+    endpoint: Endpoint,
     master_port: int,
     restart: int = 0,
     environ: Mapping[str, str] = os.environ,
@@ -24,7 +25,7 @@ def rank_environment(
     Args:
         job: the job.
         local_rank: number of the process on this machine.
-        point: where the ranks meet.
+        endpoint: where the ranks meet.
         master_port: MASTER_PORT.
         restart: how often the ranks have been started again.
         environ: the variables of this process.
@@ -36,7 +37,7 @@ def rank_environment(
         environment.WORLD_SIZE: world_size,
         environment.LOCAL_RANK: str(local_rank),
         environment.LOCAL_WORLD_SIZE: str(job.n_ranks),
-        environment.ADDRESS: point.address,
+        environment.ADDRESS: endpoint.address,
         environment.HOSTED: "1",
         environment.BACKEND: job.backend,
         environment.RESTART_COUNT: str(restart),

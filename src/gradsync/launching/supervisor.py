@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable
 from gradsync.launching.free_port import reserved_port
-from gradsync.launching.job import Job, MeetingPoint
+from gradsync.launching.job import Job
 from gradsync.launching.listening import own_listener
 from gradsync.launching.notices import Notices
 from gradsync.launching.outcome import Outcome
@@ -24,6 +25,7 @@ from gradsync.launching.rank_environment import rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.launching.watch import Watch
+from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.sockets import format_address
 
 if TYPE_CHECKING:
@@ -132,16 +134,20 @@ class Supervisor:
 
             raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         # The server's socket is bound now, so that ranks can start before the server does.
-        point = job.meeting_point or self._stack.enter_context(_own_meeting_point(job.rendezvous_port))
+        endpoint, listener = (
+            self._stack.enter_context(_own_endpoint(job.rendezvous_port))
+            if job.endpoint is None
+            else (job.endpoint, job.listener)
+        )
         port = job.master_port or self._stack.enter_context(reserved_port())
-        environs = [rank_environment(job, i, point, port, restart) for i in range(job.n_ranks)]
+        environs = [rank_environment(job, i, endpoint, port, restart) for i in range(job.n_ranks)]
         watch = Watch(self._signals, job.grace_seconds, self._notices, self._news, self._on_stopping)
         self._watch = self._stack.enter_context(watch)
         self._output = None if self._make_output is None else self._make_output(job, restart)
         # Threads first would be copied into forked ranks.
         ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
         self.ranks = []
-        with _start_record(job, point, shows_lines=self._output is not None) as record:
+        with _start_record(job, endpoint, shows_lines=self._output is not None) as record:
             for local_rank, environ in enumerate(environs):
                 rank = RankProcess(job.rank_start + local_rank, local_rank)
                 try:
@@ -152,7 +158,7 @@ class Supervisor:
                 self.ranks.append(rank)
                 # The first ranks boot meanwhile; who connects early waits in the listener's backlog, but not for ever.
                 if len(self.ranks) == ranks_before_server:
-                    self._stack.enter_context(self._serving(point))
+                    self._stack.enter_context(self._serving(endpoint, listener))
                 if self._watch.is_told_to_end():
                     break
         if self._output is not None:
@@ -189,16 +195,16 @@ class Supervisor:
             rank.start(self._job.start_method, self._job.target, record, environ, tuple(streams))
 
     @contextlib.contextmanager
-    def _serving(self, point: MeetingPoint) -> Iterator[None]:
+    def _serving(self, endpoint: Endpoint, listener: socket.socket | None) -> Iterator[None]:
         """Runs the rendezvous server in a thread of this process, where it is to host it."""
-        if point.listener is None:
+        if listener is None:
             yield
             return
         from gradsync.rendezvous.server import RendezvousServer  # here: the ranks boot while it loads
 
         job = self._job
         server = RendezvousServer(
-            job.world_size, secret=point.secret, listener=point.listener, earlier_generations=self._generations
+            job.world_size, secret=endpoint.secret, listener=listener, earlier_generations=self._generations
         )
         server.start()
         self._news.serve_with(server)
@@ -266,15 +272,15 @@ class _News:
 
 
 @contextlib.contextmanager
-def _own_meeting_point(port: int) -> Iterator[MeetingPoint]:
+def _own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
     """Binds a port of this machine for one start of the ranks; those of an earlier one do not know its secret."""
     with own_listener("127.0.0.1", port) as listener:
-        yield MeetingPoint(format_address(listener), os.urandom(32), listener)
+        yield Endpoint(format_address(listener), os.urandom(32)), listener
 
 
 @contextlib.contextmanager
-def _start_record(job: Job, point: MeetingPoint, *, shows_lines: bool) -> Iterator[int]:
-    record = start_record(job.target, point.secret, shows_lines=shows_lines)
+def _start_record(job: Job, endpoint: Endpoint, *, shows_lines: bool) -> Iterator[int]:
+    record = start_record(job.target, endpoint.secret, shows_lines=shows_lines)
     try:
         yield record
     finally:

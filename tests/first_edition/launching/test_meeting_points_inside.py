@@ -11,8 +11,8 @@ import gradsync as gs
 from gradsync import environment
 from gradsync.launching import meeting_points
 from gradsync.launching.launcher_options import LauncherOptions
-from gradsync.launching.meeting_points import meeting_point
-from gradsync.meeting_file import Meeting, publish
+from gradsync.launching.meeting_points import own_endpoint
+from gradsync.rendezvous.secret_files import Endpoint, publish
 
 SECRET = secrets.token_hex(32)
 
@@ -37,26 +37,26 @@ def secret_files(tmp_path):
 
 def test_launchers_of_one_machine_find_the_secret_in_a_private_file(tmp_path):
     port = gs.free_port()
-    with meeting_point(first(port), has_other_nodes=True) as hosted:
+    with own_endpoint(first(port), has_other_nodes=True) as (hosted, _):
         assert hosted.address == f"127.0.0.1:{port}"
         (path,) = secret_files(tmp_path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with meeting_point(second(port), has_other_nodes=True) as found:
-            assert (found.address, found.secret, found.listener) == (hosted.address, hosted.secret, None)
+        with own_endpoint(second(port), has_other_nodes=True) as (found, listener):
+            assert (found, listener) == (hosted, None)
         assert secret_files(tmp_path) == [path]
         assert SECRET not in repr(hosted)
     assert secret_files(tmp_path) == []
 
 
 def test_a_run_of_one_machine_is_left_to_the_supervisor(tmp_path):
-    with meeting_point(first(), has_other_nodes=False) as hosted:
+    with own_endpoint(first(), has_other_nodes=False) as (hosted, _):
         assert hosted is None
         assert secret_files(tmp_path) == []
 
 
 def test_the_file_of_an_earlier_run_is_no_use(tmp_path):
     port = gs.free_port()
-    publish(str(tmp_path / f"gradsync-127.0.0.1:{port}.secret"), Meeting(f"127.0.0.1:{port}", b"s" * 32))
+    publish(str(tmp_path / f"gradsync-127.0.0.1:{port}.secret"), Endpoint(f"127.0.0.1:{port}", b"s" * 32))
     looked = threading.Event()
     found = []
 
@@ -66,7 +66,7 @@ def test_the_file_of_an_earlier_run_is_no_use(tmp_path):
         return answer
 
     def find():
-        with meeting_point(second(port), has_other_nodes=True) as point:
+        with own_endpoint(second(port), has_other_nodes=True) as (point, _):
             found.append(point.secret)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +74,7 @@ def test_the_file_of_an_earlier_run_is_no_use(tmp_path):
         thread = threading.Thread(target=find)
         thread.start()
         assert looked.wait(60)
-        with meeting_point(first(port), has_other_nodes=True) as hosted:
+        with own_endpoint(first(port), has_other_nodes=True) as (hosted, _):
             thread.join(60)
     assert found == [hosted.secret]
 
@@ -84,7 +84,7 @@ def test_a_first_node_that_does_not_come_is_told(monkeypatch):
     port = gs.free_port()
     with (
         pytest.raises(gs.RendezvousTimeout, match=rf"rank_start 0 did not start hosting 127.0.0.1:{port}") as caught,
-        meeting_point(second(port), has_other_nodes=True),
+        own_endpoint(second(port), has_other_nodes=True),
     ):
         pass
     assert caught.value.missing_ranks == (0,)
@@ -97,7 +97,7 @@ def test_no_secret_where_other_machines_can_come_is_refused(monkeypatch, make, m
     options = make(4000, master_ip=master_ip)
     with (
         pytest.raises(gs.AuthenticationError, match="needs a secret.*GRADSYNC_SECRET_FILE.*or set GRADSYNC_SECRET"),
-        meeting_point(options, has_other_nodes=True),
+        own_endpoint(options, has_other_nodes=True),
     ):
         pass
 
@@ -110,8 +110,8 @@ def test_secret_of_the_environment(monkeypatch, tmp_path, master_ip):
     monkeypatch.setenv("GRADSYNC_SECRET_FILE", str(path))
     port = gs.free_port()
     with (
-        meeting_point(first(port, master_ip=master_ip), has_other_nodes=True) as hosted,
-        meeting_point(second(port), has_other_nodes=True) as found,
+        own_endpoint(first(port, master_ip=master_ip), has_other_nodes=True) as (hosted, _),
+        own_endpoint(second(port), has_other_nodes=True) as (found, _),
     ):
         assert hosted.secret == found.secret == bytes.fromhex(SECRET)
         assert secret_files(tmp_path) == []
@@ -124,22 +124,22 @@ def test_ipv6(monkeypatch):
     except OSError as error:
         pytest.skip(f"no IPv6 loopback: {error}")
     with (
-        meeting_point(first(port, master_ip="::1"), has_other_nodes=True) as hosted,
-        meeting_point(second(port, master_ip="::1"), has_other_nodes=True) as found,
+        own_endpoint(first(port, master_ip="::1"), has_other_nodes=True) as (hosted, _),
+        own_endpoint(second(port, master_ip="::1"), has_other_nodes=True) as (found, _),
     ):
         assert hosted.address == found.address == f"[::1]:{port}"
         assert hosted.secret == found.secret
 
 
 def test_a_port_that_the_kernel_chose_is_told(caplog):
-    with meeting_point(first(), has_other_nodes=True) as hosted:
+    with own_endpoint(first(), has_other_nodes=True) as (hosted, _):
         port = hosted.address.rpartition(":")[2]
     assert f"give port={port} to the launchers of the other nodes" in caplog.text
 
 
 def test_nothing_is_left_behind(tmp_path):
     before = os.listdir("/proc/self/fd")
-    with contextlib.suppress(ZeroDivisionError), meeting_point(first(), has_other_nodes=True):
+    with contextlib.suppress(ZeroDivisionError), own_endpoint(first(), has_other_nodes=True):
         _ = 1 / 0
     assert os.listdir("/proc/self/fd") == before
     assert secret_files(tmp_path) == []

@@ -4,12 +4,13 @@ import pytest
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
-from gradsync.launching.job import Job, MeetingPoint, Network, NodePlace
+from gradsync.launching.job import Job, Network, NodePlace
 from gradsync.launching.rank_environment import rank_environment
 from gradsync.launching.targets import Target
+from gradsync.rendezvous.secret_files import Endpoint
 
 TARGET = Target({}, ())
-POINT = MeetingPoint("127.0.0.1:4000", b"s" * 32)
+POINT = Endpoint("127.0.0.1:4000", b"s" * 32)
 
 
 def variables(job, local_rank=0, environ=None, restart=0):

@@ -31,12 +31,12 @@ from gradsync.launching.in_rank.report_pipe import FrameReader as ReportReader
 from gradsync.launching.nodes.meeting import NodeRecord
 from gradsync.launching.nodes.node_report import FirstWord, NodeReport
 from gradsync.launching.rank_process import _error_told
-from gradsync.meeting_file import _read as read_meeting
 from gradsync.rendezvous.events import Close, Event, Lost, Probed, Received, Tick
 from gradsync.rendezvous.finding import Finding
 from gradsync.rendezvous.handshake import ClientHandshake, ServerHandshake
 from gradsync.rendezvous.messages import SCHEMAS, FieldError, FrameType, Message, check_fields
 from gradsync.rendezvous.protocol import RendezvousCore
+from gradsync.rendezvous.secret_files import _read as read_meeting
 from gradsync.rendezvous.sockets import look_up
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Session, _decode, pack_frame
 

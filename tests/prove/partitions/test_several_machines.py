@@ -138,7 +138,7 @@ LAUNCHER = """
 
     def meet(function, backend, meets_others, role):
         # As far as the ranks come without a network for data: they meet, and lose one another.
-        from gradsync.bootstrap import join
+        from gradsync.rendezvous.hosting import join
         from gradsync.environment import read_environment
         client, _ = join(read_environment(), None, 60)
         unique_id = client.unique_id("world", root=0, make_id=lambda: os.urandom(128))

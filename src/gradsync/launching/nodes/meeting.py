@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from gradsync.arguments import LARGEST_PORT, parse_address
 from gradsync.errors import AuthenticationError, InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
-from gradsync.launching.job import MeetingPoint, Network, NodePlace
+from gradsync.launching.job import Network, NodePlace
 from gradsync.launching.nodes.hosting import StartPorts
 from gradsync.launching.nodes.node_options import NodeOptions
 from gradsync.launching.nodes.node_report import SAME_VERSION
@@ -25,6 +25,7 @@ from gradsync.launching.told import from_told
 from gradsync.machine import interface_of
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.client_connection import StreamEnded
+from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.sockets import look_up
 
 _NOTICE_SECONDS = 4.0  # out of step with the notices of the server, which would miss who just asks again
@@ -131,10 +132,10 @@ class Meeting:
         """Returns by what this machine reaches the others; None where that is not known."""
         return None if self.own.interface is None else Network(self.own.interface, ":" in self.own.address)
 
-    def meeting_point(self, secret: bytes) -> MeetingPoint:
+    def endpoint(self, secret: bytes) -> Endpoint:
         """Returns where the ranks meet; the secret of this start is made here, and never travels."""
         nonce = bytes.fromhex(self.nodes[0].nonce)
-        return MeetingPoint(self.nodes[0].server, hmac.digest(secret, _RANKS_SECRET + nonce, hashlib.sha256))
+        return Endpoint(self.nodes[0].server, hmac.digest(secret, _RANKS_SECRET + nonce, hashlib.sha256))
 
 
 @dataclass(frozen=True)

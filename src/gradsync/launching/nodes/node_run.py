@@ -157,7 +157,7 @@ class _NodeRun:
             rank_start=meeting.rank_start,
             master_addr=meeting.nodes[0].address,
             master_port=meeting.nodes[0].master_port,
-            meeting_point=meeting.meeting_point(self._options.secret),
+            endpoint=meeting.endpoint(self._options.secret),
             node=meeting.place(),
             network=meeting.network(),
         )
@@ -173,12 +173,12 @@ class _NodeRun:
     @contextlib.contextmanager
     def _serving(self, meeting: Meeting, job: Job, ports: StartPorts | None) -> Iterator[RendezvousServer | None]:
         """Runs the ranks' rendezvous server on node 0, until the ranks of all machines have ended."""
-        if ports is None or job.meeting_point is None:
+        if ports is None or job.endpoint is None:
             yield None
             return
         server = RendezvousServer(
             job.world_size,
-            secret=job.meeting_point.secret,
+            secret=job.endpoint.secret,
             listener=ports.listener,
             earlier_generations=meeting.earlier_generations,
         )

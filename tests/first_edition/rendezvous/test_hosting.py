@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.bootstrap import _is_here, _where, join
 from gradsync.environment import RankEnvironment
 from gradsync.errors import AuthenticationError, InvalidArgument
+from gradsync.rendezvous.hosting import Spot, _is_here, _spot, join
 
 
 def rank(**known: object) -> RankEnvironment:
@@ -25,24 +25,24 @@ def rank(**known: object) -> RankEnvironment:
     ],
 )
 def test_where(known: dict[str, object], where: str) -> None:
-    assert _where(rank(**known), None) == where
-    assert _where(rank(**known), "other:7") == "other:7"
+    assert _spot(rank(**known), None) == Spot(where if ":" in where else None, where)
+    assert _spot(rank(**known), "other:7") == Spot("other:7", "other:7")
 
 
 @pytest.mark.parametrize("known", [{}, {"master_addr": "node0"}, {"master_port": 29500}])
 def test_nowhere_to_meet_names_what_to_set(known: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match="rank 1/2 does not know where to meet.*MASTER_ADDR.*gradsync run"):
-        _where(rank(**known), None)
+        _spot(rank(**known), None)
 
 
 @pytest.mark.parametrize("where", ["PMI-1-2", "localhost:1", "127.0.0.1:1", "127.9.9.9:1", "[::1]:1"])
 def test_what_only_this_machine_reaches(where: str) -> None:
-    assert _is_here(where)
+    assert _is_here(Spot(where if ":" in where else None, where))
 
 
 @pytest.mark.parametrize("where", ["node0:1", "192.0.2.1:1", "0.0.0.0:1", "[fe80::1]:1"])
 def test_what_others_reach_too(where: str) -> None:
-    assert not _is_here(where)
+    assert not _is_here(Spot(where, where))
     with pytest.raises(AuthenticationError, match="across hosts needs a secret.*GRADSYNC_SECRET_FILE"):
         join(rank(), where, 1.0)
 

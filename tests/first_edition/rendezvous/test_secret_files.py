@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from gradsync import meeting_file
 from gradsync.errors import AuthenticationError, InvalidArgument
-from gradsync.meeting_file import Meeting, meeting_path, publish, wait_for
+from gradsync.rendezvous import secret_files
+from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
 
-OLD = Meeting("127.0.0.1:4000", b"o" * 32)
-NEW = Meeting("127.0.0.1:4001", b"n" * 32)
+OLD = Endpoint("127.0.0.1:4000", b"o" * 32)
+NEW = Endpoint("127.0.0.1:4001", b"n" * 32)
 
 
 def soon() -> float:
@@ -25,7 +25,7 @@ def soon() -> float:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return meeting_path("run")
+    return secret_path("run")
 
 
 def test_what_is_published_is_found(path: str) -> None:
@@ -44,7 +44,7 @@ def test_what_an_earlier_run_left_is_passed_over(path: str) -> None:
         publish(path, NEW)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting_file.time, "sleep", look)
+        patch.setattr(secret_files.time, "sleep", look)
         assert wait_for(path, OLD, soon()) == NEW
     assert len(looks) == 1
 
@@ -71,13 +71,13 @@ def test_refuses_a_file_that_others_can_read(path: str) -> None:
 
 def test_a_file_that_goes_away_between_two_looks_is_none(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(path, OLD)
-    read = meeting_file.read_private_file
+    read = secret_files.read_private_file
 
     def remove_first(name: str) -> str:
         Path(name).unlink()
         return read(name)
 
-    monkeypatch.setattr(meeting_file, "read_private_file", remove_first)
+    monkeypatch.setattr(secret_files, "read_private_file", remove_first)
     assert wait_for(path, None, time.monotonic() + 0.01) is None
 
 
@@ -86,17 +86,17 @@ def test_without_a_runtime_directory_there_is_one_of_this_users(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = Path(meeting_path("run")).parent
+    folder = Path(secret_path("run")).parent
     assert folder.parent == tmp_path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
     with pytest.raises(AuthenticationError, match="mode 0700"):
-        meeting_path("run")
+        secret_path("run")
     folder.rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(AuthenticationError, match="GRADSYNC_SECRET_FILE"):
-        meeting_path("run")
+        secret_path("run")
 
 
 def test_the_secret_is_not_shown() -> None:
-    assert repr(NEW) == "Meeting('127.0.0.1:4001')"
+    assert repr(NEW) == "Endpoint('127.0.0.1:4001')"

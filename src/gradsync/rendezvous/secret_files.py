@@ -1,9 +1,9 @@
-"""How ranks of one machine find the server and the secret that rank 0 made: a file in the user's runtime directory.
+"""How processes of one machine find a server and its secret: a file in the user's runtime directory.
 
-Ranks that our launcher did not start meet through it (`bootstrap.py`), and so do several launchers of one run
+Ranks that our launcher did not start meet through it (`hosting.py`), and so do several launchers of one run
 (`launching/meeting_points.py`): those decide who writes it and who waits for it. It is named after what all of them
-know, an address or the run (`run_name.py`), lies where only this user can enter, and goes away when they have met, or
-with the run that the first launcher hosts.
+know, an address or the run, lies where only this user can enter, and goes away when they have met, or with the run
+that the first launcher hosts.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ _LOOK_EVERY_SECONDS = 0.005
 _NOTICE_EVERY_SECONDS = 5.0
 
 
-class Meeting(NamedTuple):
-    """Where a server listens, and the secret it wants to see."""
+class Endpoint(NamedTuple):
+    """Where a rendezvous server listens, as host:port, and the secret of its run."""
 
     address: str
     secret: bytes
 
     def __repr__(self) -> str:
-        return f"Meeting({self.address!r})"
+        return f"Endpoint({self.address!r})"
 
 
-def meeting_path(name: str) -> str:
-    """Gives the path of the file for a name, in a directory that only this user can enter.
+def secret_path(name: str) -> str:
+    """Returns the path of the file for a name, in a directory that only this user can enter.
+
+    Args:
+        name: of the run, or its address.
 
     Raises:
         AuthenticationError: there is no such directory, and none can be made.
@@ -40,28 +43,28 @@ def meeting_path(name: str) -> str:
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     if not _is_private(base):  # missing, or another user's, as after su
         base = _private_folder()
-    return os.path.join(base, f"gradsync-{name}.secret")
+    return os.path.join(base, f"gradsync-{name.replace('localhost', '127.0.0.1')}.secret")
 
 
-def publish(path: str, meeting: Meeting) -> None:
+def publish(path: str, endpoint: Endpoint) -> None:
     """Writes the file, whole at once, over one that an earlier run has left."""
     fresh = f"{path}.{os.urandom(8).hex()}"
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(f"{meeting.secret.hex()}\n{meeting.address}\n")
+        file.write(f"{endpoint.secret.hex()}\n{endpoint.address}\n")
     os.replace(fresh, path)
 
 
 def wait_for(
-    path: str, stale: Meeting | None, deadline: float, notice: Callable[[], None] = lambda: None
-) -> Meeting | None:
+    path: str, stale: Endpoint | None, deadline: float, notice: Callable[[], None] = lambda: None
+) -> Endpoint | None:
     """Waits until there is a file with something else than an earlier run has left.
 
     Args:
         path: the file.
         stale: what has been found there, and was no use.
         deadline: monotonic seconds.
-        notice: called every 5 s, to tell what is waited for.
+        notice: called every 5 s, to say what is waited for.
 
     Returns:
         What it says, or None at the deadline.
@@ -81,12 +84,12 @@ def wait_for(
     return None
 
 
-def _read(path: str) -> Meeting | None:
+def _read(path: str) -> Endpoint | None:
     if not os.path.exists(path):
         return None
     try:
         secret, _, address = read_private_file(path).partition("\n")
-        return Meeting(address.strip(), parse_secret(f"secret file {path!r}", secret))
+        return Endpoint(address.strip(), parse_secret(f"secret file {path!r}", secret))
     except InvalidArgument:
         if os.path.exists(path):
             raise
