@@ -2,8 +2,46 @@
 
 from __future__ import annotations
 
+import pytest
+
 import gradsync as gs
+from gradsync.backends import WorldSettings, suitable_backend
+from gradsync.environment import RankEnvironment
 from rank_processes import run_ranks, run_ranks_for_outcomes
+
+A, B = "+host boot 0000:01:00.0", "+host boot 0000:02:00.0"
+NONE = "-no GPU is visible"
+
+
+def settings(world_size: int, local_world_size: int, *, allow_shared_gpu: bool = False) -> WorldSettings:
+    place = RankEnvironment(0, world_size, 0, local_world_size)
+    return WorldSettings(place, None, None, 1.0, 1.0, allow_shared_gpu)
+
+
+@pytest.mark.parametrize(
+    ("offers", "shared", "backend", "reason"),
+    [
+        ([A, B], False, "nccl", "each rank has a GPU"),
+        ([A], False, "nccl", "each rank has a GPU"),
+        ([A, A], False, "shm", "2 ranks for 1 visible GPUs"),
+        ([A, A], True, "nccl", "each rank has a GPU"),
+        ([NONE, NONE], False, "shm", "no GPU is visible"),
+        ([A, NONE], False, "shm", "rank 1: no GPU is visible"),
+        ([A, "-local rank 1 has no GPU of its own"], False, "shm", "rank 1: local rank 1 has no GPU of its own"),
+        ([NONE], False, "local", "one rank; no GPU is visible"),
+    ],
+)
+def test_auto_takes_what_all_ranks_can_use(offers: list[str], shared: bool, backend: str, reason: str) -> None:
+    n = len(offers)
+    chosen, why = suitable_backend(offers, settings(n, n, allow_shared_gpu=shared))
+    assert chosen == backend
+    assert why.endswith(reason)
+
+
+def test_across_hosts_every_rank_needs_a_gpu() -> None:
+    assert suitable_backend([A, B], settings(2, 1))[0] == "nccl"
+    with pytest.raises(gs.BackendUnavailable, match="2 ranks with 1 on this host.*rank 1: no GPU"):
+        suitable_backend([A, NONE], settings(2, 1))
 
 
 def name_of_backend(comm: gs.Communicator) -> str:
@@ -17,8 +55,6 @@ def test_auto_without_a_gpu_takes_shared_memory() -> None:
 def test_a_rank_that_was_told_and_one_that_was_not() -> None:
     """The same error on both, and neither waits for its deadline."""
     outcomes = run_ranks_for_outcomes(2, name_of_backend, backends=["auto", "shm"])
-    told = [str(outcome.error) for outcome in outcomes]
-    assert isinstance(outcomes[0].error, gs.InvalidArgument)
-    assert "rank 1 asks for backend 'shm', rank 0 for 'auto'" in told[0]
-    assert isinstance(outcomes[1].error, gs.RankFailed | gs.InvalidArgument)
-    assert "for 'auto'" in told[1] or "backend 'auto'" in told[1]
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome.error, gs.InvalidArgument)
+        assert f"rank {rank}/2: rank 1 asks for backend 'shm', rank 0 for 'auto'" in str(outcome.error)

@@ -306,9 +306,9 @@ def test_plain_ranks_without_our_launcher(tmp_path: Path) -> None:
 def test_ranks_that_differ_in_debug_are_refused(tmp_path: Path) -> None:
     script = "import os, gradsync as gs\ngs.init_process_group('shm', debug=os.environ['RANK'] == '1')"
     (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, script=script)]
-    text = "rank 1/2: rank 0 has debug=False, this rank debug=True: it has to be the same on all ranks"
-    assert f"InvalidArgument: {text}" in second
-    assert text in first
+    text = "rank 0 has debug=False, rank 1 debug=True: it has to be the same on all ranks"
+    assert f"InvalidArgument: rank 0/2: {text}" in first
+    assert f"InvalidArgument: rank 1/2: {text}" in second
 
 
 def test_plain_ranks_tell_an_uncaught_exception(tmp_path: Path) -> None:

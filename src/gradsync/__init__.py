@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradsync import comm as comm
     from gradsync import hooks as hooks
-    from gradsync.backend_override import override_backend as override_backend
     from gradsync.bucketing.callback import AllreduceCallback as AllreduceCallback
     from gradsync.bucketing.callback import make_allreduce_cb as make_allreduce_cb
     from gradsync.bucketing.flat_buffer import get_offsets as get_offsets
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from gradsync.consistency import check_consistency as check_consistency
     from gradsync.diagnostics.dump import dump_flight_recorder as dump_flight_recorder
     from gradsync.diagnostics.dump import trace as trace
+    from gradsync.environment import is_launched as is_launched
     from gradsync.errors import AuthenticationError as AuthenticationError
     from gradsync.errors import BackendUnavailable as BackendUnavailable
     from gradsync.errors import CollectiveTimeout as CollectiveTimeout
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from gradsync.process_group import is_distributed as is_distributed
     from gradsync.process_group import is_initialized as is_initialized
     from gradsync.process_group import new_group as new_group
+    from gradsync.process_group import override_backend as override_backend
+    from gradsync.process_group import synchronized as synchronized
     from gradsync.sharding import shard_indices as shard_indices
-    from gradsync.synchronising import synchronized as synchronized
-    from gradsync.world_connection import is_launched as is_launched
 
     # The world's communicator; there is one between init_process_group() and destroy_process_group().
     WORLD: Communicator
@@ -83,7 +83,7 @@ _HOME = {
     "dump_flight_recorder": "gradsync.diagnostics.dump",
     "trace": "gradsync.diagnostics.dump",
     "shard_indices": "gradsync.sharding",
-    "synchronized": "gradsync.synchronising",
+    "synchronized": "gradsync.process_group",
     "get_offsets": "gradsync.bucketing.flat_buffer",
     "param_pack_concat": "gradsync.bucketing.flat_buffer",
     "param_pack_split": "gradsync.bucketing.flat_buffer",
@@ -95,9 +95,9 @@ _HOME = {
     "init_process_group": "gradsync.process_group",
     "destroy_process_group": "gradsync.process_group",
     "is_initialized": "gradsync.process_group",
-    "is_launched": "gradsync.world_connection",
+    "is_launched": "gradsync.environment",
     "new_group": "gradsync.process_group",
-    "override_backend": "gradsync.backend_override",
+    "override_backend": "gradsync.process_group",
     "get_communicator": "gradsync.process_group",
     "is_distributed": "gradsync.process_group",
     "group_barrier": "gradsync.process_group",

@@ -424,6 +424,17 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     return None if place is None else _complete(environ, place)
 
 
+def is_launched() -> bool:
+    """Whether a launcher has told this process which rank it is: gradsync's, torchrun, mpiexec or srun.
+
+    A script that is to run by itself too takes `"auto" if gs.is_launched() else "local"` as its backend.
+
+    Raises:
+        InvalidArgument: the variables of launchers are malformed, or contradict each other.
+    """
+    return read_environment() is not None
+
+
 def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:
     """Adds to a place what is read alike for every launcher, and where to meet if only the launcher knows."""
     address = ADDRESS.read(environ)

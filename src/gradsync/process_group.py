@@ -1,8 +1,8 @@
 """The world of this process: who it is, how it met the others, and its communicator.
 
 Holds the process group: its rendezvous client, the server if this rank hosts it, and, in the slot of
-communicators/world.py that it alone fills, its communicator. How that is made stands in world_connection.py; other
-backends for the same ranks in backend_override.py.
+communicators/world.py that it alone fills, its communicator. Which backend that has is decided in backends.py, and
+where the ranks meet in rendezvous/hosting.py.
 """
 
 from __future__ import annotations
@@ -11,35 +11,55 @@ import atexit
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
+from gradsync.arguments import integer_of, is_number
+from gradsync.backends import WorldSettings, agree_on_another, agree_on_backend, choose_before_meeting, connect
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
 from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
+from gradsync.communicators.collectives.group_meeting import whom
 from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.lifetime import culprit_of
-from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.mpi.unfinished import end_forked_child, end_job, has_job_failed
 from gradsync.communicators.world import (
     get_initial_world,
     get_world,
     group_or_world,
+    overriding,
+    overriding_backend,
     set_world,
 )
 from gradsync.diagnostics import arm, dump_at_exception, dump_because, write_trace
-from gradsync.environment import configure_logging
-from gradsync.errors import GradsyncError, InvalidArgument, PlanMismatch, describe, uncaught_error
+from gradsync.environment import (
+    ALLOW_SHARED_GPU,
+    BACKEND,
+    BACKENDS,
+    COLLECTIVE_TIMEOUT_SECONDS,
+    DEBUG,
+    RankEnvironment,
+    check_removed_variables,
+    configure_logging,
+    read_environment,
+    warn_of_unknown_variables,
+)
+from gradsync.errors import (
+    BackendUnavailable,
+    CommunicatorClosed,
+    GradsyncError,
+    InvalidArgument,
+    PlanMismatch,
+    RendezvousTimeout,
+    describe,
+    uncaught_error,
+)
 from gradsync.futures import raise_refused
 from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.group_client import GroupClient
 from gradsync.rendezvous.hosting import Meeting, is_told_over_mpi, join
-from gradsync.world_connection import (
-    WorldSettings,
-    choose_backend,
-    connect_world,
-    read_settings,
-    requested_backend,
-)
-from gradsync.world_siblings import Siblings
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
 _FAILED_JOB_SECONDS = 0.5  # before MPI ends all ranks: for the others to hear why, and to say so
@@ -47,7 +67,10 @@ _FAILED_JOB_SECONDS = 0.5  # before MPI ends all ranks: for the others to hear w
 _client: RendezvousClient | None = None
 _meeting: Meeting | None = None  # kept from one generation to the next: others may come back before this rank does
 _settings: WorldSettings | None = None
-_siblings = Siblings()
+_siblings: dict[str, Communicator] = {}  # the world's ranks over other backends than the world's, by backend
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def init_process_group(
@@ -97,8 +120,7 @@ def init_process_group(
     arm()
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
-    backend = requested_backend(backend)
-    settings = read_settings(
+    settings, backend = _read_settings(
         backend,
         rank,
         world_size,
@@ -109,18 +131,19 @@ def init_process_group(
         allow_shared_gpu=allow_shared_gpu,
         debug=debug,
     )
-    wanted = choose_backend(backend, settings)
-    communicator: Communicator
+    wanted = choose_before_meeting(backend, settings)
     if wanted == "local":
-        communicator = LocalCommunicator()
-        if settings.debug:
-            communicator.use_debug_mode()
+        communicator = connect(wanted, None, settings, "world")
     else:
         client = _meet(settings, wanted)
         try:
-            communicator = connect_world(wanted, client, settings)
-        except BaseException as error:
-            client.report_failure(f"in init_process_group: {describe(error)}", culprit=culprit_of(error))
+            communicator = _agree_and_connect(
+                "init_process_group",
+                client,
+                lambda: agree_on_backend(client, wanted, settings),
+                lambda chosen: connect(chosen, client, settings, "world"),
+            )
+        except BaseException:
             _leave()
             raise
     communicator.on_exit = _destroy_because_of
@@ -221,19 +244,59 @@ def place_on_machine() -> tuple[int, int]:
     return (0, 1) if settings is None else (settings.place.local_rank, settings.place.local_world_size)
 
 
-def world_over(backend: str) -> Communicator | None:
-    """Returns the world's ranks over a backend; made at the first use, by all ranks. None where there is no world.
+def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Makes all ranks wait for one another after a function: for downloading data, or writing a checkpoint.
+
+    Every rank must call it. Where there is one rank, or no process group, the function is called and that is all.
+    When it raises, this rank does not wait: the others learn of it when the process group ends.
+
+    Args:
+        func: any function.
+
+    Returns:
+        The function that waits, and returns what `func` does.
 
     Raises:
-        InvalidArgument, BackendUnavailable: it cannot run here; on all ranks.
-        CommunicatorClosed: it was made before, and has ended.
-        NcclError, RendezvousTimeout, RankFailed: from the connection.
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the barrier.
     """
-    world, settings = get_initial_world(), _settings
-    if world is None or settings is None or world.backend == backend:
-        return world
-    # One rank may have met nobody.
-    return _siblings.over(backend, world, settings, lambda: _client or _meet(settings, backend))
+
+    @wraps(func)
+    def call_and_wait(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        result = func(*args, **kwargs)
+        if is_distributed():
+            group_barrier()
+        return result
+
+    return call_and_wait
+
+
+@contextlib.contextmanager
+def override_backend(name: str) -> Iterator[Communicator | None]:
+    """Lets the ranks of the world communicate over another backend within a `with` block.
+
+    Before init_process_group() it decides what "auto" means there. Afterwards every rank must enter the block; inside
+    it, gs.WORLD, gs.get_communicator() and `group=None` mean the world's ranks over that backend. That communicator is
+    made when the first such block is entered, and kept until destroy_process_group(); for the backend that the world
+    has, it is the world. Blocks may be nested.
+
+    Args:
+        name: "nccl", "shm", "mpi" or "local".
+
+    Returns:
+        What gives the communicator to `as`, or None before init_process_group().
+
+    Raises:
+        InvalidArgument: no backend has that name, or "local" for several ranks.
+        BackendUnavailable: it cannot join these ranks; raised on all of them, which can go on as they were.
+        CommunicatorClosed: the communicator that an earlier block has made was closed, aborted, or has failed.
+        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: from the connection, once the ranks had agreed
+            that it is possible; then the process group has failed.
+    """
+    names = [backend for backend in BACKENDS if backend != "auto"]
+    if name not in names:
+        raise InvalidArgument(f"unknown backend {name!r}: use one of {', '.join(names)}")
+    with overriding(name, _world_over(name)) as communicator:
+        yield communicator
 
 
 def world_attribute() -> Communicator:
@@ -242,6 +305,147 @@ def world_attribute() -> Communicator:
     if communicator is None:
         raise AttributeError("gs.WORLD exists after gs.init_process_group() and until gs.destroy_process_group()")
     return communicator
+
+
+def _read_settings(
+    backend: str,
+    rank: int | None,
+    world_size: int | None,
+    address: str | None,
+    device: str | None,
+    timeout_seconds: float,
+    collective_timeout_seconds: float,
+    *,
+    allow_shared_gpu: bool,
+    debug: bool | None,
+) -> tuple[WorldSettings, str]:
+    """Returns the arguments of init_process_group(), checked, with what the environment says; and the backend."""
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = overriding_backend() or BACKEND.read()
+    check_removed_variables()
+    seconds = {"timeout_seconds": timeout_seconds, "collective_timeout_seconds": collective_timeout_seconds}
+    for name, value in seconds.items():
+        if not is_number(value) or not value > 0:
+            raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
+    place = _find_place(backend, rank, world_size)
+    if place.local_rank == 0:  # for all of this machine
+        warn_of_unknown_variables()
+    settings = WorldSettings(
+        place,
+        address,
+        device,
+        timeout_seconds,
+        COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds,
+        ALLOW_SHARED_GPU.read() or allow_shared_gpu,
+        DEBUG.read() if debug is None else bool(debug),
+    )
+    return settings, backend
+
+
+def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankEnvironment:
+    """Returns who this process is: from the arguments, else the environment."""
+    if (rank is None) != (world_size is None):
+        raise InvalidArgument(f"pass rank and world_size together, got rank={rank!r}, world_size={world_size!r}")
+    environment = read_environment()
+    if rank is None or world_size is None:
+        return _place_without_launcher(backend) if environment is None else environment
+    size, number = integer_of(world_size), integer_of(rank)
+    if size is None or size < 1:
+        raise InvalidArgument(f"world_size must be an integer of at least 1, got {world_size!r}")
+    if number is None or not 0 <= number < size:
+        raise InvalidArgument(f"rank must be 0 to world_size - 1 = {size - 1}, got {rank!r}")
+    if environment is None or environment.world_size != size:
+        base = RankEnvironment(number, size, number, size, source="arguments")
+        return base if environment is None else replace(base, address=environment.address, hosted=False)
+    return replace(environment, rank=number)
+
+
+def _place_without_launcher(backend: str) -> RankEnvironment:
+    """Returns who this process is where no launcher has left its variables."""
+    if backend == "local":
+        return RankEnvironment(0, 1, 0, 1, source="arguments")
+    if backend == "mpi":
+        from gradsync.communicators.mpi.mpi_hosting import mpi_place
+
+        place = mpi_place()  # a launcher whose variables we do not know
+        if place is not None:
+            return place
+        raise InvalidArgument(
+            "backend 'mpi' joins ranks that mpiexec or srun has started, and this process is alone. Start the script "
+            "with `mpiexec -n 2 python script.py`, by the mpiexec of the MPI that mpi4py has loaded, or use "
+            'backend="local" for one process'
+        )
+    raise InvalidArgument(
+        "no rank is known: RANK and WORLD_SIZE are not set. Start the script with `gradsync run -n 2 script.py` or "
+        "`mpiexec -n 2 python script.py`, pass rank= and world_size=, or, for one process, use "
+        'GRADSYNC_BACKEND=local or backend="local"'
+    )
+
+
+def _agree_and_connect(
+    where: str, client: RendezvousClient, agree: Callable[[], str], connect_over: Callable[[str], Communicator]
+) -> Communicator:
+    """Makes a communicator over the backend on which all ranks agree; reports what fails on this one alone."""
+    have_agreed = False
+    try:
+        backend = agree()
+        have_agreed = True
+        return connect_over(backend)
+    except BaseException as error:
+        if have_agreed or not isinstance(error, InvalidArgument | BackendUnavailable):  # those are raised on all ranks
+            client.report_failure(f"in {where}: {describe(error)}", culprit=culprit_of(error))
+        raise
+
+
+def _world_over(backend: str) -> Communicator | None:
+    """Returns the world's ranks over a backend; made at the first use, by all ranks. None where there is no world."""
+    world, settings = get_initial_world(), _settings
+    if world is None or settings is None or world.backend == backend:
+        return world
+    sibling = _siblings.get(backend)
+    if sibling is None:
+        sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
+        world.family.add(sibling)
+    # Not made anew: another rank may not know yet that it has ended, and would not come.
+    if sibling.closed:
+        raise CommunicatorClosed(
+            f"{world.label}: override_backend({backend!r}): the communicator over it cannot be used any more: "
+            f"{sibling.lifetime.ended_because}; there can be a new one when all ranks have called "
+            "gs.destroy_process_group() and gs.init_process_group()"
+        )
+    return sibling
+
+
+def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings) -> Communicator:
+    if backend == "local":
+        if world.world_size != 1:
+            raise InvalidArgument(
+                f"{world.label}: override_backend('local') is for one rank, there are {world.world_size}"
+            )
+        return connect(backend, None, settings, backend)
+    client = _client or _meet(settings, backend)  # one rank may have met nobody
+    name = world.family.new_name(backend)
+
+    def agree() -> str:
+        asking = GroupClient(client, world.ranks, f"{name}/offers")
+        try:
+            agree_on_another(asking, backend, settings)
+        except RendezvousTimeout as error:
+            raise RendezvousTimeout(
+                f"{client.label}: override_backend({backend!r}) waited {settings.timeout_seconds:.3g} s: every rank of "
+                f"the world must enter the block; missing: {whom(error)}",
+                missing_ranks=error.missing_ranks,
+            ) from error
+        finally:
+            asking.close()
+        return backend
+
+    def connect_over(chosen: str) -> Communicator:
+        return connect(chosen, GroupClient(client, world.ranks, name), settings, name)
+
+    return _agree_and_connect("override_backend", client, agree, connect_over)
 
 
 def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:

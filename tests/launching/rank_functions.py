@@ -12,7 +12,7 @@ from pathlib import Path
 import command
 
 import gradsync as gs
-from gradsync import backend_choice
+from gradsync import backends
 from process_table import parent_of
 
 is_in_a_test = False  # a test sets it, and only copies of its process see that
@@ -102,7 +102,7 @@ def address_and_secrets():
 
 def backend(gpus=0):
     """Gives the backend of a process group, on a machine that seems to have so many GPUs."""
-    backend_choice.count_gpus = lambda: gpus
+    backends.count_gpus = lambda: gpus
     with gs.init_process_group() as communicator:
         communicator.barrier()  # the stand-in's ranks end together
         return communicator.backend

@@ -27,7 +27,7 @@ def stay_as_it_is(comm: Any) -> None:
         assert same is comm
         assert gs.get_communicator() is gs.WORLD is comm
         assert total(1) == comm.world_size
-    assert process_group._siblings._made == {}
+    assert process_group._siblings == {}
 
 
 def test_the_backend_of_the_world_is_the_world() -> None:

@@ -1,0 +1,327 @@
+"""Which backend the ranks take: what was asked for, or what suits where they run; and the connection over it.
+
+What was asked for is checked before the ranks meet. "auto" is decided when they have met, by rank 0 for all: a rank
+alone cannot know whether each of the others has a GPU, and one of its own. What one rank alone finds out, all hear:
+they would wait for it otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradsync.communicators.base import Communicator
+from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.mpi.library import check_place, load_mpi
+from gradsync.communicators.nccl.connection import choose_device, connect_nccl, count_devices, device_identity
+from gradsync.communicators.nccl.library import NcclLibrary
+from gradsync.communicators.shared_memory.communicator import connect_shared_memory
+from gradsync.communicators.shared_memory.layout import check_memory
+from gradsync.communicators.shared_memory.platform_check import check_platform
+from gradsync.environment import BACKEND, DEBUG, RankEnvironment
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
+from gradsync.launchers import SOURCES_WITH_MPI
+from gradsync.machine import count_gpus
+from gradsync.rendezvous.group_client import CommunicatorClient
+
+_YES, _NO = "+", "-"  # begin an offer: a rank could use the backend, with what follows, or not, for the reason given
+_MAX_OFFER_BYTES = 4096
+_MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_ERRORS: dict[str, type[GradsyncError]] = {error.__name__: error for error in (InvalidArgument, BackendUnavailable)}
+
+_log = logging.getLogger("gradsync")
+
+
+@dataclass(frozen=True)
+class WorldSettings:
+    """What init_process_group() was told, with what the environment decides.
+
+    Attributes:
+        place: who this process is.
+        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu, debug: see init_process_group.
+    """
+
+    place: RankEnvironment
+    address: str | None
+    device: str | None
+    timeout_seconds: float
+    collective_timeout_seconds: float
+    allow_shared_gpu: bool
+    debug: bool = False
+
+
+# -- Before the ranks meet --------------------------------------------------------------------------------------------
+
+
+def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
+    """Returns what can be decided before the ranks meet: what was asked for, or what suits one rank; else "auto".
+
+    Args:
+        wanted: one of BACKENDS; a CUDA device asks for "nccl".
+        settings: of the world.
+
+    Raises:
+        InvalidArgument: it does not run on the device, or "local" for several ranks.
+        BackendUnavailable: it cannot run here; the text says why.
+    """
+    place, device = settings.place, settings.device
+    if device is not None and not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+        raise InvalidArgument(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    if wanted == "auto" and device is not None and device != "cpu":
+        wanted = "nccl"
+    if wanted not in ("auto", "nccl") and device not in (None, "cpu"):
+        raise InvalidArgument(f"backend {wanted!r} runs on device 'cpu', got {device!r}")
+    if wanted == "local" and place.world_size != 1:
+        raise InvalidArgument(f"backend 'local' is for one rank, world_size is {place.world_size}")
+    if wanted == "shm":
+        check_platform()
+    if wanted == "mpi":
+        _check_mpi(place)
+    if wanted == "nccl":
+        _check_nccl()
+    if wanted == "auto" and place.world_size == 1:
+        wanted, reason = suitable_backend([_offer_of_gpu(settings, only_if_seen=True)], settings)
+        _log_choice(place, wanted, reason)
+    elif wanted == "auto" and place.local_world_size != place.world_size and count_gpus() == 0:
+        _check_mpi_instead(place, "no GPU is visible")
+    return wanted
+
+
+def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[str, str]:
+    """Returns the backend for ranks that have made these offers of GPUs, and why.
+
+    Raises:
+        BackendUnavailable: no backend can join them; the text says why.
+    """
+    place = settings.place
+    no_gpus = _why_not(offers, settings)
+    if not no_gpus:
+        return "nccl", "each rank has a GPU"
+    if place.world_size == 1:
+        return "local", f"one rank; {no_gpus}"
+    if place.local_world_size != place.world_size:
+        _check_mpi_instead(place, no_gpus)
+        return "mpi", f"{place.source} has started ranks on several hosts; {no_gpus}"
+    check_platform()
+    return "shm", f"all ranks are on this host; {no_gpus}"
+
+
+def _check_mpi(place: RankEnvironment) -> None:
+    """Makes sure that MPI can join the ranks of the run; initialises it."""
+    if place.source == "gradsync":  # which keeps from its ranks what mpiexec may have told itself
+        raise BackendUnavailable(
+            "backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these. Start the "
+            f"script with `mpiexec -n {place.world_size} python script.py`"
+        )
+    check_place(load_mpi(), place.rank, place.world_size)
+
+
+def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
+    """Makes sure that MPI can join ranks of several hosts that have no GPU each; the error says what to do."""
+    instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
+    if place.source in SOURCES_WITH_MPI:
+        try:
+            _check_mpi(place)
+            return
+        except BackendUnavailable as error:
+            instead = str(error)
+    raise BackendUnavailable(
+        f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: NCCL needs a GPU for "
+        f"each rank ({no_gpus}); on the CPU, ranks of several hosts communicate over MPI: {instead}"
+    )
+
+
+def _check_nccl() -> None:
+    try:
+        NcclLibrary()
+        if count_devices() == 0:
+            raise BackendUnavailable("no GPU is visible")
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"backend 'nccl' cannot run here: {error}; use 'shm' on one host") from None
+
+
+# -- Once they have met -----------------------------------------------------------------------------------------------
+
+
+def agree_on_backend(client: CommunicatorClient, wanted: str, settings: WorldSettings) -> str:
+    """Returns the backend that all ranks of the world take. Every rank must call it, once in a generation.
+
+    Raises:
+        InvalidArgument: the ranks ask for different backends, or some for the debug mode; raised on all of them.
+        BackendUnavailable: no backend can join them; on all of them.
+        RendezvousTimeout, RankFailed: a rank did not come, or died.
+    """
+
+    def decide(offers: Sequence[str]) -> str:
+        for rank, (its_wanted, debug, _) in enumerate(offer.split("\n", 2) for offer in offers):
+            if debug != str(settings.debug):
+                raise InvalidArgument(
+                    f"rank 0 has debug={settings.debug}, rank {rank} debug={debug}: it has to be the same on all "
+                    f"ranks, by init_process_group or {DEBUG}"
+                )
+            if its_wanted != wanted:
+                raise InvalidArgument(
+                    f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: name one for all, by "
+                    f"init_process_group or {BACKEND}"
+                )
+        if wanted != "auto":
+            return f"{wanted}\nasked for"
+        return "\n".join(suitable_backend([offer.split("\n", 2)[2] for offer in offers], settings))
+
+    mine = _offer_of_gpu(settings, only_if_seen=True) if wanted == "auto" else _YES
+    told = _decide_together(client, f"{wanted}\n{settings.debug}\n{mine}", decide, settings)
+    chosen, _, reason = told.partition("\n")
+    _log_choice(settings.place, chosen, reason)
+    return chosen
+
+
+def agree_on_another(client: CommunicatorClient, backend: str, settings: WorldSettings) -> None:
+    """Makes sure that another backend can join the ranks of a client. Every rank must call it, once for each client.
+
+    Args:
+        client: of the ranks, used for nothing else.
+        backend: "nccl", "shm" or "mpi".
+        settings: of the world.
+
+    Raises:
+        BackendUnavailable: on all ranks, where one of them cannot use it.
+        RendezvousTimeout, RankFailed: a rank did not come, or died.
+    """
+
+    def decide(offers: Sequence[str]) -> str:
+        if reason := _why_not(offers, settings):
+            raise BackendUnavailable(f"backend {backend!r} cannot join these ranks: {reason}")
+        return ""
+
+    mine = _offer_of_gpu(settings) if backend == "nccl" else _offer_of_host(backend, settings.place)
+    client.barrier("offers", timeout_seconds=settings.timeout_seconds)  # names who does not come
+    _decide_together(client, mine, decide, settings)
+
+
+def _decide_together(
+    client: CommunicatorClient, offer: str, decide: Callable[[Sequence[str]], str], settings: WorldSettings
+) -> str:
+    """Returns on all ranks what rank 0 decides from every rank's offer, or raises on all of them what that raises."""
+    client.set(f"backend/offer/{client.rank}", offer.encode()[:_MAX_OFFER_BYTES])
+    if client.rank == 0:
+        offers = [
+            client.get(f"backend/offer/{rank}", timeout_seconds=settings.timeout_seconds).decode(errors="replace")
+            for rank in range(client.world_size)
+        ]
+        try:
+            decision = f"\n{decide(offers)}"
+        except (InvalidArgument, BackendUnavailable) as error:
+            decision = f"{type(error).__name__}\n{error}"
+        client.set("backend", decision.encode())
+    else:
+        decision = client.get("backend", timeout_seconds=settings.timeout_seconds).decode()
+    refused, _, text = decision.partition("\n")
+    if refused:
+        raise _ERRORS[refused](f"{client.label}: {text}")
+    return text
+
+
+def _offer_of_gpu(settings: WorldSettings, *, only_if_seen: bool = False) -> str:
+    """Returns which GPU this rank could use, or why it has none.
+
+    Args:
+        settings: of the world.
+        only_if_seen: asks CuPy, which takes long to load, only beside a GPU, and where the device may be one.
+    """
+    device = settings.device
+    if only_if_seen and device == "cpu":
+        return f"{_NO}device='cpu' was asked for"
+    if only_if_seen and count_gpus() == 0:
+        return f"{_NO}no GPU is visible"
+    try:
+        NcclLibrary()
+        number = choose_device(
+            None if device == "cpu" else device,
+            settings.place.local_rank,
+            count_devices(),
+            allow_shared_gpu=settings.allow_shared_gpu,
+        )
+        return f"{_YES}{device_identity(number)}"
+    except GradsyncError as error:
+        return f"{_NO}{error}"
+
+
+def _offer_of_host(backend: str, place: RankEnvironment) -> str:
+    """Returns whether this rank could communicate over shared memory, or MPI, and why not."""
+    try:
+        if backend == "mpi":
+            _check_mpi(place)
+            return _YES
+        check_platform()
+        if place.local_world_size != place.world_size:
+            raise BackendUnavailable(
+                f"it joins the ranks of one host; of {place.world_size} ranks {place.local_world_size} are on this one"
+            )
+        if place.rank == 0:  # which makes the memory for all
+            check_memory(place.world_size)
+    except BackendUnavailable as error:
+        return f"{_NO}{error}"
+    return _YES
+
+
+def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
+    """Returns why a backend cannot join ranks that have made these offers; "" where it can."""
+    for rank, offer in enumerate(offers):
+        if not offer.startswith(_YES):
+            reason = offer.removeprefix(_NO)
+            return reason if len(set(offers)) == 1 else f"rank {rank}: {reason}"
+    gpus = [offer for offer in offers if offer != _YES]
+    if len(set(gpus)) < len(gpus) and not settings.allow_shared_gpu:
+        return f"{len(gpus)} ranks for {len(set(gpus))} visible GPUs"
+    return ""
+
+
+def connect(backend: str, client: CommunicatorClient | None, settings: WorldSettings, group: str) -> Communicator:
+    """Makes the communicator of a client's ranks over a backend.
+
+    Args:
+        backend: one that can join them.
+        client: of the ranks; None for "local".
+        settings: of the world.
+        group: name of the communicator, not used before.
+
+    Raises:
+        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: from the connection.
+    """
+    communicator: Communicator
+    timeouts = settings.timeout_seconds, settings.collective_timeout_seconds
+    if client is None:
+        communicator = LocalCommunicator()
+    elif backend == "shm":
+        communicator = connect_shared_memory(
+            client, group=group, timeout_seconds=timeouts[0], collective_timeout_seconds=timeouts[1]
+        )
+    elif backend == "mpi":
+        from gradsync.communicators.mpi.communicator import connect_mpi  # here: start-up counts
+
+        communicator = connect_mpi(
+            client, group=group, timeout_seconds=timeouts[0], collective_timeout_seconds=timeouts[1]
+        )
+    else:
+        communicator = connect_nccl(
+            client,
+            local_rank=settings.place.local_rank,
+            device=None if settings.device == "cpu" else settings.device,
+            group=group,
+            timeout_seconds=timeouts[0],
+            collective_timeout_seconds=timeouts[1],
+            allow_shared_gpu=settings.allow_shared_gpu,
+        )
+    if settings.debug:
+        communicator.use_debug_mode()
+    return communicator
+
+
+def _log_choice(place: RankEnvironment, chosen: str, reason: str) -> None:
+    # A GPU that is there and not used is worth more than a line in the log of those who ask for it.
+    unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
+    level = logging.WARNING if unused_gpu else logging.INFO
+    _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
