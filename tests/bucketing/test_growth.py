@@ -5,9 +5,9 @@ from __future__ import annotations
 import growth_checks as checks
 import pytest
 
-from places import SHM
+from places import IS_EVERYWHERE, SHM
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(1, 400), (2, 200)])
+@pytest.mark.parametrize(("world_size", "steps"), [(1, 1000), (2, 500)] if IS_EVERYWHERE else [(2, 200)])
 def test_nothing_grows(world_size: int, steps: int) -> None:
     assert SHM.run(world_size, checks.measure, tuple(checks.MODES), steps) == [[]] * world_size
