@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy as np
 import gradsync as gs
 from contract import expect
 from gradsync.rendezvous.server import RendezvousServer
-from places import SHM
+from places import IS_EVERYWHERE, SHM
 from rendezvous.rendezvous_ranks import SECRET, connect_all
 
 WAIT = 0.002  # seconds for what does not come
@@ -101,3 +103,20 @@ def test_at_any_call_of_a_wait_for_the_server() -> None:
             assert ends(waiting.close), f"call {number} of barrier() was interrupted"
             assert ends(other.close)
     assert number > 10
+
+
+def test_at_any_call_of_a_wait_for_spawned_ranks() -> None:
+    number, struck = 0, True
+    while struck:
+        number += 1 if IS_EVERYWHERE else 3
+        context = gs.spawn(signal.pause, (), 1, join=False)
+        struck = interrupt(partial(context.join, WAIT), number)
+        for process in context.processes:
+            process.kill()  # a Ctrl-C before join has begun leaves it
+
+        def await_end(context: Any = context) -> None:
+            with contextlib.suppress(gs.RankFailed):
+                context.join()
+
+        assert ends(await_end), f"call {number} of join() was interrupted"
+    assert number > 6

@@ -142,10 +142,11 @@ def test_a_failure_that_was_told_is_not_told_again(tmp_path):
 INTERRUPTED = """
     import os, signal, sys, threading
     import gradsync as gs
-    class Told(threading.Event):
-        def wait(self, timeout=None):
+    def told(wait):
+        def told_and_wait(*timeout):
             os.write(1, b"waiting\\n")
-            return super().wait(timeout)
+            return wait(*timeout)
+        return told_and_wait
     def work(stubborn):
         if stubborn:
             signal.signal(signal.SIGINT, lambda *_: os.write(1, b"stubborn\\n"))
@@ -158,8 +159,8 @@ INTERRUPTED = """
         try:
             context = gs.spawn(work, (stubborn,), 2, join=where == "spawn")
             if where == "outside":
-                Told().wait()
-            context._finished = Told()
+                told(signal.pause)()
+            context._await_end = told(context._await_end)
             context.join()
         except KeyboardInterrupt:
             os.write(1, b"interrupted\\n")

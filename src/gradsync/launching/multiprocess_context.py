@@ -34,7 +34,10 @@ class MultiprocessContext:
 
     def __init__(self, job: Job, *, joins: bool, daemon: bool) -> None:
         self._lock = threading.Lock()
-        self._finished = threading.Event()
+        self._has_ended = False
+        self._waiting: list[
+            threading.Lock
+        ] = []  # one for each wait: Ctrl-C may leave it taken
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._takes_signals = True
@@ -98,12 +101,11 @@ class MultiprocessContext:
             KeyboardInterrupt: Ctrl-C came; all ranks have ended.
         """
         try:
-            self._finished.wait(timeout)
+            if not self._await_end(timeout):
+                return False
         except KeyboardInterrupt:
             self._interrupt()
             raise
-        if not self._finished.is_set():
-            return False
         atexit.unregister(self._tell_failure)
         self._raise_failure()
         return True
@@ -133,7 +135,19 @@ class MultiprocessContext:
             for process in self.processes:
                 process.end()  # one that cannot be killed, too
             del self._supervisor  # it holds this object, and together they would keep the sentinels open
-            self._finished.set()
+            self._has_ended = True
+            for waiting in tuple(self._waiting):
+                waiting.release()
+
+    def _await_end(self, timeout: float | None) -> bool:
+        """Waits until all ranks have ended; returns whether they have."""
+        waiting = threading.Lock()
+        waiting.acquire()
+        self._waiting.append(waiting)
+        if not self._has_ended:
+            waiting.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+        self._waiting.remove(waiting)
+        return self._has_ended
 
     def _take_news(self, rank: RankProcess) -> None:
         if self.processes:  # empty where not all of them could be started
@@ -151,10 +165,10 @@ class MultiprocessContext:
 
     def _interrupt(self) -> None:
         """Ends the ranks as a Ctrl-C to them would, and waits for it."""
-        while not self._finished.is_set():
+        while not self._has_ended:
             self._put_interrupt()
             with contextlib.suppress(KeyboardInterrupt):  # which is then put, too, and kills
-                self._finished.wait()
+                self._await_end(None)
 
     def _raise_failure(self) -> None:
         if self._error is not None:
