@@ -1,0 +1,1 @@
+"""Rooms that are being rebuilt; nothing public imports them yet."""

@@ -1,0 +1,187 @@
+"""The handshake: each side proves that it knows the run's secret, and both derive the keys of their session.
+
+Sits between `wire` and the connections of both ends. Pure state machines: nonces are handed in, frames go in, bytes
+come out.
+
+    client                                  server
+    HELLO     magic, generation and client nonce ->
+                                     <-     CHALLENGE  magic, server nonce, run id   MAC: the server's proof
+    PROOF     MAC: the client's proof ->
+    JOIN ... (session keys)          <->
+
+The server proves itself first, so a client never answers a stranger, and a client with a wrong secret learns
+so by itself. Each proof covers every byte exchanged so far and carries its direction's label, so that nothing
+can be reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder runs before
+authentication.
+
+The first 8 bytes of the client's nonce are the generation that it comes for, which its JOIN repeats: so the keys of a
+session hold for one run and one generation, and a rank of another one is refused.
+
+Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with HMAC-SHA256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from gradsync._next.rendezvous.frames import NEXT_GENERATION, FrameType
+from gradsync._next.rendezvous.wire import MAC_BYTES, Frame, FrameError, Session, pack_frame
+from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
+
+NONCE_BYTES = 32
+RANDOM_BYTES = 24  # of a client's nonce; the rest is the generation
+MIN_SECRET_BYTES = 16
+MAX_RUN_ID_BYTES = 64
+_MAGIC = b"gradsync"
+_REVISION = 1
+_PREFIX = _MAGIC + bytes([_REVISION])
+_NO_MAC = bytes(MAC_BYTES)  # HELLO: nothing is agreed yet; both proofs cover it
+
+_SERVER_PROOF = b"gradsync 1 server proof\0"
+_CLIENT_PROOF = b"gradsync 1 client proof\0"
+_CLIENT_TO_SERVER = b"gradsync 1 client to server\0"
+_SERVER_TO_CLIENT = b"gradsync 1 server to client\0"
+
+
+def check_secret(secret: bytes) -> bytes:
+    """Returns the secret as bytes.
+
+    Raises:
+        InvalidArgument: it is not bytes, or too short to protect a run.
+    """
+    if not isinstance(secret, (bytes, bytearray)) or len(secret) < MIN_SECRET_BYTES:
+        size = f"{len(secret)} bytes" if isinstance(secret, (bytes, bytearray)) else type(secret).__name__
+        raise InvalidArgument(
+            f"the rendezvous needs a secret of at least {MIN_SECRET_BYTES} bytes, got {size}; "
+            "make one per run with secrets.token_bytes(32)"
+        )
+    return bytes(secret)
+
+
+def _sign(secret: bytes, label: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, label + transcript, "sha256")
+
+
+def _session(secret: bytes, transcript: bytes, *, is_server: bool) -> Session:
+    digest = hashlib.sha256(transcript).digest()
+    to_server = _sign(secret, _CLIENT_TO_SERVER, digest)
+    to_client = _sign(secret, _SERVER_TO_CLIENT, digest)
+    if is_server:
+        return Session(send_key=to_client, receive_key=to_server, send_sequence=1, receive_sequence=2, is_server=True)
+    return Session(send_key=to_server, receive_key=to_client, send_sequence=2, receive_sequence=1, is_server=False)
+
+
+def _expect(frame: Frame, frame_type: FrameType, sequence: int) -> None:
+    if frame.type != frame_type or frame.sequence != sequence:
+        raise FrameError(f"expected {frame_type.name}, got frame type {frame.type}, sequence {frame.sequence}")
+
+
+class ServerHandshake:
+    """The server's side, for one connection.
+
+    Args:
+        secret: the run's secret.
+        run_id: names this run; bound into every MAC of the session.
+        nonce: 32 fresh random bytes.
+
+    Attributes:
+        generation: for which the client has come; only known to be true once its session has opened a message.
+    """
+
+    def __init__(self, secret: bytes, run_id: str, nonce: bytes) -> None:
+        self.generation = NEXT_GENERATION
+        self._secret = secret
+        self._run_id = run_id.encode()
+        self._nonce = nonce
+        self._transcript = b""
+
+    def receive(self, frame: Frame) -> bytes | Session:
+        """Takes the client's next frame; returns bytes to send (CHALLENGE), or the session after the PROOF.
+
+        Raises:
+            FrameError: the frame is not the one due now.
+            AuthenticationError: the client's proof does not hold.
+        """
+        if not self._transcript:
+            return self._challenge(frame)
+        return self._verify(frame)
+
+    def _challenge(self, frame: Frame) -> bytes:
+        _expect(frame, FrameType.HELLO, 0)
+        well_formed = len(frame.body) == len(_PREFIX) + NONCE_BYTES and frame.body.startswith(_MAGIC)
+        if not well_formed or frame.mac != _NO_MAC:
+            raise FrameError("malformed HELLO: the peer is not a gradsync client")
+        self.generation = int.from_bytes(frame.body[len(_PREFIX) : -RANDOM_BYTES], "big")
+        signed = pack_frame(FrameType.CHALLENGE, 0, _PREFIX + self._nonce + self._run_id)
+        self._transcript = frame.signed + signed
+        return signed + _sign(self._secret, _SERVER_PROOF, self._transcript)
+
+    def _verify(self, frame: Frame) -> Session:
+        _expect(frame, FrameType.PROOF, 1)
+        if frame.body:
+            raise FrameError("malformed PROOF: it has no body")
+        transcript = self._transcript + frame.signed
+        if not hmac.compare_digest(_sign(self._secret, _CLIENT_PROOF, transcript), frame.mac):
+            raise AuthenticationError("the client does not know the secret of this run")
+        return _session(self._secret, transcript, is_server=True)
+
+
+class ClientHandshake:
+    """The client's side, for one connection.
+
+    Args:
+        secret: the run's secret.
+        nonce: 24 fresh random bytes.
+        generation: for which the client comes; NEXT_GENERATION is whichever forms next.
+
+    Attributes:
+        run_id: the server's run id, once `receive` has accepted its proof.
+    """
+
+    def __init__(self, secret: bytes, nonce: bytes, generation: int = NEXT_GENERATION) -> None:
+        self._secret = secret
+        named = generation.to_bytes(NONCE_BYTES - RANDOM_BYTES, "big")
+        self._hello = pack_frame(FrameType.HELLO, 0, _PREFIX + named + nonce)
+        self.run_id = ""
+
+    def hello(self) -> bytes:
+        """Returns the first bytes to send."""
+        return self._hello + _NO_MAC
+
+    def receive(self, frame: Frame) -> tuple[bytes, Session]:
+        """Takes the CHALLENGE; returns the PROOF to send and the session that starts after it.
+
+        Raises:
+            FrameError: the frame is no CHALLENGE: something else speaks on that port.
+            RendezvousError: the server speaks another revision of the handshake.
+            AuthenticationError: the server's proof does not hold: the secrets differ.
+        """
+        _expect(frame, FrameType.CHALLENGE, 0)
+        self.run_id = _read_challenge(frame.body)
+        transcript = self._hello + frame.signed
+        if not hmac.compare_digest(_sign(self._secret, _SERVER_PROOF, transcript), frame.mac):
+            raise AuthenticationError(
+                f"the server (run {self.run_id!r}) does not know this run's secret: "
+                "the secret here is wrong, or another run holds this port"
+            )
+        signed = pack_frame(FrameType.PROOF, 1, b"")
+        transcript += signed
+        proof = signed + _sign(self._secret, _CLIENT_PROOF, transcript)
+        return proof, _session(self._secret, transcript, is_server=False)
+
+
+def _read_challenge(body: bytes) -> str:
+    """Returns the run id of a CHALLENGE's body."""
+    run_id = body[len(_PREFIX) + NONCE_BYTES :]
+    if not body.startswith(_MAGIC) or not 1 <= len(run_id) <= MAX_RUN_ID_BYTES:
+        raise FrameError("malformed CHALLENGE: the peer is not a gradsync server")
+    if body[len(_MAGIC)] != _REVISION:
+        raise RendezvousError(
+            f"the server speaks handshake revision {body[len(_MAGIC)]}, this side {_REVISION}; "
+            "run the same version of gradsync on every rank"
+        )
+    try:
+        return run_id.decode()
+    except UnicodeDecodeError:
+        raise FrameError("malformed CHALLENGE: the run id is not UTF-8") from None

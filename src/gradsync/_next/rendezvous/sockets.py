@@ -1,0 +1,209 @@
+"""Sockets and addresses of the rendezvous: text form, binding, the options both ends set, the limit of open files.
+
+Lowest room beside `wire`: no frames here. Peers are never resolved to names; only the address a caller gave
+is looked up, by the side that dials or binds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import socket
+from typing import Any
+
+from gradsync.errors import InvalidArgument, RendezvousError
+from gradsync.variable_values import LARGEST_PORT
+
+_BACKLOG = 16_384  # all ranks may come at once; the kernel has a limit of its own, net.core.somaxconn
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
+_USER_TIMEOUT_MS = 5000
+_TCP_LISTEN_STATE = "0A"
+_OTHER_FILES = 256  # what else the process has open
+
+_log = logging.getLogger("gradsync.rendezvous")
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Returns host and port of "127.0.0.1:4000", "name:4000" or "[::1]:4000".
+
+    Raises:
+        InvalidArgument: the text has another form.
+    """
+    if not isinstance(address, str):
+        raise InvalidArgument(f"an address needs to be text, got {type(address).__name__}")
+    host, colon, port_text = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    valid_port = re.fullmatch("[0-9]{1,5}", port_text) is not None and 0 < int(port_text) <= LARGEST_PORT
+    if not colon or not host or not valid_port or (":" in host and not bracketed):
+        raise InvalidArgument(
+            f"an address needs the form host:port or [IPv6]:port with a port from 1 to {LARGEST_PORT}, got {address!r}"
+        )
+    return host, int(port_text)
+
+
+def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Returns the addresses that a name stands for, as `socket.getaddrinfo` does.
+
+    Raises:
+        OSError: there are none, or it cannot be a name.
+    """
+    try:
+        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except ValueError:  # longer than any name, or with characters that none has
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns the text that `parse_address` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def port_beside(port: int) -> int:
+    """Returns the port that goes with one: MASTER_PORT and the rendezvous server's are beside each other."""
+    return port + 1 if port < LARGEST_PORT else port - 1
+
+
+def format_address(listener: socket.socket) -> str:
+    """Returns the text form of the address a socket is bound to."""
+    return join_address(*listener.getsockname()[:2])
+
+
+def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free port") -> socket.socket:
+    """Returns a listening socket; with port 0 the kernel picks one, and the socket is its reservation.
+
+    Args:
+        host: name or address of the interface.
+        port: the port.
+        if_taken: what to do when another process holds the port, beside stopping that.
+
+    Raises:
+        InvalidArgument: the host is empty or the port out of range.
+        RendezvousError: the address cannot be bound; names the port's holder where that can be read.
+    """
+    if not host or not 0 <= port <= LARGEST_PORT:
+        raise InvalidArgument(
+            f"the rendezvous needs a host and a port from 0 to {LARGEST_PORT}, got {host!r}, {port!r}"
+        )
+    try:
+        family, kind, protocol, _, target = look_up(host, port)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise RendezvousError(f"the rendezvous cannot use host {host!r}: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise RendezvousError(
+                f"port {port} on {host} is in use{_describe_holder(port)}; stop its holder, or {if_taken}"
+            ) from None
+        raise RendezvousError(f"the rendezvous cannot bind {host} port {port}: {error}") from error
+    return listener
+
+
+def adopt_listener(listener: socket.socket) -> socket.socket:
+    """Returns a bound socket of the caller's, listening.
+
+    Raises:
+        InvalidArgument: it is not a TCP socket.
+        RendezvousError: it cannot listen.
+    """
+    if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
+        raise InvalidArgument(f"the rendezvous needs a TCP socket as its listener, got {listener!r}")
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise RendezvousError(f"the listener handed in cannot listen: {error}") from error
+    return listener
+
+
+def tune_stream(stream: socket.socket) -> None:
+    """Sets what both ends need: no delay, and a silent peer noticed by the kernel within seconds."""
+    stream.setblocking(False)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+def _describe_holder(port: int) -> str:
+    """Returns " by process 42 (name)" for the process listening on a port, or "" where it cannot be read."""
+    from pathlib import Path  # here: no rank that binds nothing needs it
+
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        inodes = _listening_inodes(port)
+        pid = _process_with_socket(inodes)
+        if pid is not None:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            return f" by process {pid} ({name})"
+    return ""
+
+
+def _listening_inodes(port: int) -> set[str]:
+    from pathlib import Path
+
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _TCP_LISTEN_STATE and int(columns[1].rpartition(":")[2], 16) == port:
+                    inodes.add(columns[9])
+    return inodes
+
+
+def _process_with_socket(inodes: set[str]) -> int | None:
+    """Returns the lowest readable pid that holds one of these sockets."""
+    targets = {f"socket:[{inode}]" for inode in inodes}
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):  # another user's process, or one that has just ended
+            for descriptor in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"{folder}/{descriptor}") in targets:
+                        return pid
+    return None
+
+
+def make_room(connections: int) -> None:
+    """Raises the process's limit of open files where so many connections do not fit; says so where it may not."""
+    allowed = raise_limit(connections)
+    if allowed is not None:
+        _log.warning(
+            "gradsync: this process may have %d files open, and a rendezvous of this size may need up to %d; raise the "
+            "hard limit (ulimit -Hn) if ranks cannot connect",
+            allowed,
+            connections + _OTHER_FILES,
+        )
+
+
+def raise_limit(files: int) -> int | None:
+    """Raises the process's limit of open files to so many beside what else it has open, as far as it may.
+
+    The usual limit is 1,024, which the server of a thousand ranks passes, and the launcher of 130. What the process
+    starts from now on inherits the new one.
+
+    Returns:
+        The limit, where it is too low even so; else None.
+    """
+    with contextlib.suppress(ImportError):  # there is no such limit elsewhere
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = files + _OTHER_FILES
+        if soft == resource.RLIM_INFINITY or soft >= needed:
+            return None
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, soft), hard))
+        return allowed if allowed < needed else None
+    return None
