@@ -56,6 +56,7 @@ class Generation:
         self.barriers = Barriers(self.roster, waits)
         self.agreements = AgreementService(self.roster, waits, self.keys)
         self.least_ranks: int | None = None  # of which it may form; None: it needs all
+        self.unintroduced: set[int] = set()  # of those that may bring steps: they say so right behind their JOIN
         self.departures = Departures(self.roster, (self.keys.forget, self.barriers.forget, self.agreements.forget))
         self.stuck = StuckCollectives(self.roster, waits)
 
@@ -72,6 +73,7 @@ class Generation:
     def withdraw(self, wait: Wait) -> None:
         """Takes a join back."""
         self.roster.cancel(wait.request.rank)
+        self.unintroduced.discard(wait.request.rank)
         if self.least_ranks is not None:
             self.least_ranks = self.roster.least_ranks()
 
@@ -211,6 +213,8 @@ class RendezvousCore:
         if generation not in self._generations:
             self._generations.append(generation)
         generation.roster.seat(rank, connection)
+        if not is_any:
+            generation.unintroduced.add(rank)
         self._peers.end(process_key(rank))
         self._seats[connection] = (generation, rank)
         self._waits.add(request, generation)
@@ -224,6 +228,7 @@ class RendezvousCore:
         member.pid = pid
         member.host = "" if machine and machine == self._machine else host or "another machine"
         member.min_ranks, member.steps = least, steps
+        generation.unintroduced.discard(request.rank)
         if least is not None:
             generation.least_ranks = max(least, generation.least_ranks or 0)
         if generation.failure is None:
@@ -291,6 +296,7 @@ class RendezvousCore:
             if each.place is generation:
                 self._unseat(each.request.connection)
                 actions.append(Close(each.request.connection))
+                self._watch(request.now, each.request.rank)
         return actions
 
     def _unseat(self, connection: int) -> None:
@@ -315,7 +321,7 @@ class RendezvousCore:
         if forming is None:
             return []
         roster = forming.roster
-        if roster.is_complete():
+        if roster.is_complete() and not forming.unintroduced:
             return self._form(forming)
         if forming.least_ranks is None:
             for rank, how in self._ended.items():
@@ -337,7 +343,9 @@ class RendezvousCore:
     def _may_form_of_some(self, generation: Generation) -> bool:
         """Whether the members that have joined are as many as they want at least."""
         least = generation.least_ranks
-        return least is not None and generation is self._next_to_form() and len(generation.roster.members) >= least
+        if least is None or generation.unintroduced:
+            return False
+        return generation is self._next_to_form() and len(generation.roster.members) >= least
 
     def _form(self, generation: Generation) -> list[Action]:
         roster = generation.roster

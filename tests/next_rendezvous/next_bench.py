@@ -1,0 +1,111 @@
+"""Drives the server's core with a virtual clock: messages in, messages out."""
+
+from __future__ import annotations
+
+from gradsync._next.rendezvous.frames import (
+    Close,
+    Ended,
+    Look,
+    Looked,
+    Lost,
+    Notice,
+    Received,
+    Send,
+    Started,
+    Tick,
+)
+from gradsync._next.rendezvous.liveness import ProcessState, process_key
+from gradsync._next.rendezvous.frames import (
+    NEXT_GENERATION,
+    PROTOCOL_VERSION,
+    THE_WORLD,
+    FrameType,
+    Message,
+    check_fields,
+)
+from gradsync._next.rendezvous.protocol import RendezvousCore
+
+SERVER = ("this machine", 77)
+
+
+class Bench:
+    """Drives a core; connection numbers are chosen by the test, time moves only by `wait`."""
+
+    def __init__(self, world_size: int, host: int | None = None) -> None:
+        self.core = RendezvousCore(world_size, machine=SERVER[0], pid=SERVER[1], host=host)
+        self.world_size = world_size
+        self.now = 100.0
+        self.inbox: dict[int, list[tuple]] = {}
+        self.closed: list[int] = []
+        self.notices: list[str] = []
+        self.probes: list[tuple[int, int | None]] = []
+        self.states: dict[int, ProcessState] = {}  # what a look at a rank that has not joined finds, by its pid
+        self.looks: list[tuple[float, int, int | None]] = []  # when, at which rank and process
+        self._sequence = 1
+
+    def _do(self, event) -> None:
+        for action in self.core.handle(self.now, event):
+            if isinstance(action, Send):
+                check_fields(action.type, action.fields)
+                self.inbox.setdefault(action.connection, []).append((action.type, *action.fields))
+            elif isinstance(action, Close):
+                self.closed.append(action.connection)
+            elif isinstance(action, Notice):
+                self.notices.append(action.text)
+            elif isinstance(action, Look) and action.peer < 0:
+                self.looks.append((self.now, process_key(action.peer), action.pid))
+                self._do(Looked(action.peer, self.states.get(action.pid, ProcessState.RUNNING)))
+            elif isinstance(action, Look):
+                self.probes.append((action.peer, action.pid))
+
+    def send(self, connection: int, frame_type: FrameType, *fields) -> int:
+        self._sequence += 1
+        self._do(Received(connection, Message(frame_type, self._sequence, fields)))
+        return self._sequence
+
+    def join(self, connection: int, rank: int, generation: int = NEXT_GENERATION, world_size: int = 0) -> int:
+        size = world_size or self.world_size
+        return self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, rank, size, generation)
+
+    def introduce(
+        self, connection: int, pid: int, machine: str = "this machine", min_ranks: int | None = None, steps: int = 0
+    ) -> None:
+        self.send(connection, FrameType.INTRODUCE, machine, "node7", pid, min_ranks, steps)
+
+    def cancel(self, connection: int, sequence: int) -> None:
+        """What a client does at its deadline."""
+        self.send(connection, FrameType.CANCEL, sequence)
+
+    def leave(self, connection: int) -> None:
+        self.send(connection, FrameType.LEAVE, THE_WORLD, None, 0)
+
+    def join_all(self, first_connection: int = 0) -> None:
+        for rank in range(self.world_size):
+            self.join(first_connection + rank, rank)
+        self.inbox.clear()
+
+    def lose(self, connection: int, cause: str = "reset") -> None:
+        self._do(Lost(connection, cause))
+
+    def start(self, rank: int, pid: int) -> None:
+        """Says which process the rank is."""
+        self._do(Started(rank, pid))
+
+    def end(self, rank: int) -> None:
+        """Says that the rank's process has ended well."""
+        self._do(Ended(rank, "ended with exit code 0"))
+
+    def find(self, connection: int, state: ProcessState) -> None:
+        """Answers a look of the core at a connection."""
+        self._do(Looked(connection, state))
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass, ticking exactly when the core asks for it."""
+        end = self.now + seconds
+        while (due := self.core.next_deadline()) is not None and due <= end:
+            self.now = max(self.now, due)
+            self._do(Tick())
+        self.now = end
+
+    def take(self, connection: int) -> list[tuple]:
+        return self.inbox.pop(connection, [])

@@ -1,0 +1,103 @@
+"""The handshake: both sides agree, or refuse; no altered transcript is accepted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
+from gradsync._next.rendezvous.handshake import MAX_RUN_ID_BYTES, ClientHandshake, ServerHandshake, check_secret
+from gradsync._next.rendezvous.frames import FrameType
+from gradsync._next.rendezvous.wire import MAX_HANDSHAKE_FRAME_BYTES, Frame, FrameError, FrameReader, Session
+
+SECRET = b"s" * 32
+
+
+def cut(data: bytes) -> Frame:
+    reader = FrameReader()
+    reader.feed(data)
+    frame = reader.next_frame()
+    if frame is None:
+        raise FrameError("incomplete")
+    return frame
+
+
+def shake(
+    client_secret: bytes = SECRET, server_secret: bytes = SECRET, run_id: str = "run", mutate=None
+) -> tuple[Session, Session]:
+    """Runs a handshake; `mutate(step, data)` may alter what travels at steps 0, 1 and 2."""
+    change = mutate or (lambda step, data: data)
+    client = ClientHandshake(client_secret, b"c" * 24)
+    server = ServerHandshake(server_secret, run_id, b"n" * 32)
+    challenge = server.receive(cut(change(0, client.hello())))
+    proof, client_session = client.receive(cut(change(1, challenge)))
+    server_session = server.receive(cut(change(2, proof)))
+    assert isinstance(server_session, Session)
+    return client_session, server_session
+
+
+def test_both_sides_agree_on_the_session() -> None:
+    client, server = shake(run_id="r" * MAX_RUN_ID_BYTES)
+    assert server.open(cut(client.seal(FrameType.LEAVE, "", None, 0))).type is FrameType.LEAVE
+    assert client.open(cut(server.seal(FrameType.REPLY, 2, b"5"))).fields == (2, b"5")
+
+
+def test_client_with_another_secret_finds_out_by_itself() -> None:
+    with pytest.raises(AuthenticationError, match=r"'run'.*secret here is wrong"):
+        shake(client_secret=b"x" * 32)
+
+
+def test_sessions_of_two_runs_do_not_mix() -> None:
+    client, _ = shake(run_id="one")
+    _, server = shake(run_id="two")
+    with pytest.raises(FrameError, match="MAC"):
+        server.open(cut(client.seal(FrameType.LEAVE, "", None, 0)))
+
+
+def test_every_mutated_transcript_is_refused() -> None:
+    rng = random.Random(11)
+    for trial in range(6000):
+        target = trial % 3
+
+        def mutate(step: int, data: bytes, target: int = target) -> bytes:
+            if step != target:
+                return data
+            position = rng.randrange(len(data))
+            return data[:position] + bytes([data[position] ^ rng.randint(1, 255)]) + data[position + 1 :]
+
+        with pytest.raises(RendezvousError):
+            shake(mutate=mutate)
+
+
+def test_proof_reflected_from_the_challenge_is_refused() -> None:
+    server = ServerHandshake(SECRET, "run", b"n" * 32)
+    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 24).hello()))
+    assert isinstance(challenge, bytes)
+    reflected = cut(challenge)
+    with pytest.raises(FrameError):
+        server.receive(reflected)
+
+
+def test_proof_of_an_earlier_connection_is_refused() -> None:
+    client = ClientHandshake(SECRET, b"c" * 24)
+    old = ServerHandshake(SECRET, "run", b"1" * 32).receive(cut(client.hello()))
+    assert isinstance(old, bytes)
+    old_proof, _ = client.receive(cut(old))
+    server = ServerHandshake(SECRET, "run", b"2" * 32)
+    server.receive(cut(client.hello()))
+    with pytest.raises(AuthenticationError, match="the client does not know"):
+        server.receive(cut(old_proof))
+
+
+def test_longest_challenge_fits_before_authentication() -> None:
+    server = ServerHandshake(SECRET, "r" * MAX_RUN_ID_BYTES, b"n" * 32)
+    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 24).hello()))
+    assert isinstance(challenge, bytes)
+    assert len(challenge) <= MAX_HANDSHAKE_FRAME_BYTES
+
+
+@pytest.mark.parametrize("secret", [b"", b"short", "text of sixteen b", None])
+def test_weak_secrets_are_refused(secret) -> None:
+    with pytest.raises(InvalidArgument, match="at least 16 bytes"):
+        check_secret(secret)
