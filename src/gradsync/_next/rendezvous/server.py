@@ -117,9 +117,7 @@ class RendezvousServer:
         make_room(2 * world_size + MAX_STRANGERS)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)
-        self._core = RendezvousCore(
-            world_size, machine=machine_identity(), pid=os.getpid(), noun=noun, host=host_rank
-        )
+        self._core = RendezvousCore(world_size, machine=machine_identity(), pid=os.getpid(), noun=noun, host=host_rank)
         self._loop = EventLoop(listener, self._core, secret=secret, run_id=self.run_id, ranks=world_size)
         self._pid = os.getpid()
         self._runner: int | None = None  # the thread that runs the loop
@@ -361,9 +359,7 @@ class ServerConnection:
         if message.type is not FrameType.JOIN or message.fields[0] < _FIRST_VERSION_WITH_GENERATION:
             return
         if message.fields[3] != self._handshake.generation:
-            raise FrameError(
-                f"JOIN names generation {message.fields[3]}, HELLO has named {self._handshake.generation}"
-            )
+            raise FrameError(f"JOIN names generation {message.fields[3]}, HELLO has named {self._handshake.generation}")
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
         """Queues a message for an authenticated peer.
