@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from gradsync._next.rendezvous.frames import (
+    NEXT_GENERATION,
+    PROTOCOL_VERSION,
+    THE_WORLD,
     Close,
     Ended,
+    FrameType,
     Look,
     Looked,
     Lost,
+    Message,
     Notice,
     Received,
     Send,
     Started,
     Tick,
-)
-from gradsync._next.rendezvous.liveness import ProcessState, process_key
-from gradsync._next.rendezvous.frames import (
-    NEXT_GENERATION,
-    PROTOCOL_VERSION,
-    THE_WORLD,
-    FrameType,
-    Message,
     check_fields,
 )
+from gradsync._next.rendezvous.liveness import ProcessState, process_key
 from gradsync._next.rendezvous.protocol import RendezvousCore
 
 SERVER = ("this machine", 77)

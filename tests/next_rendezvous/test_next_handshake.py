@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
-from gradsync._next.rendezvous.handshake import MAX_RUN_ID_BYTES, ClientHandshake, ServerHandshake, check_secret
 from gradsync._next.rendezvous.frames import FrameType
+from gradsync._next.rendezvous.handshake import MAX_RUN_ID_BYTES, ClientHandshake, ServerHandshake, check_secret
 from gradsync._next.rendezvous.wire import MAX_HANDSHAKE_FRAME_BYTES, Frame, FrameError, FrameReader, Session
+from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
 
 SECRET = b"s" * 32
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from next_bench import Bench
 from hypothesis import given
 from hypothesis import strategies as st
+from next_bench import Bench
 
 from gradsync._next.rendezvous.frames import SILENCE, FrameType, Looked, Tick
-from gradsync._next.rendezvous.liveness import ProcessState
-from gradsync._next.rendezvous.liveness import LOOK_EVERY_SECONDS, SILENT_AFTER_SECONDS, process_key
+from gradsync._next.rendezvous.liveness import LOOK_EVERY_SECONDS, SILENT_AFTER_SECONDS, ProcessState, process_key
 
 PID = 4711
 

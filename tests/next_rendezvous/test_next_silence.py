@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from next_bench import SERVER, Bench
 from hypothesis import given
 from hypothesis import strategies as st
+from next_bench import SERVER, Bench
 
-from gradsync._next.rendezvous.liveness import ProcessState
 from gradsync._next.rendezvous.frames import SILENCE, FrameType
-from gradsync._next.rendezvous.liveness import HEARTBEAT_SECONDS, Judgement, Peer
+from gradsync._next.rendezvous.liveness import HEARTBEAT_SECONDS, Judgement, Peer, ProcessState
 
 FATAL = [state for state in ProcessState if state.is_fatal]
 HARMLESS = [state for state in ProcessState if not state.is_fatal]

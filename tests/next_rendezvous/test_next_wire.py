@@ -14,6 +14,7 @@ from gradsync._next.rendezvous.agreement_service import event_key
 from gradsync._next.rendezvous.frames import (
     MAX_CALL_BYTES,
     MAX_EVENT_BYTES,
+    MAX_FAILURE_BYTES,
     MAX_GROUP_BYTES,
     MAX_MACHINE_BYTES,
     MAX_NAME_BYTES,
@@ -24,7 +25,6 @@ from gradsync._next.rendezvous.frames import (
     MAX_TOLD_CALLS,
     MAX_TOLD_GROUPS,
     MAX_VALUE_BYTES,
-    MAX_FAILURE_BYTES,
     MAX_WHAT_BYTES,
     FieldError,
     FrameType,
