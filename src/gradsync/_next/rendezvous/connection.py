@@ -54,8 +54,10 @@ from gradsync._next.rendezvous.frames import (
 from gradsync._next.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
 from gradsync._next.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, look_at
 from gradsync._next.rendezvous.roster import name_ranks
-from gradsync._next.rendezvous.sockets import look_up, parse_address, tune_stream
+from gradsync._next.rendezvous.sockets import look_up, tune_stream
 from gradsync._next.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
+from gradsync.arguments import parse_address
+from gradsync.environment import check_removed_variables
 from gradsync.errors import (
     AuthenticationError,
     CollectiveTimeout,
@@ -68,7 +70,6 @@ from gradsync.errors import (
     describe,
 )
 from gradsync.machine import machine_identity
-from gradsync.unknown_variables import refuse_removed_variables
 
 #: How long an answer may take that the server gives at once: to a cancel, above all.
 ANSWER_SECONDS = 2.0
@@ -789,11 +790,11 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
     Raises:
         RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.
         AuthenticationError: the server does not know the secret.
-        InvalidArgument: a variable is set that has gone (`refuse_removed_variables`).
+        InvalidArgument: a variable is set that has gone (`check_removed_variables`).
         RendezvousError: something else speaks on that port.
     """
     parse_address(address)
-    refuse_removed_variables()
+    check_removed_variables()
     started = time.monotonic()
     backoff_seconds = _FIRST_BACKOFF_SECONDS
     handshakes = 0

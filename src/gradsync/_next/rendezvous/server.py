@@ -52,9 +52,9 @@ from gradsync._next.rendezvous.wire import (
     Session,
 )
 from gradsync.arguments import integer_of
+from gradsync.environment import check_removed_variables
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.machine import machine_identity
-from gradsync.unknown_variables import refuse_removed_variables
 
 HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 64  # beside one for each rank: all may come at once, and none is to be turned away for that
@@ -113,7 +113,7 @@ class RendezvousServer:
         self.world_size = world_size = size
         self.run_id = _check_run_id(run_id)
         secret = check_secret(secret)
-        refuse_removed_variables()
+        check_removed_variables()
         make_room(2 * world_size + MAX_STRANGERS)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)

@@ -10,12 +10,11 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import socket
 from typing import Any
 
+from gradsync.arguments import LARGEST_PORT, join_address
 from gradsync.errors import InvalidArgument, RendezvousError
-from gradsync.variable_values import LARGEST_PORT
 
 _BACKLOG = 16_384  # all ranks may come at once; the kernel has a limit of its own, net.core.somaxconn
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
@@ -24,26 +23,6 @@ _TCP_LISTEN_STATE = "0A"
 _OTHER_FILES = 256  # what else the process has open
 
 _log = logging.getLogger("gradsync.rendezvous")
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Returns host and port of "127.0.0.1:4000", "name:4000" or "[::1]:4000".
-
-    Raises:
-        InvalidArgument: the text has another form.
-    """
-    if not isinstance(address, str):
-        raise InvalidArgument(f"an address needs to be text, got {type(address).__name__}")
-    host, colon, port_text = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if bracketed:
-        host = host[1:-1]
-    valid_port = re.fullmatch("[0-9]{1,5}", port_text) is not None and 0 < int(port_text) <= LARGEST_PORT
-    if not colon or not host or not valid_port or (":" in host and not bracketed):
-        raise InvalidArgument(
-            f"an address needs the form host:port or [IPv6]:port with a port from 1 to {LARGEST_PORT}, got {address!r}"
-        )
-    return host, int(port_text)
 
 
 def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
@@ -56,11 +35,6 @@ def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
         return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except ValueError:  # longer than any name, or with characters that none has
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
-
-
-def join_address(host: str, port: int) -> str:
-    """Returns the text that `parse_address` takes apart."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def port_beside(port: int) -> int:
