@@ -148,7 +148,7 @@ def test_waiting_is_told_once_to_the_operator(caplog) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             noticed.set()
 
-    log = logging.getLogger("gradsync._next.rendezvous")
+    log = logging.getLogger("gradsync.rendezvous")
     listener = Listener()
     log.addHandler(listener)
     try:

@@ -1,4 +1,4 @@
-"""Sockets and addresses of the rendezvous: text form, binding, the options both ends set, the limit of open files.
+"""Sockets of the rendezvous: binding, the options both ends set, the limit of open files.
 
 Lowest room beside `wire`: no frames here. Peers are never resolved to names; only the address a caller gave
 is looked up, by the side that dials or binds it.
@@ -35,11 +35,6 @@ def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
         return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except ValueError:  # longer than any name, or with characters that none has
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
-
-
-def port_beside(port: int) -> int:
-    """Returns the port that goes with one: MASTER_PORT and the rendezvous server's are beside each other."""
-    return port + 1 if port < LARGEST_PORT else port - 1
 
 
 def format_address(listener: socket.socket) -> str:
