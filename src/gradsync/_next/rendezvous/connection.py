@@ -180,10 +180,6 @@ class Connection:
         self._on_trouble: Callable[[str], None] = _do_nothing
         _connections.add(self)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # a client that is forgotten; at exit anything may be gone
-            self._stream.close()
-
     # Asking.
 
     def ask(
@@ -373,8 +369,8 @@ class Connection:
         self._interval_seconds = interval_seconds
         self._beat_at = time.monotonic() + interval_seconds
         waiter = select.poll()
-        args = (weakref.ref(self), waiter, self._stream.fileno(), interval_seconds)
-        waiter.register(self._stream.fileno(), select.POLLIN)
+        args = (weakref.ref(self), waiter, self._stream, interval_seconds)
+        waiter.register(self._stream, select.POLLIN)
         self._thread = threading.Thread(target=_read_until_the_end, args=args, name="gradsync-reader", daemon=True)
         self._thread.start()
 
@@ -703,7 +699,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def _read_until_the_end(
-    reference: weakref.ReferenceType[Connection], waiter: select.poll, descriptor: int, interval_seconds: float
+    reference: weakref.ReferenceType[Connection], waiter: select.poll, stream: socket.socket, interval_seconds: float
 ) -> None:
     """The thread that reads."""
     wait_seconds = interval_seconds
@@ -711,13 +707,14 @@ def _read_until_the_end(
     while True:
         ready = waiter.poll(max(wait_seconds, 0.0) * 1000.0 + 1.0)
         connection = reference()
-        if connection is None:
+        if connection is None:  # the client was forgotten; its end is the end of the stream
+            stream.close()
             return
         if not connection.take_turn(has_input=bool(ready)):
             return
         if connection.events != events:
             events = connection.events
-            waiter.register(descriptor, events)
+            waiter.register(stream, events)
         wait_seconds = connection.beat_at - time.monotonic()
         del connection
 
