@@ -629,6 +629,7 @@ class Connection:
     def close(self) -> None:
         """Sends LEAVE, waits briefly until the server has heard it, and closes. Idempotent."""
         if self._is_closed:
+            self._end_threads()  # where Ctrl-C has come in the middle of an earlier call
             return
         failure, self._is_closed = self.failure, True
         self.failure = self._closed_error()
@@ -646,7 +647,7 @@ class Connection:
             self._is_closed = True
             self.failure = self._closed_error()
             self._fail(self.failure)
-            self._end_threads()
+        self._end_threads()
 
     def shut_down(self) -> None:
         """Ends the stream in both directions; wakes the reader."""
@@ -663,6 +664,8 @@ class Connection:
                 self._wait(pending, deadline)
 
     def _end_threads(self) -> None:
+        if self._stream.fileno() < 0:
+            return
         self.shut_down()
         current = threading.current_thread()
         for thread, seconds in ((self._answering, _CALLBACKS_END_SECONDS), (self._thread, _THREAD_END_SECONDS)):
