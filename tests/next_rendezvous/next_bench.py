@@ -61,9 +61,20 @@ class Bench:
         self._do(Received(connection, Message(frame_type, self._sequence, fields)))
         return self._sequence
 
-    def join(self, connection: int, rank: int, generation: int = NEXT_GENERATION, world_size: int = 0) -> int:
+    def join(
+        self,
+        connection: int,
+        rank: int,
+        generation: int = NEXT_GENERATION,
+        world_size: int = 0,
+        *,
+        introduces: bool = True,
+    ) -> int:
         size = world_size or self.world_size
-        return self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, rank, size, generation)
+        sequence = self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, rank, size, generation)
+        if introduces and connection in self.core._seats:
+            self.introduce(connection, 0)  # a process that nobody looks at
+        return sequence
 
     def introduce(
         self, connection: int, pid: int, machine: str = "this machine", min_ranks: int | None = None, steps: int = 0

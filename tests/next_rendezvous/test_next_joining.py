@@ -144,3 +144,11 @@ def test_a_server_that_was_itself_stopped_condemns_nobody() -> None:
     bench.states[PID] = ProcessState.RUNNING
     bench.wait(10)
     assert failures(bench, 0) == []
+
+
+def test_who_stands_still_between_its_join_and_its_introduction_is_found_too() -> None:
+    bench = waiting_bench()
+    bench.join(1, 1, introduces=False)
+    bench.states[PID] = ProcessState.STOPPED
+    bench.wait(3)
+    assert [failure[2] for failure in failures(bench, 0)] == [1]

@@ -108,6 +108,19 @@ def test_a_group_of_ranks_that_do_not_exist_cannot_be_left() -> None:
     assert bench.take(1) == [(FrameType.REPLY, stored, True)]
 
 
+def test_a_generation_waits_until_each_rank_has_said_which_process_it_is() -> None:
+    """The introduction travels right behind the join. A rank that stops in between would never be missed."""
+    bench = Bench(2)
+    first = bench.join(0, 0)
+    second = bench.join(1, 1, introduces=False)
+    assert [message[0] for message in bench.take(1)] == [FrameType.SEATED]
+    bench.cancel(0, first)
+    assert bench.take(0)[-1] == (FrameType.TIMED_OUT, first, (1,), "rank 1 (in 'joining')")
+    bench.join(2, 0)
+    bench.introduce(1, 1001)
+    assert bench.take(1) == [joined(second, 1, 1, 2)]
+
+
 def test_slow_joiners_are_named_every_few_seconds() -> None:
     bench = Bench(3)
     bench.join(0, 0)
@@ -443,7 +456,7 @@ def failed_bench(world_size: int = 4, dead: int = 1) -> Bench:
 
 def rebuild(bench: Bench, rank: int, *, min_ranks: int = 2, steps: int = 0) -> int:
     """Joins anew beside the old connection, as a survivor does."""
-    sequence = bench.join(10 + rank, rank, generation=2)
+    sequence = bench.join(10 + rank, rank, generation=2, introduces=False)
     bench.introduce(10 + rank, 1000 + rank, min_ranks=min_ranks, steps=steps)
     assert bench.inbox[10 + rank].pop(0)[0] is FrameType.SEATED
     return sequence

@@ -669,7 +669,7 @@ class Connection:
         self.shut_down()
         current = threading.current_thread()
         for thread, seconds in ((self._answering, _CALLBACKS_END_SECONDS), (self._thread, _THREAD_END_SECONDS)):
-            if thread is not None and thread is not current and thread.ident is not None:
+            if thread is not None and thread is not current and thread.is_alive():
                 thread.join(seconds)
         with contextlib.suppress(OSError):  # somebody has closed it under us: nothing is left to close
             self._stream.close()

@@ -1,10 +1,11 @@
 """The server's core: generations, who is in them, and who answers which frame. (now, event) -> actions, without I/O.
 
 No sockets, no clock, no randomness: `server` feeds it, tests and model checkers can too. A connection joins as one rank
-of the earliest generation that has not had that rank yet. A generation forms when all its ranks have joined and the
-one before has ended, and ends when all its connections are gone. A connection lost without a LEAVE fails its
-generation: every member is told at once, and every later request is answered with the same failure. So does a member
-that was found stopped or out of reach, after a silence, and one that does not come to a collective in time.
+of the earliest generation that has not had that rank yet. A generation forms when all its ranks have joined and said
+which process they are, and the one before has ended; it ends when all its connections are gone. A connection lost
+without a LEAVE fails its generation: every member is told at once, and every later request is answered with the same
+failure. So does a member that was found stopped or out of reach, after a silence, and one that does not come to a
+collective in time.
 
 After a failure the next generation can also form of some of the ranks: where members have said of how many at least
 (`min_ranks`), it forms once all others are known to have ended, or when one that waits has reached its deadline.
@@ -56,7 +57,7 @@ class Generation:
         self.barriers = Barriers(self.roster, waits)
         self.agreements = AgreementService(self.roster, waits, self.keys)
         self.least_ranks: int | None = None  # of which it may form; None: it needs all
-        self.unintroduced: set[int] = set()  # of those that may bring steps: they say so right behind their JOIN
+        self.unintroduced: set[int] = set()  # have joined, and not said yet which process they are
         self.departures = Departures(self.roster, (self.keys.forget, self.barriers.forget, self.agreements.forget))
         self.stuck = StuckCollectives(self.roster, waits)
 
@@ -70,6 +71,10 @@ class Generation:
         """Whether ranks wait in it for others to join."""
         return self.number is None and self.failure is None
 
+    def has_come(self, rank: int) -> bool:
+        """Returns whether a rank has joined, and said which process it is: only then its silence is noticed."""
+        return rank in self.roster.members and rank not in self.unintroduced
+
     def withdraw(self, wait: Wait) -> None:
         """Takes a join back."""
         self.roster.cancel(wait.request.rank)
@@ -79,7 +84,7 @@ class Generation:
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
         """Returns the ranks that hold up the forming of this generation."""
-        return self.roster.missing_ranks()
+        return self.roster.missing_ranks() or tuple(sorted(self.unintroduced))
 
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the waits that need a rank which has left."""
@@ -213,9 +218,7 @@ class RendezvousCore:
         if generation not in self._generations:
             self._generations.append(generation)
         generation.roster.seat(rank, connection)
-        if not is_any:
-            generation.unintroduced.add(rank)
-        self._peers.end(process_key(rank))
+        generation.unintroduced.add(rank)
         self._seats[connection] = (generation, rank)
         self._waits.add(request, generation)
         return [Send(connection, FrameType.SEATED, (message.sequence, self._machine, self._pid))]
@@ -225,13 +228,14 @@ class RendezvousCore:
     ) -> list[Action]:
         """Learns which process a rank is; from now on its silence means something."""
         member = generation.roster.members[request.rank]
-        member.pid = pid
+        member.pid = pid or None
         member.host = "" if machine and machine == self._machine else host or "another machine"
         member.min_ranks, member.steps = least, steps
         generation.unintroduced.discard(request.rank)
         if least is not None:
             generation.least_ranks = max(least, generation.least_ranks or 0)
-        if generation.failure is None:
+        self._peers.end(process_key(request.rank))
+        if generation.failure is None and pid:
             self._peers.begin(request.connection, request.now)
         return []
 
@@ -325,7 +329,7 @@ class RendezvousCore:
             return self._form(forming)
         if forming.least_ranks is None:
             for rank, how in self._ended.items():
-                if rank not in roster.members:
+                if not forming.has_come(rank):
                     return self._fail_generation(forming, roster.ended(rank, how)) + self._advance_generations(now)
         elif self._may_form_of_some(forming) and all(rank in self._ended for rank in roster.missing_ranks()):
             return self._form(forming)
@@ -373,7 +377,8 @@ class RendezvousCore:
 
     def _watch(self, now: float, rank: int) -> None:
         """Looks from now on at the process of a rank that keeps others waiting."""
-        if self._forming is not None and rank in self._pids and rank not in self._forming.roster.members:
+        forming = self._forming
+        if forming is not None and rank in self._pids and not forming.has_come(rank):
             self._peers.begin(process_key(rank), now)
 
     def _look_at_silent(self, now: float) -> list[Action]:
