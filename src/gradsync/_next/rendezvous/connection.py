@@ -53,7 +53,6 @@ from gradsync._next.rendezvous.frames import (
 )
 from gradsync._next.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
 from gradsync._next.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, look_at
-from gradsync._next.rendezvous.roster import name_ranks
 from gradsync._next.rendezvous.sockets import look_up, tune_stream
 from gradsync._next.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
 from gradsync.arguments import parse_address
@@ -68,6 +67,7 @@ from gradsync.errors import (
     RendezvousError,
     RendezvousTimeout,
     describe,
+    name_ranks,
 )
 from gradsync.machine import machine_identity
 

@@ -58,7 +58,7 @@ class Generation:
         self.agreements = AgreementService(self.roster, waits, self.keys)
         self.least_ranks: int | None = None  # of which it may form; None: it needs all
         self.unintroduced: set[int] = set()  # have joined, and not said yet which process they are
-        self.departures = Departures(self.roster, (self.keys.forget, self.barriers.forget, self.agreements.forget))
+        self.departures = Departures(self.roster, (self.keys, self.barriers, self.agreements))
         self.stuck = StuckCollectives(self.roster, waits)
 
     @property

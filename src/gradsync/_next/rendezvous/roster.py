@@ -6,7 +6,7 @@ Part of the server's core, without I/O.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gradsync._next.rendezvous.frames import (
@@ -20,11 +20,11 @@ from gradsync._next.rendezvous.frames import (
     clip_text,
 )
 from gradsync._next.rendezvous.liveness import LostProcess, ProcessState
+from gradsync.errors import MAX_NAMED_RANKS
 
 JOINING_PHASE = "joining"
 RUNNING_PHASE = "running"
 LEFT_PHASE = "left"
-MAX_NAMED_RANKS = 16
 _MISSING_RANK_BYTES = 3  # of a rank in a list, at most
 _MAX_RANKS_BESIDE_TEXT = 12 * 1024  # the frame has room for the rest beside what is left of the text
 
@@ -48,16 +48,6 @@ def members_of(ranks: list[int] | None, world_size: int) -> Members | None:
 def list_members(members: Iterable[int]) -> str:
     """Returns them as messages show them, e.g. "(0, 1, 2)"."""
     return str(tuple(members))
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns "rank 2", "ranks 0, 1 and 3", or the first sixteen "and 40 more"."""
-    named = [str(rank) for rank in ranks[:MAX_NAMED_RANKS]]
-    more = len(ranks) - len(named)
-    if more:
-        named.append(f"{more} more")
-    listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 def failure_room_bytes(missing_ranks: int) -> int:

@@ -7,7 +7,7 @@ ranks that are missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -343,6 +343,13 @@ def _pieces(values: list[bytes]) -> list[list[bytes]]:
     return pieces
 
 
+class Forgetting(Protocol):
+    """Where something may stand under a group's name."""
+
+    def forget(self, prefix: str) -> None:
+        """Drops what stands under the name."""
+
+
 class Departures:
     """Who has left which group, and after which of its collectives.
 
@@ -354,7 +361,7 @@ class Departures:
         stores: drop what stands under a name.
     """
 
-    def __init__(self, roster: Roster, stores: Iterable[Callable[[str], None]]) -> None:
+    def __init__(self, roster: Roster, stores: Iterable[Forgetting]) -> None:
         self._roster = roster
         self._stores = tuple(stores)
         self._left: dict[tuple[str, Members], dict[int, int]] = {}
@@ -386,8 +393,8 @@ class Departures:
         if any(rank not in left and self._roster.is_present(rank) for rank in members):
             return
         del self._left[group]
-        for forget in self._stores:
-            forget(name)
+        for store in self._stores:
+            store.forget(name)
 
 
 def outsider_refusal(roster: Roster, request: Request, what: str, members: Iterable[int]) -> Send:

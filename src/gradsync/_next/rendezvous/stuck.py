@@ -21,9 +21,10 @@ from gradsync._next.rendezvous.frames import (
     clip_text,
 )
 from gradsync._next.rendezvous.liveness import ProcessState
-from gradsync._next.rendezvous.roster import Failure, Members, MemberState, Roster, failure_room_bytes, name_ranks
+from gradsync._next.rendezvous.roster import Failure, Members, MemberState, Roster, failure_room_bytes
 from gradsync._next.rendezvous.store import WaitTable
-from gradsync.divergence import Call, History, Wait, circle, circle_text, first_divergence
+from gradsync.diagnostics.compare import Call, History, Wait, circle, circle_text, first_divergence
+from gradsync.errors import name_ranks
 
 ANSWER_SECONDS = 0.4
 _WARNING_SECONDS = 0.3  # from the first report to the notice: the ranks that wait report one after the other
