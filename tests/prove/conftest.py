@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-SHARED = ["prove/tools", "bucketing", "communicators", "launching", "rendezvous", "prove/partitions", "prove/pages"]
+SHARED = ["prove/tools", "bucketing", "communicators", "launching", "rendezvous", "next_rendezvous"]
+SHARED += ["prove/partitions", "prove/pages"]
 sys.path[1:1] = [str(TESTS / folder) for folder in SHARED]
 
 import cross_check_launch

@@ -1,0 +1,98 @@
+"""What a rank of the model does, one step after the other: it asks, tells, goes ahead, or leaves."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from gradsync._next.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, FrameType
+
+ID = bytes(128)
+
+
+class Ask(NamedTuple):
+    """A request: the rank waits for its answer."""
+
+    type: FrameType
+    fields: tuple[Any, ...]
+
+
+class Tell(NamedTuple):
+    """A message that gets no answer."""
+
+    type: FrameType
+    fields: tuple[Any, ...]
+
+
+class Launch(NamedTuple):
+    """A collective that the rank expects to be the same on all: it goes ahead, unless it was asked about it before."""
+
+    group: str
+    position: int
+    digest: int
+
+
+class Leave(NamedTuple):
+    """The orderly goodbye."""
+
+
+Step = Ask | Tell | Launch | Leave
+LEAVE = Leave()
+
+
+def join(rank: int, world_size: int) -> Ask:
+    return Ask(FrameType.JOIN, (PROTOCOL_VERSION, rank, world_size, NEXT_GENERATION))
+
+
+def barrier(name: str = "b", *, ranks: tuple[int, ...] | None = None) -> Ask:
+    return Ask(FrameType.BARRIER, (name, _listed(ranks)))
+
+
+def exchange(value: bytes) -> Ask:
+    return Ask(FrameType.EXCHANGE, ("x", None, value))
+
+
+def agree(position: int, digest: int, *, group: str = "g") -> Ask:
+    return Ask(FrameType.AGREE, (group, position, digest, None))
+
+
+def set_key(key: str, value: bytes, *, replaces: bool = True) -> Ask:
+    return Ask(FrameType.SET, (key, value, replaces))
+
+
+def get_key(key: str, from_rank: int | None = None) -> Ask:
+    return Ask(FrameType.GET, (key, from_rank))
+
+
+def delete(key: str) -> Ask:
+    return Ask(FrameType.DELETE, (key,))
+
+
+def leave(name: str) -> Tell:
+    return Tell(FrameType.LEAVE, (name, None, 0))
+
+
+def left_ranks(name: str) -> Ask:
+    return Ask(FrameType.LEFT_RANKS, (name, None))
+
+
+def report(reason: str, culprit: int | None = None) -> Tell:
+    return Tell(FrameType.REPORT_FAILURE, (reason, culprit))
+
+
+def introduce(pid: int) -> Tell:
+    return Tell(FrameType.INTRODUCE, ("machine", "host", pid, None, 0))
+
+
+def waiting(position: int, missing: tuple[int, ...] | None = None) -> Tell:
+    fields = ("g", None, position, f"all_reduce #{position}", 400, _listed(missing), False)
+    return Tell(FrameType.STUCK, fields)
+
+
+def absent(position: int, missing: tuple[int, ...] | None = None) -> Tell:
+    fields = ("g", None, position, f"all_reduce #{position}", 1000, _listed(missing), True)
+    return Tell(FrameType.STUCK, fields)
+
+
+def _listed(ranks: tuple[int, ...] | None) -> list[int] | None:
+    """Off the wire, ranks come as a list."""
+    return None if ranks is None else list(ranks)
