@@ -35,9 +35,7 @@ class MultiprocessContext:
     def __init__(self, job: Job, *, joins: bool, daemon: bool) -> None:
         self._lock = threading.Lock()
         self._has_ended = False
-        self._waiting: list[
-            threading.Lock
-        ] = []  # one for each wait: Ctrl-C may leave it taken
+        self._waiting: list[threading.Lock] = []  # one for each wait: Ctrl-C may leave it taken
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._takes_signals = True
