@@ -27,7 +27,7 @@ from rank_processes import run_ranks
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
-        if name.startswith(("GRADSYNC_", "SLURM_", "OMPI_", "PMI_")) or name in (
+        if name.startswith(("GRADSYNC_", "SLURM_", "OMPI_", "PMI")) or name in (
             "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
         ):  # fmt: skip
             monkeypatch.delenv(name)
@@ -77,7 +77,8 @@ def test_the_variable_names_the_backend_of_a_process_that_nobody_started(monkeyp
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({}, gs.InvalidArgument, "gradsync run -n 2 script.py"),
+        ({"address": "127.0.0.1:4000"}, gs.InvalidArgument, "no rank is known.*gradsync run -n 2 script.py"),
+        ({"backend": "shm"}, gs.InvalidArgument, "no rank is known"),
         ({"backend": "mpi"}, gs.GradsyncError, "`mpiexec -n 2 python script.py`|pip install mpi4py"),
         ({"backend": "gloo"}, gs.InvalidArgument, "unknown backend 'gloo'"),
         ({"rank": 2, "world_size": 2}, gs.InvalidArgument, "rank must be 0 to world_size - 1 = 1, got 2"),
@@ -109,6 +110,50 @@ def test_bad_arguments_are_told_at_once(arguments: dict[str, Any], error: type, 
         gs.init_process_group(**arguments)
     assert time.monotonic() - started < 60  # half of what ranks wait for each other
     assert not gs.is_initialized()
+
+
+def test_a_process_that_nobody_started_is_a_world_of_one_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    with gs.init_process_group() as comm:
+        assert (comm.rank, comm.world_size) == (0, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "gradsync: no launcher has started this process, so it is a world of one rank "
+        "(two: gradsync run -n 2 script.py)"
+    ]
+    monkeypatch.setenv("GRADSYNC_TIMEOUTS", "3")
+    with gs.init_process_group():
+        pass
+    (_, line) = [record.getMessage() for record in caplog.records]
+    assert "so it is a world of one rank" in line
+    assert line.endswith("GRADSYNC_TIMEOUTS: no such variable, so it does nothing: did you mean "
+                         "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS?")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LOCAL_RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "node0"),
+        ("MASTER_PORT", "29500"),
+        ("GRADSYNC_LOCAL_RANK", "0"),
+        ("GRADSYNC_ADDRESS", "node0:4000"),
+        ("GRADSYNC_HOSTED", "1"),
+        ("OMPI_MCA_orte_bound_at_launch", "1"),
+        ("PMIX_RANK", "0"),
+        ("PMI_FD", "9"),
+        ("SLURM_NTASKS", "2"),
+    ],
+)
+def test_what_hints_at_a_launcher_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of N jobs would take itself for the only one, and all would write the same checkpoint."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(gs.InvalidArgument, match=f"no rank is known: {name} is set, as a launcher does, but not RANK"):
+        gs.init_process_group()
+    with gs.init_process_group("local") as comm:  # who says so is believed
+        assert comm.world_size == 1
 
 
 def test_nccl_without_a_gpu_says_why() -> None:

@@ -19,6 +19,7 @@ from gradsync.launchers import (
     Place,
     find_place,
     first_host,
+    hints_of_launcher,
     name_run,
     read_port,
     step_port,
@@ -312,9 +313,13 @@ def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
     for name, meant in unknown_variables(environ).items():
         if name not in _told:
             _told.add(name)
-            import logging  # here, because start-up counts
+            _warn(f"warning: {name}: {describe_unknown(meant)}")
 
-            logging.getLogger("gradsync").warning("gradsync: warning: %s: %s", name, describe_unknown(meant))
+
+def _warn(text: str) -> None:
+    import logging  # here, because start-up counts
+
+    logging.getLogger("gradsync").warning("gradsync: %s", text)
 
 
 def _nearest_variable(name: str) -> str | None:
@@ -433,6 +438,38 @@ def is_launched() -> bool:
         InvalidArgument: the variables of launchers are malformed, or contradict each other.
     """
     return read_environment() is not None
+
+
+def alone() -> RankEnvironment:
+    """Returns the place of the only rank."""
+    return RankEnvironment(0, 1, 0, 1, source="arguments")
+
+
+def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+    """Returns the place of a process that nobody has started as a rank, and says so in one line.
+
+    Raises:
+        InvalidArgument: something hints at a launcher; the text names it.
+    """
+    hints: list[str] = [name for name in OF_A_RUN if name != BACKEND and value_of(environ, name) is not None]
+    hints += hints_of_launcher(environ)
+    if hints:
+        raise no_rank_is_known(f"{hints[0]} is set, as a launcher does, but not RANK and WORLD_SIZE")
+    unknown = unknown_variables(environ)
+    _told.update(unknown)
+    _warn(
+        "no launcher has started this process, so it is a world of one rank (two: gradsync run -n 2 script.py)"
+        + "".join(f"; {name}: {describe_unknown(meant)}" for name, meant in unknown.items())
+    )
+    return alone()
+
+
+def no_rank_is_known(reason: str) -> InvalidArgument:
+    """Returns the error for a process that is to be a rank, and nobody says which."""
+    return InvalidArgument(
+        f"no rank is known: {reason}. Start the script with `gradsync run -n 2 script.py` or `mpiexec -n 2 python "
+        'script.py`, pass rank= and world_size=, or, for one process, use GRADSYNC_BACKEND=local or backend="local"'
+    )
 
 
 def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:

@@ -123,6 +123,17 @@ def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
     return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
 
 
+def hints_of_launcher(environ: Mapping[str, str]) -> list[str]:
+    """Returns names of variables that a launcher sets, and a user who is alone does not; where no place can be read.
+
+    A process that ought to be a rank and is not must not take itself for the only one: N jobs of one rank would
+    overwrite one checkpoint.
+    """
+    found = TORCHRUN.set_in(environ) + [name for name in sorted(environ) if name.startswith(("OMPI_", "PMI"))]
+    tasks = value_of(environ, "SLURM_NTASKS")
+    return found if tasks in (None, "1") else [*found, "SLURM_NTASKS"]
+
+
 def _read_place(environ: Mapping[str, str], launcher: LauncherVariables) -> Place:
     rank, world_size = _read_pair(environ, launcher.rank, launcher.world_size)
     if value_of(environ, launcher.local_rank) is None:

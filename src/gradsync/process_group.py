@@ -41,8 +41,11 @@ from gradsync.environment import (
     COLLECTIVE_TIMEOUT_SECONDS,
     DEBUG,
     RankEnvironment,
+    alone,
+    alone_without_launcher,
     check_removed_variables,
     configure_logging,
+    no_rank_is_known,
     read_environment,
     warn_of_unknown_variables,
 )
@@ -94,7 +97,8 @@ def init_process_group(
             for a world of one, "shm" where all ranks are on one host, and "mpi" where mpiexec or srun has started them
             on several, and says in the log what it took and why; GRADSYNC_BACKEND decides for "auto", and
             `with gs.override_backend(name)` before that.
-        rank: 0 to world_size - 1; None, together with world_size, is the environment's.
+        rank: 0 to world_size - 1; None, together with world_size, is the environment's. Where nothing in it hints at a
+            launcher, this process is a world of one, and says so on standard error.
         world_size: number of ranks.
         address: host:port where rank 0 hosts the rendezvous; None is the environment's.
         device: where arrays live: None, or "cpu", or for "nccl" "cuda:N" in the numbering of this process; None takes
@@ -111,7 +115,7 @@ def init_process_group(
         The world's communicator; gs.get_communicator() gives it again.
 
     Raises:
-        InvalidArgument: initialised already, unknown backend, a rank outside the world, or no environment.
+        InvalidArgument: initialised already, unknown backend, a rank outside the world, or a launcher that names none.
         BackendUnavailable: the backend cannot run here; the text says why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks did not meet.
     """
@@ -329,7 +333,7 @@ def _read_settings(
     for name, value in seconds.items():
         if not is_number(value) or not value > 0:
             raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
-    place = _find_place(backend, rank, world_size)
+    place = _find_place(backend, rank, world_size, address)
     if place.local_rank == 0:  # for all of this machine
         warn_of_unknown_variables()
     settings = WorldSettings(
@@ -344,13 +348,13 @@ def _read_settings(
     return settings, backend
 
 
-def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankEnvironment:
+def _find_place(backend: str, rank: int | None, world_size: int | None, address: str | None) -> RankEnvironment:
     """Returns who this process is: from the arguments, else the environment."""
     if (rank is None) != (world_size is None):
         raise InvalidArgument(f"pass rank and world_size together, got rank={rank!r}, world_size={world_size!r}")
     environment = read_environment()
     if rank is None or world_size is None:
-        return _place_without_launcher(backend) if environment is None else environment
+        return _place_without_launcher(backend, address) if environment is None else environment
     size, number = integer_of(world_size), integer_of(rank)
     if size is None or size < 1:
         raise InvalidArgument(f"world_size must be an integer of at least 1, got {world_size!r}")
@@ -362,10 +366,10 @@ def _find_place(backend: str, rank: int | None, world_size: int | None) -> RankE
     return replace(environment, rank=number)
 
 
-def _place_without_launcher(backend: str) -> RankEnvironment:
+def _place_without_launcher(backend: str, address: str | None) -> RankEnvironment:
     """Returns who this process is where no launcher has left its variables."""
     if backend == "local":
-        return RankEnvironment(0, 1, 0, 1, source="arguments")
+        return alone()
     if backend == "mpi":
         from gradsync.communicators.mpi.mpi_hosting import mpi_place
 
@@ -377,11 +381,9 @@ def _place_without_launcher(backend: str) -> RankEnvironment:
             "with `mpiexec -n 2 python script.py`, by the mpiexec of the MPI that mpi4py has loaded, or use "
             'backend="local" for one process'
         )
-    raise InvalidArgument(
-        "no rank is known: RANK and WORLD_SIZE are not set. Start the script with `gradsync run -n 2 script.py` or "
-        "`mpiexec -n 2 python script.py`, pass rank= and world_size=, or, for one process, use "
-        'GRADSYNC_BACKEND=local or backend="local"'
-    )
+    if backend != "auto" or address is not None:
+        raise no_rank_is_known("RANK and WORLD_SIZE are not set")
+    return alone_without_launcher()
 
 
 def _agree_and_connect(
