@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -145,6 +146,31 @@ def test_mpi_says_the_rank_where_no_variable_does(tmp_path: Path) -> None:
     command = [str(mpiexec), "-n", "2", sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "mpi 2\n"), done.stderr
+
+
+def override_in_a_child(comm: Any) -> str:
+    """The child is no rank: it must not go to the rendezvous as one."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            told = str(expect(gs.CommunicatorClosed, gs.override_backend("mpi").__enter__))
+        except BaseException as error:
+            told = repr(error)
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        told = file.read()
+    os.waitpid(pid, 0)
+    assert total(1) == comm.world_size
+    return told
+
+
+def test_the_child_of_a_fork_does_not_meet_the_ranks() -> None:
+    for told in run_ranks(2, override_in_a_child, backend="shm"):
+        assert "override_backend('mpi')" in told
+        assert "fork" in told
 
 
 def override_alone(comm: Any) -> None:

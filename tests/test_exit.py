@@ -28,6 +28,8 @@ import numpy as np
 import gradsync as gs
 
 how, leaver = sys.argv[1], int(sys.argv[2])
+if "earlier error" in how:  # as a test runner leaves it there, for a debugger
+    sys.last_value = KeyError("lost")
 comm = gs.init_process_group(timeout_seconds=30, collective_timeout_seconds=30)
 groups = [comm.split(0), comm.split(0, key=-comm.rank)]
 comm.barrier()
@@ -97,6 +99,8 @@ if "os._exit" in how:
 #: How a rank leaves, its exit code, and what the other one is told.
 ENDINGS = {
     "end": (0, ""),
+    "earlier error, end": (0, ""),
+    "earlier error, raise": (1, "KeyError: 'lost'"),
     "close": (0, ""),
     "destroy": (0, ""),
     "closed groups, destroy": (0, ""),
@@ -182,6 +186,7 @@ def test_a_process_ends_and_the_other_rank_is_told(how: str, leaver: int) -> Non
     assert told.code == 0, told
     assert f"rank {leaver}" in told.output
     assert text in told.output
+    assert text or "KeyError" not in told.output
     leaving, heard = time_of("leaving", left.output), time_of("told", told.output)
     assert left.at - leaving < ENDS_WITHIN_SECONDS, left
     assert heard - leaving < ENDS_WITHIN_SECONDS, told

@@ -23,6 +23,8 @@ _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _PLACE_CHARACTERS = 160  # of a file's name, and of a function's
 
+_earlier_error: BaseException | None = None  # in sys.last_value since before the process group
+
 
 class GradsyncError(Exception):
     """Base of all errors raised by gradsync.
@@ -53,11 +55,17 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 
     Attributes:
         missing_ranks: the ranks that were waited for, where the server knows them.
+        missing: the same in words, with where they are: "rank 1 (pid 7 on node3)".
+        cause: why no server answered; "" where one did.
     """
 
-    def __init__(self, message: str, *, missing_ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, missing_ranks: tuple[int, ...] = (), missing: str = "", cause: str = ""
+    ) -> None:
         super().__init__(message)
         self.missing_ranks = missing_ranks
+        self.missing = missing
+        self.cause = cause
 
 
 class AuthenticationError(RendezvousError):
@@ -311,7 +319,14 @@ def uncaught_error() -> BaseException | None:
 
     At a prompt each exception was shown, and the program went on: none of them has ended it.
     """
-    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return None if hasattr(sys, "ps1") or error is _earlier_error else error
+
+
+def forget_earlier_error() -> None:
+    """Takes what sys.last_value holds now for no error that ends this program: test runners, among others, set it."""
+    global _earlier_error
+    _earlier_error = getattr(sys, "last_value", None)
 
 
 def describe(error: BaseException) -> str:

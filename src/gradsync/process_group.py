@@ -57,6 +57,7 @@ from gradsync.errors import (
     PlanMismatch,
     RendezvousTimeout,
     describe,
+    forget_earlier_error,
     uncaught_error,
 )
 from gradsync.futures import raise_refused
@@ -124,6 +125,7 @@ def init_process_group(
     arm()
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
+    forget_earlier_error()
     settings, backend = _read_settings(
         backend,
         rank,
@@ -427,6 +429,8 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
                 f"{world.label}: override_backend('local') is for one rank, there are {world.world_size}"
             )
         return connect(backend, None, settings, backend)
+    if _client is None and world.closed:  # as in the child of a fork, which must not meet the others as this rank
+        raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world.lifetime.ended_because}")
     client = _client or _meet(settings, backend)  # one rank may have met nobody
     name = world.family.new_name(backend)
 
@@ -439,6 +443,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
                 f"{client.label}: override_backend({backend!r}) waited {settings.timeout_seconds:.3g} s: every rank of "
                 f"the world must enter the block; missing: {whom(error)}",
                 missing_ranks=error.missing_ranks,
+                missing=error.missing,
             ) from error
         finally:
             asking.close()

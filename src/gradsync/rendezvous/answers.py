@@ -57,6 +57,7 @@ def result_of(message: Message, who: str, operation: str, timeout_seconds: float
             f"{who}: {operation} reached its deadline of {timeout_seconds:.3g} s; "
             + (f"missing: {where}" if missing else "no rank has set it"),
             missing_ranks=tuple(missing),
+            missing=where if missing else "",
         )
     _, kind, text = message.fields
     error = InvalidArgument if kind == INVALID else RendezvousError

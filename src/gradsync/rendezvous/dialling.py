@@ -70,7 +70,8 @@ def dial(address: str, *, secret: bytes, deadline: float, who: str) -> ClientCon
         pause = backoff_seconds * (0.5 + os.urandom(1)[0] / 512)
         if time.monotonic() + pause >= deadline:
             raise RendezvousTimeout(
-                f"{who}: no rendezvous server at {address} within {deadline - started:.3g} s; last cause: {cause}"
+                f"{who}: no rendezvous server at {address} within {deadline - started:.3g} s; last cause: {cause}",
+                cause=cause,
             )
         time.sleep(pause)
         backoff_seconds = min(backoff_seconds * 1.5, _LAST_BACKOFF_SECONDS)

@@ -46,12 +46,11 @@ def meet_members(
                 look_around(error.missing_ranks)
                 if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
                     text = on_timeout(time.monotonic() - began, whom(error))
-                    raise RendezvousTimeout(text, missing_ranks=error.missing_ranks) from error
+                    raise RendezvousTimeout(text, missing_ranks=error.missing_ranks, missing=error.missing) from error
     finally:
         meeting.close()
 
 
 def whom(error: RendezvousTimeout) -> str:
     """Returns for whom a barrier has waited, with where the server says they are; it may itself be the one."""
-    _, _, told = str(error).partition("missing: ")
-    return told or (name_ranks(error.missing_ranks) if error.missing_ranks else "the rendezvous server")
+    return error.missing or (name_ranks(error.missing_ranks) if error.missing_ranks else "the rendezvous server")

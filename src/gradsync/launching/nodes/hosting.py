@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -83,7 +84,7 @@ def _listening(options: NodeOptions, host: str, port: int) -> Iterator[socket.so
             another = "name another port in --rendezvous, on every machine"
             listener = stack.enter_context(own_listener(host, port, if_taken=another))
         except RendezvousError as error:
-            if "in use" in str(error):
+            if isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE:
                 raise RendezvousError(f"{options.name}: {error}") from None
             raise RendezvousError(
                 f"{options.name}: {error}; node 0 hosts the rendezvous: start it on the machine that "

@@ -256,11 +256,9 @@ def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: boo
 
 def _reason(error: RendezvousTimeout, heard: str) -> str:
     """Returns who is missing, or why node 0 cannot be reached, and who was missing when it could."""
-    _, _, missing = str(error).partition("missing: ")
-    _, _, cause = str(error).partition("last cause: ")
-    if missing:
-        return f"missing: {missing}"
-    cause = (cause or str(error)).removeprefix("no answer").lstrip()  # which is said already
+    if error.missing:
+        return f"missing: {error.missing}"
+    cause = (error.cause or str(error)).removeprefix("no answer").lstrip()  # which is said already
     return f"missing: node 0 (no answer{' ' if cause.startswith('to ') else ': '}{cause}){_once_heard(heard)}"
 
 
