@@ -11,20 +11,19 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
-from gradsync.communicators.mpi.library import check_place, load_mpi
-from gradsync.communicators.nccl.connection import choose_device, connect_nccl, count_devices, device_identity
-from gradsync.communicators.nccl.library import NcclLibrary
-from gradsync.communicators.shared_memory.communicator import connect_shared_memory
-from gradsync.communicators.shared_memory.layout import check_memory
-from gradsync.communicators.shared_memory.platform_check import check_platform
 from gradsync.environment import BACKEND, DEBUG, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.launchers import SOURCES_WITH_MPI
 from gradsync.machine import count_gpus
-from gradsync.rendezvous.group_client import CommunicatorClient
+
+if TYPE_CHECKING:
+    from gradsync.rendezvous.group_client import CommunicatorClient
+
+# What belongs to one backend is imported where it is asked for: most processes take one, and start-up counts.
 
 _YES, _NO = "+", "-"  # begin an offer: a rank could use the backend, with what follows, or not, for the reason given
 _MAX_OFFER_BYTES = 4096
@@ -77,7 +76,7 @@ def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
     if wanted == "local" and place.world_size != 1:
         raise InvalidArgument(f"backend 'local' is for one rank, world_size is {place.world_size}")
     if wanted == "shm":
-        check_platform()
+        _check_shm()
     if wanted == "mpi":
         _check_mpi(place)
     if wanted == "nccl":
@@ -105,12 +104,20 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
     if place.local_world_size != place.world_size:
         _check_mpi_instead(place, no_gpus)
         return "mpi", f"{place.source} has started ranks on several hosts; {no_gpus}"
-    check_platform()
+    _check_shm()
     return "shm", f"all ranks are on this host; {no_gpus}"
+
+
+def _check_shm() -> None:
+    from gradsync.communicators.shared_memory.platform_check import check_platform
+
+    check_platform()
 
 
 def _check_mpi(place: RankEnvironment) -> None:
     """Makes sure that MPI can join the ranks of the run; initialises it."""
+    from gradsync.communicators.mpi.library import check_place, load_mpi
+
     if place.source == "gradsync":  # which keeps from its ranks what mpiexec may have told itself
         raise BackendUnavailable(
             "backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these. Start the "
@@ -135,6 +142,9 @@ def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
 
 
 def _check_nccl() -> None:
+    from gradsync.communicators.nccl.connection import count_devices
+    from gradsync.communicators.nccl.library import NcclLibrary
+
     try:
         NcclLibrary()
         if count_devices() == 0:
@@ -236,6 +246,9 @@ def _offer_of_gpu(settings: WorldSettings, *, only_if_seen: bool = False) -> str
         return f"{_NO}device='cpu' was asked for"
     if only_if_seen and count_gpus() == 0:
         return f"{_NO}no GPU is visible"
+    from gradsync.communicators.nccl.connection import choose_device, count_devices, device_identity
+    from gradsync.communicators.nccl.library import NcclLibrary
+
     try:
         NcclLibrary()
         number = choose_device(
@@ -255,7 +268,9 @@ def _offer_of_host(backend: str, place: RankEnvironment) -> str:
         if backend == "mpi":
             _check_mpi(place)
             return _YES
-        check_platform()
+        from gradsync.communicators.shared_memory.layout import check_memory
+
+        _check_shm()
         if place.local_world_size != place.world_size:
             raise BackendUnavailable(
                 f"it joins the ranks of one host; of {place.world_size} ranks {place.local_world_size} are on this one"
@@ -296,16 +311,20 @@ def connect(backend: str, client: CommunicatorClient | None, settings: WorldSett
     if client is None:
         communicator = LocalCommunicator()
     elif backend == "shm":
+        from gradsync.communicators.shared_memory.communicator import connect_shared_memory
+
         communicator = connect_shared_memory(
             client, group=group, timeout_seconds=timeouts[0], collective_timeout_seconds=timeouts[1]
         )
     elif backend == "mpi":
-        from gradsync.communicators.mpi.communicator import connect_mpi  # here: start-up counts
+        from gradsync.communicators.mpi.communicator import connect_mpi
 
         communicator = connect_mpi(
             client, group=group, timeout_seconds=timeouts[0], collective_timeout_seconds=timeouts[1]
         )
     else:
+        from gradsync.communicators.nccl.connection import connect_nccl
+
         communicator = connect_nccl(
             client,
             local_rank=settings.place.local_rank,

@@ -14,14 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from gradsync.arguments import integer_of, is_number
 from gradsync.backends import WorldSettings, agree_on_another, agree_on_backend, choose_before_meeting, connect
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
-from gradsync.communicators import status
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.collectives.group_meeting import whom
 from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.mpi.unfinished import end_forked_child, end_job, has_job_failed
@@ -61,9 +59,10 @@ from gradsync.errors import (
     uncaught_error,
 )
 from gradsync.futures import raise_refused
-from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.group_client import GroupClient
-from gradsync.rendezvous.hosting import Meeting, is_told_over_mpi, join
+
+if TYPE_CHECKING:  # one rank meets nobody, and start-up counts
+    from gradsync.rendezvous.client import RendezvousClient
+    from gradsync.rendezvous.hosting import Meeting
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
 _FAILED_JOB_SECONDS = 0.5  # before MPI ends all ranks: for the others to hear why, and to say so
@@ -431,6 +430,9 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
         return connect(backend, None, settings, backend)
     if _client is None and world.closed:  # as in the child of a fork, which must not meet the others as this rank
         raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world.lifetime.ended_because}")
+    from gradsync.communicators.collectives.group_meeting import whom
+    from gradsync.rendezvous.group_client import GroupClient
+
     client = _client or _meet(settings, backend)  # one rank may have met nobody
     name = world.family.new_name(backend)
 
@@ -457,10 +459,13 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
 
 def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:
     """Meets the other ranks of the world, which want this backend."""
+    from gradsync.communicators import status
+    from gradsync.rendezvous.hosting import is_told_over_mpi, join
+
     global _client, _meeting
     place, share = settings.place, None
     if is_told_over_mpi(place, settings.address, wanted):
-        from gradsync.communicators.mpi.mpi_hosting import share_over_mpi  # here: start-up counts
+        from gradsync.communicators.mpi.mpi_hosting import share_over_mpi
 
         share = share_over_mpi(place)
     _client, _meeting = join(place, settings.address, settings.timeout_seconds, _meeting, share=share)

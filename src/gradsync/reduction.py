@@ -9,14 +9,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gradsync.errors import InvalidArgument, UnsupportedDtype, shown
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+else:  # what numpy.typing costs at every start is for nothing
+    Array = np.ndarray
 
 
 class ReduceOp(str, enum.Enum):

@@ -8,8 +8,7 @@ with_blocks.py, and what happens when ranks run out of batches in join.py.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradsync.arguments import refuse_words
 from gradsync.bucketing.backward_pass import BackwardPass
@@ -20,13 +19,15 @@ from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.pending import display_name
-from gradsync.bucketing.shapes_file import write_shapes
 from gradsync.bucketing.with_blocks import WithBlocks
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import parse_reduce_method
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _REMOVED = {"strategy": "leave it out, a bucket is always packed"}
 
@@ -262,6 +263,8 @@ class AllreduceCallback(WithBlocks):
         specs = self._backward.plan.specs_to_repeat()
         if not specs:
             raise InvalidArgument("dump_shapes() before any step: hand over the gradients of one, and flush")
+        from gradsync.bucketing.shapes_file import write_shapes  # here: start-up counts
+
         write_shapes(path, specs)
 
     def _communicator(self) -> Communicator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -121,6 +120,8 @@ def warn_of_unequal_values(
         natives = {name: communicator.native_array(array, f"parameter {name}") for name, array in arrays.items()}
         if all(communicator.arrays.writeable(native) for native in natives.values()):
             digests = {name: communicator._digest_of_values(native) for name, native in natives.items()}
+    import hashlib  # here: start-up counts
+
     whole = int.from_bytes(hashlib.sha256(repr(digests).encode()).digest()[:8], "little", signed=True)
     shared = communicator.share_numbers(_COMPARISON, [len(digests), whole], agreed(_AGREEMENT))
     if len({tuple(numbers) for numbers in shared}) == 1 or not all(count for count, _ in shared):

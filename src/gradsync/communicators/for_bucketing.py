@@ -5,7 +5,6 @@ Its arguments are trusted: the bucketing layer has checked them, and tells what 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -193,6 +192,8 @@ class ForBucketing(CollectiveBase):
         Elements count by their bytes. A GPU's array passes through host memory in pieces, after what the current stream
         has still to do with it.
         """
+        import hashlib  # here: start-up counts
+
         hasher = hashlib.sha256()
         if isinstance(native, np.ndarray):
             hasher.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from gradsync.communicators.agreement import place_of_caller
 from gradsync.diagnostics import Entry, FlightRecorder
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
-from gradsync.rendezvous.group_client import CommunicatorClient
-from gradsync.rendezvous.messages import OF_MESSAGES
+
+if TYPE_CHECKING:
+    from gradsync.rendezvous.group_client import CommunicatorClient
 
 WARN_AFTER_SECONDS = 5.0
 # How much later than what it explains a verdict may come: a broken connection, an error of NCCL, a rank that gave up.
@@ -106,18 +107,21 @@ class Verdicts:
             RankFailed: a rank has died meanwhile.
             RendezvousError: the server is gone.
         """
-        last = entry or self._recorder.last
-        number, what = (OF_MESSAGES, "a collective") if last is None else _told(last, is_launched=entry is not None)
+        number, what = _told(entry or self._recorder.last, is_launched=entry is not None)
         self.was_heard = True
         self._client.report_absence(self._recorder.group, number, what, waited_seconds, missing)
 
 
-def _told(entry: Entry, *, is_launched: bool) -> tuple[int, str]:
+def _told(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
     """Returns the number and the title that the server tells; of a message with the line where the rank is.
 
     Ranks that wait in one collective are told of together, and have their lines in the report. Of messages each rank
     waits in another one, and where two wait for each other the lines are what has to be changed.
     """
+    from gradsync.rendezvous.messages import OF_MESSAGES  # here: start-up counts
+
+    if entry is None:
+        return OF_MESSAGES, "a collective"
     if not entry.what.is_message:
         return entry.number, entry.title
     place = place_of_caller()

@@ -14,9 +14,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradsync.diagnostics import tracing
 from gradsync.diagnostics.recorder import Entry, FlightRecorder, recorders
@@ -25,6 +24,9 @@ from gradsync.environment import DUMP_DIR, RANK, TRACE
 from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline
 from gradsync.launchers import value_of
 from gradsync.machine import machine_identity, run_with_timeout
+
+if TYPE_CHECKING:
+    from pathlib import Path  # which takes long to load, and hardly any process writes a file
 
 #: What a dump calls itself, so that nothing else is taken for one.
 FORMAT = "gradsync flight recorder 1"
@@ -51,6 +53,8 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
     Raises:
         InvalidArgument: it cannot be written, or its file system hangs: that takes a minute.
     """
+    from pathlib import Path
+
     folder = Path(DUMP_DIR.read() or ".") if path is None else Path(path)
     return _write(folder, "dump_flight_recorder() was called")
 
@@ -69,6 +73,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         InvalidArgument: somebody traces already, or the file cannot be written, as for dump_flight_recorder; where the
             block raises, what it raises.
     """
+    from pathlib import Path
+
     if tracing.active is not None:
         raise InvalidArgument(f"gs.trace({os.fspath(path)!r}): this process is traced already")
     tracer = tracing.start()
@@ -93,6 +99,10 @@ def arm() -> None:
     """
     global _folder, _traced_folder
     folder, traced = DUMP_DIR.read(), TRACE.read()
+    if folder is None and traced is None:
+        return
+    from pathlib import Path
+
     if folder is not None and _folder is None:
         import signal  # here: most processes never come this far, and start-up counts
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from gradsync.errors import RendezvousTimeout, name_ranks
-from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+
+if TYPE_CHECKING:
+    from gradsync.rendezvous.group_client import CommunicatorClient
 
 _LOOK_AROUND_EVERY_SECONDS = 0.25
 
@@ -34,6 +37,8 @@ def meet_members(
         RankFailed: one has died.
     """
     # A place of its own, which the server forgets when all have left it, however the group itself may end.
+    from gradsync.rendezvous.group_client import GroupClient  # here: one rank meets nobody
+
     meeting = GroupClient(client, members, f"{name}/members")
     began = time.monotonic()
     try:

@@ -7,7 +7,6 @@ their names, and who is to be closed with the world. The backends make the group
 from __future__ import annotations
 
 import operator
-import socket
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,10 +30,10 @@ from gradsync.errors import (
 )
 from gradsync.futures import check_may_call, pending
 from gradsync.machine import machine_identity
-from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
 
 if TYPE_CHECKING:
     from gradsync.communicators.base import Communicator
+    from gradsync.rendezvous.group_client import CommunicatorClient
 
 NO_COLOR = -1  # what _split_group is told of a rank that joins no group
 _LISTED_CHARACTERS = 40  # of a group's members in its name
@@ -182,6 +181,8 @@ class Groups(CollectiveBase):
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, ...: as for split.
         """
+        import socket  # here: start-up counts
+
         machine = digest_of("machine", machine_identity() or socket.gethostname())
         return cast("Communicator", self.split(machine - 2**63))  # it has a color
 
@@ -249,6 +250,10 @@ class Groups(CollectiveBase):
 
     def _leave_group(self) -> None:
         """Lets the server forget what a group's communicator has put there, at its end."""
+        if self._client is None:
+            return
+        from gradsync.rendezvous.group_client import GroupClient  # here: one rank meets nobody
+
         if isinstance(self._client, GroupClient) and self._client.name == self.recorder.group:
             self._client.close()
 
