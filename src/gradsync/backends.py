@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.communicators.base import Communicator
 from gradsync.communicators.local import LocalCommunicator
@@ -28,14 +27,13 @@ if TYPE_CHECKING:
 _YES, _NO = "+", "-"  # begin an offer: a rank could use the backend, with what follows, or not, for the reason given
 _MAX_OFFER_BYTES = 4096
 _MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_DEVICE = r"cpu|cuda(:\d+)?"
 _ERRORS: dict[str, type[GradsyncError]] = {error.__name__: error for error in (InvalidArgument, BackendUnavailable)}
 
 _log = logging.getLogger("gradsync")
 
 
-@dataclass(frozen=True)
-class WorldSettings:
+class WorldSettings(NamedTuple):
     """What init_process_group() was told, with what the environment decides.
 
     Attributes:
@@ -67,7 +65,7 @@ def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
         BackendUnavailable: it cannot run here; the text says why.
     """
     place, device = settings.place, settings.device
-    if device is not None and not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+    if device is not None and not (isinstance(device, str) and re.fullmatch(_DEVICE, device)):
         raise InvalidArgument(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if wanted == "auto" and device is not None and device != "cpu":
         wanted = "nccl"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from gradsync.arguments import check_address
 from gradsync.errors import InvalidArgument
@@ -361,8 +360,7 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
 # -- Who is this process ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankEnvironment:
+class RankEnvironment(NamedTuple):
     """What the environment says of this process's place in the run.
 
     Attributes:
@@ -387,12 +385,16 @@ class RankEnvironment:
     local_rank: int
     local_world_size: int
     address: str | None = None
-    secret: bytes | None = field(default=None, repr=False)
+    secret: bytes | None = None
     hosted: bool = False
     master_addr: str | None = None
     master_port: int | None = None
     source: str = ""
     run_name: str | None = None
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "secret")
+        return f"RankEnvironment({', '.join(shown)})"
 
 
 def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:

@@ -78,7 +78,7 @@ _PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 
 # Slurm numbers the steps that no `srun` made from here on: batch scripts, shells of salloc, and others.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-_TASKS_OF_NODES = re.compile(r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*")
+_TASKS_OF_NODES = r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*"
 # Below the ports that Linux gives to outgoing connections, 32768 and up.
 _FIRST_PORT = 15_000
 _PORTS = 15_000
@@ -212,7 +212,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
     text = value_of(environ, name)
     if text is None:
         return None
-    if not _TASKS_OF_NODES.fullmatch(text):
+    if not re.fullmatch(_TASKS_OF_NODES, text):
         raise InvalidArgument(f"{name} needs to read like 4(x2),1, got {text!r}")
     node = _read_integer(environ, "SLURM_NODEID") if value_of(environ, "SLURM_NODEID") else 0
     for entry in text.split(","):

@@ -12,7 +12,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -363,8 +362,8 @@ def _find_place(backend: str, rank: int | None, world_size: int | None, address:
         raise InvalidArgument(f"rank must be 0 to world_size - 1 = {size - 1}, got {rank!r}")
     if environment is None or environment.world_size != size:
         base = RankEnvironment(number, size, number, size, source="arguments")
-        return base if environment is None else replace(base, address=environment.address, hosted=False)
-    return replace(environment, rank=number)
+        return base if environment is None else base._replace(address=environment.address)
+    return environment._replace(rank=number)
 
 
 def _place_without_launcher(backend: str, address: str | None) -> RankEnvironment:

@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,6 +13,11 @@ import numpy as np
 
 from gradsync.diagnostics import size_text
 from gradsync.errors import Caller, PlanMismatch, caller
+
+try:
+    from _blake2 import blake2b  # hashlib's own, without OpenSSL, which takes 4 ms to load at every start
+except ImportError:
+    from hashlib import blake2b
 
 # What a backward pass agrees on, by the headlines of bucketing.step_agreements.
 _OF_A_STEP = re.compile(r"all_reduce .*of a bucket|flush \(")

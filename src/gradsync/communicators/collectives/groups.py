@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 from gradsync.arguments import integer_of
@@ -283,4 +282,6 @@ def _listed(ranks: Sequence[int]) -> str:
     listed = ",".join(map(str, ranks))
     if len(listed) <= _LISTED_CHARACTERS:
         return listed
+    from hashlib import blake2b  # here: start-up counts
+
     return f"{len(ranks)} ranks from {ranks[0]}, {blake2b(listed.encode(), digest_size=8).hexdigest()}"
