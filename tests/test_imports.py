@@ -224,6 +224,13 @@ def test_importing_gradsync_is_light() -> None:
     assert not loaded_after("import gradsync") & heavy
 
 
+def test_the_main_names_load_no_backend_and_no_rendezvous() -> None:
+    """A process takes one backend, and one rank meets nobody."""
+    loaded = loaded_after("from gradsync import AllreduceCallback, bcast_list_, init_process_group")
+    backends = {f"gradsync.communicators.{backend}.communicator" for backend in BACKENDS}
+    assert not loaded & (backends | {"gradsync.rendezvous", "msgpack", "socket", "pathlib", "numpy.typing", "_hashlib"})
+
+
 def test_a_process_group_needs_no_multiprocessing() -> None:
     loaded = loaded_after("import gradsync as gs; gs.init_process_group('local'); gs.AllreduceCallback")
     assert not loaded & {"cupy", "multiprocessing", "click", "rich"}
