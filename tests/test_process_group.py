@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -354,6 +355,22 @@ def test_ranks_that_differ_in_debug_are_refused(tmp_path: Path) -> None:
     text = "rank 0 has debug=False, rank 1 debug=True: it has to be the same on all ranks"
     assert f"InvalidArgument: rank 0/2: {text}" in first
     assert f"InvalidArgument: rank 1/2: {text}" in second
+
+
+def test_ranks_with_different_addresses_say_where_theirs_is_from(tmp_path: Path) -> None:
+    script = (
+        "import os, gradsync as gs\n"
+        "os.environ['GRADSYNC_SECRET'] = '5a' * 32\n"
+        "if os.environ['RANK'] == '1':\n"
+        f"    os.environ['GRADSYNC_ADDRESS'] = '127.0.0.1:{gs.free_port()}'\n"
+        "gs.init_process_group(timeout_seconds=2)"
+    )
+    (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, script=script)]
+    assert "missing: rank 1" in first
+    assert re.search(
+        r"rank 0 has the address 127.0.0.1:\d+ from MASTER_ADDR and MASTER_PORT: every rank needs the", first
+    )
+    assert re.search(r"rank 1 has the address 127.0.0.1:\d+ from GRADSYNC_ADDRESS: every rank needs the same", second)
 
 
 def test_plain_ranks_tell_an_uncaught_exception(tmp_path: Path) -> None:

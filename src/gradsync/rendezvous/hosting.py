@@ -51,10 +51,12 @@ class Spot(NamedTuple):
     Attributes:
         address: host:port, or None: rank 0 takes a free port, and says which.
         name: what the others find it by, and errors call it.
+        source: who has named the address; "" where there is none.
     """
 
     address: str | None
     name: str
+    source: str = ""
 
 
 @dataclass
@@ -158,7 +160,19 @@ def join(
     else:
         return _find(spot, secret, place, kept, deadline)
     with _closing_at_failure(meeting, kept):
-        client = _connect(meeting.endpoint, place, deadline)
+        try:
+            client = _connect(meeting.endpoint, place, deadline)
+        except RendezvousTimeout as error:
+            if not spot.source or hosted_for_us:
+                raise
+            # The commonest cause of all: some ranks have one address, some another.
+            raise RendezvousTimeout(
+                f"{error}; rank {place.rank} has the address {spot.address} from {spot.source}: every rank needs the "
+                "same",
+                missing_ranks=error.missing_ranks,
+                missing=error.missing,
+                cause=error.cause,
+            ) from None
         meeting.withdraw()
         return client, meeting
 
@@ -175,9 +189,10 @@ def _closing_at_failure(meeting: Meeting, kept: Meeting | None) -> Iterator[None
 
 
 def _spot(place: RankEnvironment, address: str | None) -> Spot:
-    known = check_address(address) if address is not None else place.address
-    if known is not None:
-        return Spot(known, known)
+    if address is not None:
+        return Spot(check_address(address), address, "address=")
+    if place.address is not None:
+        return Spot(place.address, place.address, ADDRESS)
     if place.world_size == 1:
         return Spot(None, "alone")  # nobody else needs to find it
     if place.run_name is not None:
@@ -190,7 +205,7 @@ def _spot(place: RankEnvironment, address: str | None) -> Spot:
         )
     # MASTER_PORT is its owner's (torchrun, or the script itself); ours is the one beside it.
     known = join_address(place.master_addr, port_beside(place.master_port))
-    return Spot(known, known)
+    return Spot(known, known, "MASTER_ADDR and MASTER_PORT")
 
 
 def _is_here(spot: Spot) -> bool:
