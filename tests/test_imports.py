@@ -23,7 +23,6 @@ ROOMS = [
 
 # Files beside the packages that do not lie in their room yet. Other rooms may import them as long as they are there.
 STRAYS = {
-    "reduction": "scalars_by_name",
     "cli": "__main__",
 }
 ROOM_OF_STRAY = {stray: room for room, strays in STRAYS.items() for stray in strays.split()}

@@ -1,7 +1,7 @@
 """When the phases of each collective began and ended, while somebody traces: packing, waiting, reducing, splitting.
 
 Off, it costs one look at `active` for each bucket and each gradient. On, what is noted is a tuple for each phase, held
-until the process writes its dump (dumps.py); `gradsync trace` turns dumps into a picture.
+until the process writes its dump (dump.py); `gradsync trace` turns dumps into a picture.
 """
 
 from __future__ import annotations
