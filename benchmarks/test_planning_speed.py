@@ -3,8 +3,7 @@
 import pytest
 
 import models
-from gradsync.bucketing.callback import DEFAULT_THRESHOLD_BYTES
-from gradsync.bucketing.plan import GradientSpec, plan_buckets
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, GradientSpec, plan_buckets
 
 
 def specs_of(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from gradsync.bucketing.callback import DEFAULT_THRESHOLD_BYTES
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 from models import MODELS, Shape
 
 
