@@ -1,0 +1,82 @@
+"""A simulated rank of the next gradsync: the library's own handshake, frames and messages, as its client sends them."""
+
+from __future__ import annotations
+
+import os
+
+from gradsync._next.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, THE_WORLD, FrameType, Message
+from gradsync._next.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
+from gradsync._next.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
+from gradsync.machine import machine_identity
+from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID, UNIQUE_ID
+
+
+class NextGradsyncRank:
+    """See SimulatedRank.
+
+    Args:
+        rank, world_size: which of how many.
+        secret: the run's.
+
+    Attributes:
+        pulses: how many heartbeats the server has answered.
+    """
+
+    def __init__(self, rank: int, world_size: int, secret: bytes) -> None:
+        self.is_done = False
+        self.pulses = 0
+        self._rank = rank
+        self._world_size = world_size
+        self._secret = secret
+        self._session: Session | None = None
+
+    def begin(self, phase: str) -> bytes:
+        self.is_done = False
+        if phase == JOIN:
+            self._handshake = ClientHandshake(self._secret, os.urandom(RANDOM_BYTES))
+            self._reader, self._session = FrameReader(), None
+            return self._handshake.hello()
+        return self._request(phase)
+
+    def hear(self, data: bytes) -> bytes:
+        self._reader.feed(data)
+        answer = b""
+        while (frame := self._reader.next_frame()) is not None:
+            if self._session is None:
+                proof, self._session = self._handshake.receive(frame)
+                self._reader.limit_bytes = MAX_FRAME_BYTES
+                fields = (PROTOCOL_VERSION, self._rank, self._world_size, NEXT_GENERATION)
+                answer += proof + self._session.seal(FrameType.JOIN, *fields)
+                answer += self._seal(FrameType.INTRODUCE, machine_identity(), "node", os.getpid(), None, 0)
+            else:
+                self._take(self._session.open(frame))
+        return answer
+
+    def heartbeat(self) -> bytes:
+        return self._seal(FrameType.HEARTBEAT, {"world": 1000})
+
+    def _request(self, phase: str) -> bytes:
+        if phase == PUT_ID:
+            return self._seal(FrameType.SET, "id", UNIQUE_ID, True)
+        if phase == GET_ID:
+            return self._seal(FrameType.GET, "id", 0)
+        if phase == BARRIER:
+            return self._seal(FrameType.BARRIER, "all ready", None)
+        if phase == LEAVE:
+            return self._seal(FrameType.LEAVE, THE_WORLD, None, 0)
+        raise ValueError(phase)
+
+    def _take(self, message: Message) -> None:
+        if message.type is FrameType.SEATED:
+            return
+        if message.type is FrameType.PULSE:
+            self.pulses += 1
+        elif message.type in (FrameType.REPLY, FrameType.JOINED):
+            self.is_done = True
+        else:
+            raise RuntimeError(f"rank {self._rank}: {message.type.name} {message.fields}")
+
+    def _seal(self, frame_type: FrameType, *fields: object) -> bytes:
+        if self._session is None:
+            raise RuntimeError(f"rank {self._rank} has not joined")
+        return self._session.seal(frame_type, *fields)
