@@ -363,3 +363,16 @@ with RendezvousServer(1, secret=b"s" * 16) as server:
 def test_child_of_a_fork_closes_without_harm() -> None:
     # Python warns about a fork beside threads; what follows it here is safe.
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=100)
+
+
+def test_what_is_accepted_has_the_options_of_the_listener() -> None:
+    """No delay, and a silent peer noticed by the kernel within seconds."""
+    with RendezvousServer(1, secret=SECRET) as server, connect(server, 0, 1) as client:
+        [accepted] = server._loop._connections.values()
+        for stream in (accepted.stream, client._connection._stream):
+            assert stream.gettimeout() == 0.0
+            assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            keepalive = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            assert [stream.getsockopt(socket.IPPROTO_TCP, option) for option in keepalive] == [2, 1, 3]
+            assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000

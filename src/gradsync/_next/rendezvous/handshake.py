@@ -22,11 +22,12 @@ Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 
 from gradsync._next.rendezvous.frames import NEXT_GENERATION, FrameType
-from gradsync._next.rendezvous.wire import MAC_BYTES, Frame, FrameError, Session, pack_frame
+from gradsync._next.rendezvous.wire import MAC_BYTES, Frame, FrameError, Mac, Session, pack_frame
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
 
 NONCE_BYTES = 32
@@ -60,7 +61,12 @@ def check_secret(secret: bytes) -> bytes:
 
 
 def _sign(secret: bytes, label: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret, label + transcript, "sha256")
+    return _mac_of(secret).sign(label + transcript)
+
+
+@functools.lru_cache(maxsize=4)  # a server signs with one secret for every rank
+def _mac_of(secret: bytes) -> Mac:
+    return Mac(secret)
 
 
 def _session(secret: bytes, transcript: bytes, *, is_server: bool) -> Session:

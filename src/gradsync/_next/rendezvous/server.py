@@ -434,7 +434,7 @@ class EventLoop:
         self._queued: deque[Event] = deque()  # what was found of silent peers, and what other threads tell
         self._accept_resumes_at: float | None = None
         self._next_number = 0
-        listener.setblocking(False)
+        tune_stream(listener)  # what is accepted inherits it: a call for each option and rank is saved
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -555,11 +555,7 @@ class EventLoop:
     def _admit(self, stream: socket.socket) -> None:
         if len(self._strangers) >= self._max_strangers:
             self._drop(next(iter(self._strangers.values())), "too many connections without a handshake")
-        try:
-            tune_stream(stream)
-        except OSError:  # reset already
-            stream.close()
-            return
+        stream.setblocking(False)
         self._next_number += 1
         handshake = ServerHandshake(self._secret, self._run_id, os.urandom(NONCE_BYTES))
         connection = ServerConnection(self._next_number, stream, handshake, time.monotonic() + HANDSHAKE_SECONDS)

@@ -47,12 +47,12 @@ class Mac:
     of the time of `hmac.digest`, which prepares them, and the hash function, for every frame.
 
     Args:
-        key: at most 64 bytes.
+        key: of any length.
     """
 
     def __init__(self, key: bytes) -> None:
         if len(key) > _BLOCK_BYTES:
-            raise ValueError(f"a key needs at most {_BLOCK_BYTES} bytes, got {len(key)}")
+            key = hashlib.sha256(key).digest()
         block = key.ljust(_BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(block.translate(_INNER))
         self._outer = hashlib.sha256(block.translate(_OUTER))
