@@ -134,6 +134,7 @@ def test_slow_joiners_are_named_every_few_seconds() -> None:
     [
         (PROTOCOL_VERSION + 1, 0, 2, 0, (f"version {PROTOCOL_VERSION}", f"version {PROTOCOL_VERSION + 1}")),
         (PROTOCOL_VERSION, 0, 3, 0, ("world_size 2", "with 3")),
+        (PROTOCOL_VERSION, 0, 1, 0, ("world_size 2", "with 1")),
         (PROTOCOL_VERSION, 2, 2, 0, ("ranks 0 to 1", "rank 2")),
         (PROTOCOL_VERSION, 1, 2, 0, ("rank 1/2 has joined already",)),
         (PROTOCOL_VERSION, 0, 2, 3, ("rank 0 came for generation 3, the next one is 1",)),
