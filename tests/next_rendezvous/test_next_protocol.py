@@ -121,6 +121,15 @@ def test_a_generation_waits_until_each_rank_has_said_which_process_it_is() -> No
     assert bench.take(1) == [joined(second, 1, 1, 2)]
 
 
+def test_who_stopped_waiting_is_not_blamed_before_one_that_has_not_said_who_it_is() -> None:
+    bench = Bench(3)
+    waits = [bench.join(0, 0), bench.join(1, 1)]
+    bench.join(2, 2, introduces=False)
+    for connection in (0, 1):
+        bench.cancel(connection, waits[connection])
+        assert bench.take(connection)[-1] == (FrameType.TIMED_OUT, waits[connection], (2,), "rank 2 (in 'joining')")
+
+
 def test_slow_joiners_are_named_every_few_seconds() -> None:
     bench = Bench(3)
     bench.join(0, 0)

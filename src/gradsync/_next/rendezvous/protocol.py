@@ -57,7 +57,6 @@ class Generation:
         self.barriers = Barriers(self.roster, waits)
         self.agreements = AgreementService(self.roster, waits, self.keys)
         self.least_ranks: int | None = None  # of which it may form; None: it needs all
-        self.unintroduced: set[int] = set()  # have joined, and not said yet which process they are
         self.departures = Departures(self.roster, (self.keys, self.barriers, self.agreements))
         self.stuck = StuckCollectives(self.roster, waits)
 
@@ -71,20 +70,15 @@ class Generation:
         """Whether ranks wait in it for others to join."""
         return self.number is None and self.failure is None
 
-    def has_come(self, rank: int) -> bool:
-        """Returns whether a rank has joined, and said which process it is: only then its silence is noticed."""
-        return rank in self.roster.members and rank not in self.unintroduced
-
     def withdraw(self, wait: Wait) -> None:
         """Takes a join back."""
         self.roster.cancel(wait.request.rank)
-        self.unintroduced.discard(wait.request.rank)
         if self.least_ranks is not None:
             self.least_ranks = self.roster.least_ranks()
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
         """Returns the ranks that hold up the forming of this generation."""
-        return self.roster.missing_ranks() or tuple(sorted(self.unintroduced))
+        return self.roster.missing_ranks()
 
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the waits that need a rank which has left."""
@@ -218,7 +212,6 @@ class RendezvousCore:
         if generation not in self._generations:
             self._generations.append(generation)
         generation.roster.seat(rank, connection)
-        generation.unintroduced.add(rank)
         self._seats[connection] = (generation, rank)
         self._waits.add(request, generation)
         return [Send(connection, FrameType.SEATED, (message.sequence, self._machine, self._pid))]
@@ -231,7 +224,7 @@ class RendezvousCore:
         member.pid = pid or None
         member.host = "" if machine and machine == self._machine else host or "another machine"
         member.min_ranks, member.steps = least, steps
-        generation.unintroduced.discard(request.rank)
+        generation.roster.unintroduced.discard(request.rank)
         if least is not None:
             generation.least_ranks = max(least, generation.least_ranks or 0)
         self._peers.end(process_key(request.rank))
@@ -325,11 +318,11 @@ class RendezvousCore:
         if forming is None:
             return []
         roster = forming.roster
-        if roster.is_complete() and not forming.unintroduced:
+        if roster.is_complete():
             return self._form(forming)
         if forming.least_ranks is None:
             for rank, how in self._ended.items():
-                if not forming.has_come(rank):
+                if not roster.has_come(rank):
                     return self._fail_generation(forming, roster.ended(rank, how)) + self._advance_generations(now)
         elif self._may_form_of_some(forming) and all(rank in self._ended for rank in roster.missing_ranks()):
             return self._form(forming)
@@ -347,7 +340,7 @@ class RendezvousCore:
     def _may_form_of_some(self, generation: Generation) -> bool:
         """Whether the members that have joined are as many as they want at least."""
         least = generation.least_ranks
-        if least is None or generation.unintroduced:
+        if least is None or generation.roster.unintroduced:
             return False
         return generation is self._next_to_form() and len(generation.roster.members) >= least
 
@@ -378,7 +371,7 @@ class RendezvousCore:
     def _watch(self, now: float, rank: int) -> None:
         """Looks from now on at the process of a rank that keeps others waiting."""
         forming = self._forming
-        if forming is not None and rank in self._pids and not forming.has_come(rank):
+        if forming is not None and rank in self._pids and not forming.roster.has_come(rank):
             self._peers.begin(process_key(rank), now)
 
     def _look_at_silent(self, now: float) -> list[Action]:

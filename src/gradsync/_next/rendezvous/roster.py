@@ -127,6 +127,7 @@ class Roster:
         members: by rank: until all have met the number with which a rank was launched; a generation that forms of some
             ranks counts anew.
         by_launch_rank: the same members.
+        unintroduced: those that have joined, and not said yet which process they are. They do so right behind.
     """
 
     def __init__(self, world_size: int, noun: str = "rank") -> None:
@@ -135,6 +136,7 @@ class Roster:
         self.phase = JOINING_PHASE
         self.members: dict[int, Member] = {}
         self.by_launch_rank: dict[int, Member] = {}
+        self.unintroduced: set[int] = set()
         self._cancelled: dict[int, None] = {}  # ranks that waited to join and stopped waiting, in that order
         self._left: list[int] = []  # the latest last
         self._present_count = 0
@@ -161,18 +163,20 @@ class Roster:
         """Adds a rank that joins."""
         self.members[rank] = self.by_launch_rank[rank] = Member(connection)
         self._present_count += 1
+        self.unintroduced.add(rank)
         self._cancelled.pop(rank, None)
 
     def cancel(self, rank: int) -> None:
         """Takes a joining rank out again; it may come back. Nothing where it has failed."""
         if self.members[rank].state is MemberState.PRESENT:
             self._present_count -= 1
+            self.unintroduced.discard(rank)
             del self.members[rank], self.by_launch_rank[rank]
             self._cancelled[rank] = None
 
     def is_complete(self) -> bool:
-        """Returns whether every rank has joined."""
-        return len(self.members) == self.world_size
+        """Returns whether every rank has come."""
+        return len(self.members) == self.world_size and not self.unintroduced
 
     def form(self) -> None:
         """Begins to run with those that have joined, numbered anew in their order."""
@@ -189,9 +193,13 @@ class Roster:
         return max(sorted(self.members), key=lambda rank: self.members[rank].steps)
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks that never joined; when there are none, those that joined and stopped waiting."""
-        absent = tuple(rank for rank in range(self.world_size) if rank not in self.members)
+        """Returns the ranks that have not come; when there are none, those that stopped waiting."""
+        absent = tuple(rank for rank in range(self.world_size) if not self.has_come(rank))
         return tuple(rank for rank in absent if rank not in self._cancelled) or absent
+
+    def has_come(self, rank: int) -> bool:
+        """Returns whether a rank has joined and said which process it is: before that nobody would notice its end."""
+        return rank in self.members and rank not in self.unintroduced
 
     # Who is there.
 
