@@ -73,6 +73,13 @@ def test_return_value_that_does_not_pickle_is_that_ranks_error():
     assert caught.value.results == {0: 0}
 
 
+def test_a_result_that_does_not_pickle_ends_nobody_elses_work(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to pickle") as caught:
+        gs.launch(rank_functions.work_on_beside_an_unpicklable_result, (str(tmp_path / "fifo"),), 2)
+    assert caught.value.results == {0: False}
+
+
 def test_results_of_other_workers_are_kept():
     queue = multiprocessing.get_context("spawn").Queue()
     with pytest.raises(WorkerError, match="ValueError: boom") as caught:
