@@ -744,9 +744,9 @@ def failure_of(message: Message, label: str, operation: str = "") -> GradsyncErr
         operation: the request that it answers, ending in ": "; empty for a whole generation.
     """
     _, kind, rank, phase, missing, text = message.fields
-    if kind == STUCK:
+    if kind == STUCK:  # of a collective: the request of a rank that learned of it by chance says nothing
         ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the one that is the cause comes first
-        return CollectiveTimeout(f"{label}: {operation}{text}", missing_ranks=ordered)
+        return CollectiveTimeout(f"{label}: {text}", missing_ranks=ordered)
     return RankFailed(f"{label}: {operation}{text}", rank=rank, phase=phase, was_silent=kind == SILENCE)
 
 
