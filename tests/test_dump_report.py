@@ -39,6 +39,18 @@ def test_a_damaged_dump_is_named_with_what_is_wrong(tmp_path: Path) -> None:
     assert "is damaged" in done.output
 
 
+def test_of_two_dumps_of_a_rank_the_latest_counts(tmp_path: Path) -> None:
+    told = []
+    for calls in (1, 5):
+        with gs.init_process_group("local") as comm:
+            for _ in range(calls):
+                comm.barrier()
+            gs.dump_flight_recorder(tmp_path / f"{9 - calls}.json")  # the names say nothing of their order
+        told.append(CliRunner().invoke(main, ["trace", str(tmp_path)]).output)
+    assert "rank 0 has begun 1 collectives" in told[0]
+    assert "rank 0 has begun 5 collectives" in told[1]
+
+
 def test_dumps_of_no_rank_are_said_to_be_such(tmp_path: Path) -> None:
     path = gs.dump_flight_recorder(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rank": None}))

@@ -67,6 +67,16 @@ def test_a_terminal_sees_the_table_grow(shapes):
     assert "\x1b" not in out
 
 
+def test_a_rank_that_fails_is_told_on_the_last_line(tmp_path):
+    path = tmp_path / "huge.json"
+    path.write_text('[["a", [1000000, 100000000]]]')
+    code, _, err = bench("--model", path, "-n", 2, "--backend", "shm", "--steps", 1)
+    assert code == 1
+    assert "MemoryError" in err
+    last = err.splitlines()[-1]
+    assert re.fullmatch(r"gradsync: error: rank \d .* failed with exit code 1, .*; all other ranks were ended", last)
+
+
 def test_a_prediction_has_the_numbers_of_the_model():
     """Between 64 GPUs over links of 5 us and 20 GB/s, a bucket that takes as long as the next one takes to fill."""
     script = Path(__file__).parents[2] / "benchmarks" / "predict_threshold.py"
