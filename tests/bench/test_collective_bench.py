@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import gradsync as gs
+from gradsync.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
 
@@ -34,6 +36,27 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
     [line] = lines_under(text, "all_reduce")
     assert line[2:5] == ["int32", "prod", "-1"]
     assert line[8] == "N/A"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("-b 8 -e 64 -f 1", "-f needs to be above 1, got 1"),
+        ("-b 64 -e 8", "-e needs to be at least -b, got 8 and 64 bytes"),
+        ("-b zz", "a size needs to read 8, 64K, 1M or 1G, and be at least a byte; got 'zz'"),
+        ("-b 8 -e 1G -f 1.0000001", "-b, -e and -f make more than 100 sizes: use a larger factor"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(arguments, text):
+    done = CliRunner().invoke(main, ["bench", "collectives", *arguments.split()])
+    assert (done.exit_code, text in done.output) == (2, True), done.output
+
+
+def test_a_rank_that_fails_is_told_on_the_last_line():
+    code, _, err = bench("-b", "500G", "-e", "500G", "-n", 2, "--backend", "shm")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("gradsync: error: gradsync/shm: asked for prepare: a rank failed: ")
+    assert "MemoryError" in err.splitlines()[-1]
 
 
 LAUNCHED = {
