@@ -403,6 +403,31 @@ def test_the_file_with_the_secret_is_gone_once_all_have_met(tmp_path: Path) -> N
     assert [out for out, _ in outputs] == ["[]\n", "[]\n"], outputs
 
 
+def test_an_address_is_hosted_anew_after_another_one_has_failed() -> None:
+    address = f"127.0.0.1:{gs.free_port()}"
+    with gs.init_process_group("shm", rank=0, world_size=1, address=address):
+        pass
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(gs.RendezvousError, match="in use"):
+            gs.init_process_group(
+                "shm", rank=0, world_size=1, address=f"127.0.0.1:{taken.getsockname()[1]}", timeout_seconds=10
+            )
+    with gs.init_process_group("shm", rank=0, world_size=1, address=address, timeout_seconds=10) as comm:
+        assert comm.world_size == 1
+
+
+def test_a_secret_that_cannot_be_published_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    port = gs.free_port()
+    in_the_way = tmp_path / f"gradsync-127.0.0.1:{port}.secret"
+    in_the_way.mkdir()
+    with pytest.raises(IsADirectoryError):
+        gs.init_process_group("shm", rank=0, world_size=2, address=f"127.0.0.1:{port}", timeout_seconds=10)
+    assert list(tmp_path.iterdir()) == [in_the_way]
+    socket.create_server(("127.0.0.1", port)).close()  # nor is the port
+
+
 AGAIN = """
 import sys, time
 import gradsync as gs

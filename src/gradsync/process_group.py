@@ -139,8 +139,8 @@ def init_process_group(
     if wanted == "local":
         communicator = connect(wanted, None, settings, "world")
     else:
-        client = _meet(settings, wanted)
         try:
+            client = _meet(settings, wanted)
             communicator = _agree_and_connect(
                 "init_process_group",
                 client,

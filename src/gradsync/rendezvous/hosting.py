@@ -69,6 +69,7 @@ class Meeting:
         endpoint: the server, and the run's secret.
         server: where this rank hosts it.
         path: the file for the others, while there is one.
+        is_closed: whether it is of no use any more.
     """
 
     spot: Spot
@@ -76,16 +77,18 @@ class Meeting:
     endpoint: Endpoint
     server: RendezvousServer | None = None
     path: str | None = None
+    is_closed: bool = False
 
     def withdraw(self) -> None:
         """Removes the file for the others."""
         path, self.path = self.path, None
         if path is not None:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # the server must stop all the same
                 os.unlink(path)
 
     def close(self, *, wait_seconds: float) -> None:
         """Stops hosting, after giving the others `wait_seconds` to leave."""
+        self.is_closed = True
         self.withdraw()  # first: once the port is free, a later run may put its own file there
         if self.server is not None:
             self.server.wait_until_empty(wait_seconds)
@@ -145,6 +148,7 @@ def join(
     spot = _spot(place, address) if share is None else Spot(None, "over MPI")
     if kept is not None and (kept.spot, kept.world_size) != (spot, place.world_size):
         kept.close(wait_seconds=0.0)
+    if kept is not None and kept.is_closed:  # now, or before a meeting elsewhere that has failed
         kept = None
     hosted_for_us = place.hosted and spot.address is not None and spot.address == place.address
     secret = place.secret or take_secret()
@@ -247,15 +251,11 @@ def _start_hosting(
     # The port is bound before the secret is written: only the port's owner may name the secret.
     server = RendezvousServer(place.world_size, secret=secret, host=host, port=port)
     meeting = Meeting(spot, place.world_size, Endpoint(spot.address or server.address, secret), server)
-    try:
+    with _closing_at_failure(meeting, None):
         if is_found_by_file:
-            path = secret_path(spot.name)
-            publish(path, Endpoint(server.address, secret))
-            meeting.path = path
-    except BaseException:
-        server.stop()
-        raise
-    server.start()
+            meeting.path = secret_path(spot.name)  # known before there is a file, so that none is left
+            publish(meeting.path, Endpoint(server.address, secret))
+        server.start()
     return meeting
 
 

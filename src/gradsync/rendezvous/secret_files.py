@@ -50,9 +50,13 @@ def publish(path: str, endpoint: Endpoint) -> None:
     """Writes the file, whole at once, over one that an earlier run has left."""
     fresh = f"{path}.{os.urandom(8).hex()}"
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{endpoint.secret.hex()}\n{endpoint.address}\n")
-    os.replace(fresh, path)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{endpoint.secret.hex()}\n{endpoint.address}\n")
+        os.replace(fresh, path)
+    except BaseException:  # such as a full disk: no secret is left behind
+        os.unlink(fresh)
+        raise
 
 
 def wait_for(
