@@ -1,3 +1,4 @@
+import contextlib
 import os
 import re
 import select
@@ -201,6 +202,46 @@ def test_a_signal_that_comes_outside_pythons_main_thread_ends_the_launchers_wait
         assert ready == [inbox.descriptor]
         assert inbox.read() == [signal.SIGINT]
         assert inbox.read() == []
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", range(12))
+@pytest.mark.parametrize("raises", [False, True])
+def test_no_signal_is_lost_as_an_inbox_opens_or_closes(place, raises, monkeypatch):
+    # SIGTERM arrives right after the place-th call by which the inbox changes what signals do.
+    received, taken, calls = [], [], []
+
+    def handle(number, frame):
+        received.append(number)
+        if raises:
+            raise Stopped
+
+    def then_comes(function):
+        def call(*args, **options):
+            result = function(*args, **options)
+            calls.append(args)
+            if len(calls) == place + 1:
+                signal.raise_signal(signal.SIGTERM)
+            return result
+
+        return call
+
+    before = signal.signal(signal.SIGTERM, handle)
+    all_before = [signal.getsignal(number) for number in range(1, signal.NSIG)]
+    try:
+        with monkeypatch.context() as patch, contextlib.suppress(Stopped):
+            patch.setattr(signal, "signal", then_comes(signal.signal))
+            patch.setattr(signal, "set_wakeup_fd", then_comes(signal.set_wakeup_fd))
+            with SignalInbox() as inbox:
+                taken += inbox.read()
+        assert len(calls) <= place or received + taken
+        assert [signal.getsignal(number) for number in range(1, signal.NSIG)] == all_before
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_signal_of_the_programs_own_reaches_its_wake_up_descriptor():

@@ -49,35 +49,45 @@ class SignalInbox:
 
     def __enter__(self) -> SignalInbox:
         _occupy_standard_descriptors()
-        _entered.append(self)
         self.descriptor, self._writer = os.pipe()
         own_descriptors.update((self.descriptor, self._writer))
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._writer, False)
+        _entered.append(self)
+        try:
+            self._install()
+        except BaseException:  # a handler of the program's, which was not replaced yet
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _install(self) -> None:
         if self._installs_handlers and threading.current_thread() is threading.main_thread():
+            # First the pipe, and in _restore last: what comes in between acts, is in the pipe, or both, but is not lost.
+            self._previous_wakeup = -1  # in case a handler raises before the next line has ended
+            self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             for number in _SIGNALS:
                 previous = signal.getsignal(number)
                 # None: a handler that was not installed from Python, which we could not restore.
                 if previous is not None and previous != signal.SIG_IGN:
                     self._previous[number] = previous
                     signal.signal(number, _is_in_the_pipe)
-            self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 self._previous[signal.SIGCHLD] = signal.SIG_IGN
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
-        _entered.remove(self)
-        unread = self.read() if self._installs_handlers else []
-        for descriptor in (self.descriptor, self._writer):
-            own_descriptors.discard(descriptor)
-            os.close(descriptor)
-        for number in unread:
-            if number < signal.NSIG:
+        try:
+            self._restore()
+        finally:
+            _entered.remove(self)
+            unread = [number for number in self.read() if number in self._previous]
+            for descriptor in (self.descriptor, self._writer):
+                own_descriptors.discard(descriptor)
+                os.close(descriptor)
+            for number in unread:
                 signal.raise_signal(number)
 
     def put(self, number: int) -> None:
@@ -98,10 +108,11 @@ class SignalInbox:
         return ours
 
     def _restore(self) -> None:
-        if self._previous_wakeup is not None:
-            signal.set_wakeup_fd(self._previous_wakeup)
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
+        with contextlib.ExitStack() as stack:  # all of them, from the last to the first: a handler may raise at once
+            if self._previous_wakeup is not None:
+                stack.callback(signal.set_wakeup_fd, self._previous_wakeup)
+            for number, previous in self._previous.items():
+                stack.callback(signal.signal, number, previous)
 
 
 def _is_in_the_pipe(_number: int, _frame: FrameType | None) -> None:
