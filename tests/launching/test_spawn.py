@@ -195,6 +195,33 @@ def test_ctrl_c_ends_the_ranks_in_order(tmp_path, where):
         assert (process.returncode, err) == (0, "")
 
 
+INTERRUPTED_AT_START = """
+    import os, signal, threading
+    import gradsync as gs
+    def work():
+        while True:
+            signal.pause()
+    def interrupt():
+        begun.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # the kernel gives it to any thread that takes it
+    begun = threading.Event()
+    if __name__ == "__main__":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Thread(target=interrupt).start()
+        os.register_at_fork(after_in_parent=begun.set)
+        try:
+            gs.spawn(work, nprocs=4, join=False, start_method="fork")
+        except KeyboardInterrupt as error:
+            print("interrupted", repr(error.__context__))
+"""
+
+
+def test_ctrl_c_while_the_ranks_start_ends_them(tmp_path):
+    script = command.write_script(tmp_path, INTERRUPTED_AT_START)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted None\n", "")
+
+
 def test_a_second_ctrl_c_kills(tmp_path):
     process, pids = start_interrupted(tmp_path, "join", "stubborn")
     with process:

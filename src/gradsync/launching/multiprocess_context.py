@@ -41,13 +41,14 @@ class MultiprocessContext:
         self._takes_signals = True
         self._pid = os.getpid()
         self.processes: list[SpawnedProcess] = []
-        # A Ctrl-C meanwhile waits: between two steps it would leave ranks behind that nobody watches.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            try:
-                self._start(job, joins=joins, daemon=daemon)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            # A Ctrl-C meanwhile waits: between two steps it would leave ranks behind that nobody watches.
+            with contextlib.nullcontext() if joins else SignalInbox():
+                try:
+                    self._start(job, joins=joins, daemon=daemon)
+                except BaseException:
+                    self._has_ended = True  # nobody watches
+                    raise
         except KeyboardInterrupt:
             self._interrupt()
             raise
