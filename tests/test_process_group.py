@@ -407,11 +407,9 @@ def test_an_address_is_hosted_anew_after_another_one_has_failed() -> None:
     address = f"127.0.0.1:{gs.free_port()}"
     with gs.init_process_group("shm", rank=0, world_size=1, address=address):
         pass
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(gs.RendezvousError, match="in use"):
-            gs.init_process_group(
-                "shm", rank=0, world_size=1, address=f"127.0.0.1:{taken.getsockname()[1]}", timeout_seconds=10
-            )
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(gs.RendezvousError, match="in use"):
+        elsewhere = f"127.0.0.1:{taken.getsockname()[1]}"
+        gs.init_process_group("shm", rank=0, world_size=1, address=elsewhere, timeout_seconds=10)
     with gs.init_process_group("shm", rank=0, world_size=1, address=address, timeout_seconds=10) as comm:
         assert comm.world_size == 1
 

@@ -63,7 +63,7 @@ class SignalInbox:
 
     def _install(self) -> None:
         if self._installs_handlers and threading.current_thread() is threading.main_thread():
-            # First the pipe, and in _restore last: what comes in between acts, is in the pipe, or both, but is not lost.
+            # The pipe first, and in _restore last: what comes in between acts, or is in the pipe, or both.
             self._previous_wakeup = -1  # in case a handler raises before the next line has ended
             self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             for number in _SIGNALS:
