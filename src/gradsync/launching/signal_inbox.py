@@ -162,7 +162,11 @@ def _after_fork_in_child() -> None:
         inbox._restore()
     _entered.clear()
     thread, kept = _kept
-    for descriptor in own_descriptors.difference(kept if thread == threading.get_ident() else ()):
+    if thread == threading.get_ident():  # a rank: what comes to it must not wake the asyncio of the program here
+        signal.set_wakeup_fd(-1)
+    else:
+        kept = frozenset()
+    for descriptor in own_descriptors - kept:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     own_descriptors.clear()

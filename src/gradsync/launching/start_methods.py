@@ -108,14 +108,16 @@ def _fork(start: RankStart) -> StartedProcess:
         with contextlib.suppress(Exception):
             stream.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with kept_in_fork(start.descriptors):
-        pid = os.fork()
-    if pid == 0:
-        try:
-            _enter(start, launcher_pid)
-        finally:
-            os._exit(70)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        with kept_in_fork(start.descriptors):
+            pid = os.fork()
+        if pid == 0:
+            try:
+                _enter(start, launcher_pid)
+            finally:
+                os._exit(70)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return StartedProcess(pid, lambda: _reap_child(pid))
 
 
