@@ -410,3 +410,11 @@ def test_logging(logger, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].endswith("gradsync INFO: taking shm")
+
+
+def test_a_rank_that_looks_for_removed_variables_opens_no_secret_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "read_secret_file", lambda path: pytest.fail("opened"))
+    environment.check_removed_variables({"GRADSYNC_SECRET_FILE": str(tmp_path / "secret")})
+    environment.check_variables({"GRADSYNC_SECRET_FILE": str(tmp_path / "secret")})
+    with pytest.raises(InvalidArgument, match="GRADSYNC_TLS_KEY"):
+        environment.check_variables({"GRADSYNC_TLS_KEY": "key"})

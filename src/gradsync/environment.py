@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Generic, NamedTuple, TypeVar
 
 from gradsync.arguments import check_address
@@ -256,12 +256,14 @@ _told: set[str] = set()
 # -- What is set, and wrong -------------------------------------------------------------------------------------------
 
 
-def refused_variables(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, InvalidArgument]]:
-    """Yields what is set and cannot be read, or has gone, each with the error that says what to do."""
+def refused_variables(
+    environ: Mapping[str, str] = os.environ, variables: Iterable[Variable[object]] = VARIABLES
+) -> Iterator[tuple[str, InvalidArgument]]:
+    """Yields what is set and has gone, or is one of `variables` and cannot be read; each with what to do."""
     for name, advice in _REMOVED.items():
         if value_of(environ, name) is not None:
             yield name, InvalidArgument(f"{name} is set, but {advice}")
-    for variable in VARIABLES:
+    for variable in variables:
         try:
             variable.read(environ)
         except InvalidArgument as error:
@@ -288,9 +290,8 @@ def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         InvalidArgument: one is set that has gone; the text says what to do in its place.
     """
-    for name, error in refused_variables(environ):
-        if name in _REMOVED:
-            raise error
+    for _, error in refused_variables(environ, ()):
+        raise error
 
 
 def check_variables(environ: Mapping[str, str] = os.environ) -> None:
@@ -299,9 +300,8 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         InvalidArgument: one that ranks inherit cannot be read, or has gone.
     """
-    for name, error in refused_variables(environ):
-        if name not in OF_A_RUN:
-            raise error
+    for _, error in refused_variables(environ, [variable for variable in VARIABLES if variable not in OF_A_RUN]):
+        raise error
     warn_of_unknown_variables(environ)
 
 
