@@ -28,7 +28,7 @@ from rank_processes import run_ranks
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
-        if name.startswith(("GRADSYNC_", "SLURM_", "OMPI_", "PMI")) or name in (
+        if name.startswith(("GRADSYNC_", "SLURM_", "OMPI_", "PMI", "MPI_", "HYDI_")) or name in (
             "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
         ):  # fmt: skip
             monkeypatch.delenv(name)
@@ -117,6 +117,7 @@ def test_a_process_that_nobody_started_is_a_world_of_one_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")  # as in a batch script
     with gs.init_process_group() as comm:
         assert (comm.rank, comm.world_size) == (0, 1)
     assert [record.getMessage() for record in caplog.records] == [
@@ -146,6 +147,12 @@ def test_a_process_that_nobody_started_is_a_world_of_one_and_says_so(
         ("PMIX_RANK", "0"),
         ("PMI_FD", "9"),
         ("SLURM_NTASKS", "2"),
+        ("SLURM_NPROCS", "2"),
+        ("SLURM_STEP_NUM_TASKS", "2"),
+        ("SLURM_PROCID", "1"),
+        ("MPI_LOCALNRANKS", "2"),
+        ("HYDI_CONTROL_FD", "9"),
+        ("MV2_COMM_WORLD_RANK", "0"),
     ],
 )
 def test_what_hints_at_a_launcher_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,9 @@ MPI_LAUNCHERS = (
 #: Who may have started the ranks of an MPI job, as `RankEnvironment.source` says; "MPI" where only MPI knows.
 SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in MPI_LAUNCHERS), SLURM, "MPI")
 _PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
+_HINTS_OF_MPI = ("OMPI_", "PMI", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_")
+# What Slurm says to who is alone; a container may have been given no more of a step than the number of its task.
+_SLURM_ALONE = (("SLURM_NTASKS", "1"), ("SLURM_NPROCS", "1"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0"))
 
 # Slurm numbers the steps that no `srun` made from here on: batch scripts, shells of salloc, and others.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -129,9 +132,8 @@ def hints_of_launcher(environ: Mapping[str, str]) -> list[str]:
     A process that ought to be a rank and is not must not take itself for the only one: N jobs of one rank would
     overwrite one checkpoint.
     """
-    found = TORCHRUN.set_in(environ) + [name for name in sorted(environ) if name.startswith(("OMPI_", "PMI"))]
-    tasks = value_of(environ, "SLURM_NTASKS")
-    return found if tasks in (None, "1") else [*found, "SLURM_NTASKS"]
+    found = TORCHRUN.set_in(environ) + [name for name in sorted(environ) if name.startswith(_HINTS_OF_MPI)]
+    return found + [name for name, alone in _SLURM_ALONE if value_of(environ, name) not in (None, alone)]
 
 
 def _read_place(environ: Mapping[str, str], launcher: LauncherVariables) -> Place:
