@@ -126,3 +126,15 @@ def leave_what_was_repeated(comm: gs.Communicator) -> tuple[bool, str]:
 def test_over_nccl_a_rank_that_leaves_the_plan_is_found_before_data_move() -> None:
     """Without the debug mode a rank that predicts may have launched its own by then, and the communicator is broken."""
     assert STAND_IN.run(2, leave_what_was_repeated, debug=True) == [(False, "[2.0, 2.0, 2.0]")] * 2
+
+
+def test_a_future_in_debug_mode_waits_as_any_other() -> None:
+    with gs.init_process_group("local", debug=True) as comm:
+        callback = gs.AllreduceCallback("mean", comm)
+        future = callback("w", np.ones(3))
+        for ask in (future.wait, future.result, future.numpy):
+            with pytest.raises(gs.FutureNotReady, match="the gradient of 'w' is not ready"):
+                ask()
+        callback.flush()
+        future.wait(timeout=1.0)
+        assert (future.result() == 1.0).all()
