@@ -8,6 +8,7 @@ with it. A kit makes the arrays: NumPy's, or CuPy's.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, reduce_into
 
 Host = np.ndarray[Any, Any]
 
+#: Whether checks run on all that they can run on, as under `make prove PART=cross_checks`.
+IS_EVERYWHERE = bool(os.environ.get("GRADSYNC_TEST_PLACES"))
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (13, 17), (64, 257), (70_001,)]
 FLOAT_TOLERANCE = {
     "float16": 1e-3,

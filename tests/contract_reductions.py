@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from contract import (
+    IS_EVERYWHERE,
     LAYOUTS,
     REDUCTIONS,
     SHAPES,
@@ -26,7 +27,6 @@ from contract import (
     reference,
     sealed,
 )
-from places import IS_EVERYWHERE
 
 _SHAPES_OF_REDUCE = [(), (0,), (13, 17), (40_001,)]
 _DTYPES_OF_LARGE = ("float32", "bfloat16", "complex128", "int8")  # of each way of accumulating, and each size of word

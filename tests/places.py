@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 
+from contract import IS_EVERYWHERE
 from kits import end_together
 from rank_processes import Outcome, run_ranks, run_ranks_for_outcomes
 
@@ -69,8 +69,6 @@ GPU_STAGED = Place("gpu, host arrays", "numpy", _GPU, (pytest.mark.gpu,))
 GPU_MIXED = Place("gpu, mixed arrays", "mixed", _GPU, (pytest.mark.gpu,))
 
 
-#: Whether tests run at all their places, as under `make prove PART=cross_checks`.
-IS_EVERYWHERE = bool(os.environ.get("GRADSYNC_TEST_PLACES"))
 _NOT_IN_MAKE_TEST = {STAND_IN_STAGED.name, STAND_IN_MIXED.name, STAND_IN_SLOW.name}
 _ON_TWO_RANKS = {STAND_IN.name, STAND_IN_STUCK.name}
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 import gradsync as gs
-from contract import expect
+from contract import IS_EVERYWHERE, expect
 from gradsync.rendezvous.server import RendezvousServer
-from places import IS_EVERYWHERE, SHM
+from places import SHM
 from rendezvous.rendezvous_ranks import SECRET, connect_all
 
 WAIT = 0.002  # seconds for what does not come

@@ -22,9 +22,8 @@ from naive_reference import (
 )
 
 import gradsync as gs
-from contract import expect
+from contract import IS_EVERYWHERE, expect
 from kits import make_kit
-from places import IS_EVERYWHERE
 
 # -- Hooks --------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import growth_checks as checks
 import pytest
 
-from places import IS_EVERYWHERE, SHM
+from contract import IS_EVERYWHERE
+from places import SHM
 
 
 @pytest.mark.parametrize(("world_size", "steps"), [(1, 1000), (2, 500)] if IS_EVERYWHERE else [(2, 200)])

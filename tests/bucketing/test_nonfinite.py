@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import assert_identical, dtype_of
-from places import IS_EVERYWHERE
+from contract import IS_EVERYWHERE, assert_identical, dtype_of
 from rank_processes import run_ranks
 
 # More than a chunk of the stream, so small that many go together, none at all, and a bucket that is reduced at once.

@@ -10,8 +10,9 @@ import steady_checks as checks
 from naive_reference import THRESHOLDS
 
 import gradsync as gs
+from contract import IS_EVERYWHERE
 from gradsync.communicators.local import LocalCommunicator
-from places import GPU, IS_EVERYWHERE, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
+from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
 
 FEW = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
 

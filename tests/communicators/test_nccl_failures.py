@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from contract import seconds_waited
-from places import GPU, IS_EVERYWHERE, STAND_IN, STAND_IN_STUCK, Place, always_on, on
+from contract import IS_EVERYWHERE, seconds_waited
+from places import GPU, STAND_IN, STAND_IN_STUCK, Place, always_on, on
 
 STUCK = [*on(STAND_IN_STUCK, 2), *on(GPU, 2)]
 LONG_SECONDS = 20.0
