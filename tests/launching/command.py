@@ -20,10 +20,19 @@ def write_script(folder, source, name="script.py"):
     return str(path)
 
 
+class Launcher(subprocess.Popen):
+    """A launcher that is killed, and its ranks with it, when the test in its `with` fails."""
+
+    def __exit__(self, kind, *rest):
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, *rest)
+
+
 def start(*arguments, env=os.environ, **options):
     # Buffered output leaves each rank in one piece.
     env = {name: value for name, value in env.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.Popen(
+    return Launcher(
         [sys.executable, "-c", _START, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -137,6 +137,37 @@ def test_rank_that_ends_before_its_guard_is_ready(tmp_path, handler):
     assert done.stdout == "[0, 1]\n", done.stderr
 
 
+def test_orphan_of_a_rank_that_ends_before_its_guard_is_ready(tmp_path):
+    source = """
+        import os, signal
+        import gradsync as gs
+        def wait_for_the_rank_to_end():
+            if os.getpid() == guard_of_rank.get("forks in"):
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        def note_the_guard():
+            guard_of_rank.setdefault("forks in", os.getpid())
+        def rank():
+            reader, writer = os.pipe()
+            if (child := os.fork()) == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    os.write(writer, b"%d" % os.getpid())
+                    while True:
+                        signal.pause()
+                os._exit(0)
+            orphan = int(os.read(reader, 32))
+            os.waitpid(child, 0)
+            return orphan
+        if __name__ == "__main__":
+            guard_of_rank = {}
+            gs.set_start_method("fork")
+            os.register_at_fork(after_in_child=note_the_guard, after_in_parent=wait_for_the_rank_to_end)
+            print(*gs.launch(rank, (), 1))
+        """
+    done = run_script(tmp_path, source)
+    assert command.has_ended(int(done.stdout), 10), done.stderr
+
+
 def descriptors_of_a_program():
     """Runs in each rank: what a program that it starts inherits beside the standard streams."""
     listed = subprocess.run(

@@ -11,6 +11,7 @@ from pathlib import Path
 import command
 import pytest
 
+from contract import wait_until
 from process_table import parent_of, state_of
 
 # Leaves children of every kind behind: plain, in a session of its own, double-forked, one that ignores SIGTERM, and a
@@ -119,10 +120,10 @@ def test_guard_forwards_a_signal_and_is_named_in_the_process_list(tmp_path):
         pids = pids_of(process)
         for pid in pids:
             guard = parent_of(pid)
+            wait_until(lambda guard=guard: Path(f"/proc/{guard}/comm").read_text() == "gradsync-guard\n")
             shown = Path(f"/proc/{guard}/cmdline").read_bytes().rstrip(b"\0").decode()
             assert shown.startswith("gradsync: guard of rank ")
             assert shown.endswith(f"(pid {pid})")
-            assert Path(f"/proc/{guard}/comm").read_text() == "gradsync-guard\n"
             os.kill(guard, signal.SIGTERM)
         process.communicate()
     assert process.returncode == 0

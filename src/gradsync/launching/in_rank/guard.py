@@ -67,6 +67,7 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     # take the end of a short-lived rank away from the guard before `run` has set handlers of its own.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     of_program = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # before the rank can leave a child behind
     pid = os.fork()
     if pid == 0:
         if of_program is not None:  # it was set from Python
@@ -82,7 +83,6 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     try:
         for descriptor in (report, result_file, *others):
             os.close(descriptor)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         _Guard(pid, launcher_pid, status, command).run(f"gradsync: guard of rank {rank} (pid {pid})")
     finally:  # whatever happens here, this process must not go on as a second rank
         os._exit(70)
