@@ -10,6 +10,8 @@ from gradsync._next.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
 from gradsync.machine import machine_identity
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID, UNIQUE_ID
 
+_MACHINE = machine_identity()  # a real rank looks once; here one process is a thousand
+
 
 class NextGradsyncRank:
     """See SimulatedRank.
@@ -47,7 +49,7 @@ class NextGradsyncRank:
                 self._reader.limit_bytes = MAX_FRAME_BYTES
                 fields = (PROTOCOL_VERSION, self._rank, self._world_size, NEXT_GENERATION)
                 answer += proof + self._session.seal(FrameType.JOIN, *fields)
-                answer += self._seal(FrameType.INTRODUCE, machine_identity(), "node", os.getpid(), None, 0)
+                answer += self._seal(FrameType.INTRODUCE, _MACHINE, "node", os.getpid(), None, 0)
             else:
                 self._take(self._session.open(frame))
         return answer

@@ -302,7 +302,7 @@ def check_fields(frame_type: FrameType, fields: tuple[Any, ...]) -> None:
     schema = SCHEMAS[frame_type]
     if len(fields) != len(schema):
         raise FieldError(f"{frame_type.name} needs {len(schema)} fields, got {len(fields)}")
-    for rule, value in zip(schema, fields, strict=True):
+    for rule, value in zip(schema, fields):  # noqa: B905 - as many of both; `strict` takes as long as a check
         if not rule.accepts(value):
             raise FieldError(f"{rule.name} needs to be {rule.needed}, got {_describe(value)}")
 

@@ -127,9 +127,9 @@ class RendezvousCore:
         """
         self._peers.restart_if_late(now)
         if isinstance(event, Received):
-            message = event.message
-            if event.connection in self._seats:
-                actions = self._receive(now, event.connection, message)
+            message, seat = event.message, self._seats.get(event.connection)
+            if seat is not None:
+                actions = self._receive(now, event.connection, message, *seat)
                 if message.type not in _CHANGING:  # nearly all messages: no generation forms or ends by them
                     return actions
             elif message.type is FrameType.JOIN:
@@ -158,14 +158,15 @@ class RendezvousCore:
         due += [generation.stuck.next_deadline() for generation in self._generations if generation.is_running]
         return min((time_due for time_due in due if time_due is not None), default=None)
 
-    def _receive(self, now: float, connection: int, message: Message) -> list[Action]:
+    def _receive(
+        self, now: float, connection: int, message: Message, generation: Generation, rank: int
+    ) -> list[Action]:
         """Hands a member's message to its handler, where the state of the generation allows it."""
-        generation, rank = self._seats[connection]
         request = Request(connection, rank, message.sequence, now)
         actions: list[Action] = []
         if self._peers.hear(connection, now):
             actions.append(Notice(f"{generation.roster.name(rank)} is heard of again"))
-        when, handler = _HANDLERS.get(message.type, (_When.REQUEST, RendezvousCore._refuse_frame))
+        when, handler = _HANDLERS.get(message.type, _NO_HANDLER)
         if when is _When.REQUEST:
             if generation.failure is not None:
                 return [*actions, request.fail(generation.failure)]
@@ -520,5 +521,6 @@ _HANDLERS: dict[FrameType, tuple[_When, Handler]] = {
     FrameType.AGREE: (_When.REQUEST, RendezvousCore._agree),
     FrameType.LEFT_RANKS: (_When.REQUEST, RendezvousCore._left_ranks),
 }
+_NO_HANDLER = _When.REQUEST, RendezvousCore._refuse_frame
 #: After these a generation may form or end.
 _CHANGING = (FrameType.INTRODUCE, FrameType.CANCEL, FrameType.REPORT_FAILURE, FrameType.LEAVE)

@@ -292,6 +292,7 @@ class ServerConnection:
 
     Attributes:
         is_stranger: True until the first authenticated message.
+        output: what waits to be written; empty again once the peer has taken it.
         is_watched_for_room: whether the loop waits for room for its output; the loop's own.
     """
 
@@ -304,12 +305,7 @@ class ServerConnection:
         self._handshake = handshake
         self._session: Session | None = None
         self._reader = FrameReader()
-        self._output = bytearray()
-
-    @property
-    def wants_write(self) -> bool:
-        """Whether output waits for the peer to read."""
-        return bool(self._output)
+        self.output = bytearray()
 
     @property
     def is_stuck(self) -> bool:
@@ -341,7 +337,7 @@ class ServerConnection:
                     self._session = step
                     self._reader.limit_bytes = MAX_FRAME_BYTES
                 else:
-                    self._output += step
+                    self.output += step
                 continue
             message = self._session.open(frame)
             if self.is_stranger:
@@ -369,8 +365,8 @@ class ServerConnection:
         """
         if self._session is None:
             raise FrameError("a message was queued before the handshake ended")
-        self._output += self._session.seal(frame_type, *fields)
-        if len(self._output) > MAX_OUTPUT_BYTES:
+        self.output += self._session.seal(frame_type, *fields)
+        if len(self.output) > MAX_OUTPUT_BYTES:
             raise ConnectionLost(f"it has left more than {MAX_OUTPUT_BYTES} bytes unread")
 
     def flush(self) -> None:
@@ -379,14 +375,13 @@ class ServerConnection:
         Raises:
             ConnectionLost: the peer is gone.
         """
-        while self._output:
+        while self.output:
             try:
-                sent = self.stream.send(self._output)
+                del self.output[: self.stream.send(self.output)]
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
                 raise ConnectionLost(error.strerror or str(error)) from error
-            del self._output[:sent]
 
     def hang_up(self) -> None:
         """Ends the stream and closes it: a copy of the descriptor in a forked process must not keep it open."""
@@ -576,7 +571,7 @@ class EventLoop:
             if len(self._connections) - len(self._strangers) > self._max_members:
                 self._refuse(connection, messages[0].sequence)
                 return
-        if connection.wants_write:
+        if connection.output:
             self._flush(connection)
         for message in messages:
             if connection.number in self._closing or connection.number not in self._connections:
@@ -587,9 +582,7 @@ class EventLoop:
     def _refuse(self, connection: ServerConnection, sequence: int) -> None:
         """Turns an authenticated connection away: more of them than any correct run needs are open."""
         text = f"the server has more than {self._max_members} authenticated connections; close some"
-        self._perform(Send(connection.number, FrameType.REFUSED, (sequence, REFUSED, text)))
-        self._perform(Close(connection.number))
-        self._flush(connection)
+        self._perform([Send(connection.number, FrameType.REFUSED, (sequence, REFUSED, text)), Close(connection.number)])
 
     def _flush(self, connection: ServerConnection) -> None:
         try:
@@ -597,12 +590,12 @@ class EventLoop:
         except ConnectionLost as error:
             self._lost.append((connection, str(error)))
             return
-        if not connection.wants_write and connection.number in self._closing:
+        wants_room = bool(connection.output)
+        if not wants_room and connection.number in self._closing:
             self._drop(connection, "closed by the server")
-            return
-        if connection.wants_write != connection.is_watched_for_room:
-            connection.is_watched_for_room = connection.wants_write
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
+        elif wants_room != connection.is_watched_for_room:
+            connection.is_watched_for_room = wants_room
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_room else 0)
             self._selector.modify(connection.stream, events, connection)
 
     def _drop_lost(self) -> None:
@@ -624,17 +617,17 @@ class EventLoop:
     # The core.
 
     def _handle_event(self, event: Event) -> None:
-        self._queued.appendleft(event)
+        self._perform(self._core.handle(time.monotonic(), event))
         while self._queued:  # in a loop: thousands of ranks may be looked at in one turn
-            touched: dict[int, ServerConnection] = {}
-            for action in self._core.handle(time.monotonic(), self._queued.popleft()):
-                connection = self._perform(action)
-                if connection is not None:
-                    touched[connection.number] = connection
-            for connection in touched.values():
+            self._perform(self._core.handle(time.monotonic(), self._queued.popleft()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        """Carries actions out, then writes what they send."""
+        for connection in dict.fromkeys(map(self._carry_out, actions)):
+            if connection is not None:
                 self._flush(connection)
 
-    def _perform(self, action: Action) -> ServerConnection | None:
+    def _carry_out(self, action: Action) -> ServerConnection | None:
         """Carries out one action; returns the connection that has something to flush."""
         if isinstance(action, Notice):
             self._notices.write(action.text)
