@@ -51,7 +51,7 @@ class Case:
 
     Attributes:
         name: in tables and results.
-        kind: "gradients", "bucket views" or "all_reduce".
+        kind: "gradients", "bucket views", or a collective.
         shapes: of the arrays, in the order in which they are handed over.
         limit: that the ratio new / old is to stay below.
         rounds: of a turn.
@@ -74,6 +74,11 @@ CASES = [
     Case("GPT-2 small", "gradients", gpt2_small()[::-1], 1.02, rounds=2),
     Case("10,000 gradients of 100", "gradients", [(100,)] * 10_000, 1.1, rounds=5),
     Case("all_reduce 4 KB", "all_reduce", [(1024,)], 1.1, rounds=10, calls=100),
+    *(
+        Case(f"{kind} {size}", kind, [shape], 1.02, rounds=10, calls=calls)
+        for size, shape, calls in (("64 KB", (2, 8192), 50), ("256 KB", (2, 32768), 20), ("1 MB", (2, 131_072), 10))
+        for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+    ),
 ]
 
 

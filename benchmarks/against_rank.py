@@ -21,6 +21,9 @@ import gradsync as gs
 
 Shapes = list[tuple[int, ...]]
 
+#: Of those that give a new array: the values that it holds when two ranks give their numbers.
+_COLLECTIVES = {"broadcast": [0], "all_gather": [0, 1], "reduce_scatter": [1], "all_to_all": [0, 1]}
+
 
 class Rank:
     """What the controller may ask for, by method name."""
@@ -36,6 +39,9 @@ class Rank:
     def prepare(self, kind: str, shapes: Shapes) -> None:
         """Makes what is to be timed, and makes sure that it computes what it should."""
         arrays = [np.empty(shape, np.float32) for shape in shapes]
+        if kind in _COLLECTIVES:
+            self._prepare_collective(kind, *arrays)
+            return
         if kind == "all_reduce":
             (array,) = arrays
             self._run = lambda: self._communicator.all_reduce(array, "mean")
@@ -53,6 +59,14 @@ class Rank:
             self._run()
             if not all((array == (self._communicator.world_size - 1) / 2).all() for array in arrays):
                 raise RuntimeError(f"{kind} of {len(arrays)} arrays is wrong")
+
+    def _prepare_collective(self, name: str, array: np.ndarray) -> None:
+        collective, expected = getattr(self._communicator, name), _COLLECTIVES[name]
+        self._run = lambda: collective(array)
+        for _ in range(3):
+            array.fill(self._communicator.rank)
+            if list(np.unique(collective(array))) != expected:
+                raise RuntimeError(f"{name} of shape {array.shape} is wrong")
 
     def time(self, warm_up: int, rounds: int, calls: int) -> list[float]:
         """Returns the seconds of one call, round by round."""
