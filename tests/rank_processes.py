@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,59 @@ STAND_IN = Path(__file__).parent / "stand_in"
 _PATIENCE_SECONDS = 30.0  # for what every rank says in the end, however late a busy machine lets it
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        *("numpy", "gradsync.process_group", "gradsync.bucketing.callback", "gradsync.bucketing.parameters"),
-        *("pytest", "ml_dtypes"),  # which the test modules import, too: two thirds of what a rank costs otherwise
-    ]
-)
+# What ranks import otherwise, each of them anew: most of what an empty one costs.
+_PRELOADED = [
+    *("gradsync.process_group", "gradsync.comm", "gradsync.consistency", "gradsync.diagnostics.compare"),
+    *("gradsync.bucketing.callback", "gradsync.bucketing.parameters", "gradsync.bucketing.tree_average"),
+    *("gradsync.rendezvous.hosting", "gradsync.rendezvous.server", "gradsync.rendezvous.group_client"),
+    *("gradsync.communicators.shared_memory.communicator", "gradsync.communicators.local"),
+    *("numpy", "numpy.typing", "pytest", "ml_dtypes", "msgpack", "encodings.idna", "secrets"),
+    *("rank_processes", "contract", "kits", "places"),
+]
+_PRELOADED_WITH_STAND_IN = [
+    "cupy.cuda.nccl",
+    "gradsync.communicators.nccl.communicator",
+    "gradsync.bucketing.pack_kernels",
+]
+
+
+class _RankServer(forkserver.ForkServer):
+    """Forks ranks, with modules imported that it finds in folders."""
+
+    def __init__(self, preloaded: list[str], *folders: Path) -> None:
+        super().__init__()
+        self._folders = folders
+        self.set_forkserver_preload(preloaded)
+
+    def ensure_running(self) -> None:
+        kept = os.environ.get(_PATH)
+        os.environ[_PATH] = os.pathsep.join([*map(str, self._folders), *filter(None, [kept])])
+        try:
+            super().ensure_running()
+        finally:
+            _set_path(kept)
+
+
+def _set_path(text: str | None) -> None:
+    if text is None:
+        os.environ.pop(_PATH, None)
+    else:
+        os.environ[_PATH] = text
+
+
+_PATH = "PYTHONPATH"
+_server = _RankServer(_PRELOADED, STAND_IN.parent)
+_server_with_stand_in = _RankServer([*_PRELOADED, *_PRELOADED_WITH_STAND_IN], STAND_IN, STAND_IN.parent)
+
+
+@contextlib.contextmanager
+def _forked_by(server: _RankServer) -> Iterator[None]:
+    """Processes of the context are forked by that server in the block: Python knows a single one."""
+    kept, forkserver.connect_to_new_process = forkserver.connect_to_new_process, server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = kept
 
 
 @dataclass
@@ -81,16 +129,17 @@ def run_ranks_for_outcomes(
         options: for init_process_group; "environment" holds variables for the ranks, and "stand_in" makes the ranks'
             CuPy the one under tests/stand_in, with as many GPUs as ranks; "backends" gives each rank its own.
     """
-    secret = secrets.token_bytes(32)
+    secret, kept_path = secrets.token_bytes(32), os.environ.get(_PATH)
     with _patient_inquiries(), RendezvousServer(world_size, secret=secret) as server:
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_rank_main,
-                args=(theirs, rank, world_size, server.address, secret.hex(), function, args, options),
+                args=(theirs, rank, world_size, server.address, secret.hex(), function, args, options, kept_path),
             )
-            process.start()
+            with _forked_by(_server_with_stand_in if options.get("stand_in") else _server):
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
@@ -137,7 +186,9 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     options: dict[str, Any],
+    python_path: str | None,
 ) -> None:
+    _set_path(python_path)
     os.environ.update(
         GRADSYNC_RANK=str(rank),
         GRADSYNC_WORLD_SIZE=str(world_size),
