@@ -74,4 +74,4 @@ def test_the_deadline_is_told_on_both_ranks() -> None:
     first, second = run_ranks(2, stay_away, collective_timeout_seconds=0.5)
     assert first == second
     assert first[0] == (1,)
-    assert 0.5 <= seconds_waited(first[1]) < 5.0
+    assert 0.5 <= seconds_waited(first[1]) < 15.0  # the server ends the wait of the other rank after 30 s

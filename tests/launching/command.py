@@ -21,7 +21,7 @@ def write_script(folder, source, name="script.py"):
 
 
 class Launcher(subprocess.Popen):
-    """A launcher that is killed, and its ranks with it, when the test in its `with` fails."""
+    """A program that is killed, and its ranks with it, when the test in its `with` fails."""
 
     def __exit__(self, kind, *rest):
         if kind is not None:
@@ -42,9 +42,12 @@ def start(*arguments, env=os.environ, **options):
     )
 
 
-def run(*arguments, **options):
+def run(*arguments, typed=None, **options):
+    """Runs it to its end; what is typed is its standard input."""
+    if typed is not None:
+        options["stdin"] = subprocess.PIPE
     with start(*arguments, **options) as process:
-        out, err = process.communicate()
+        out, err = process.communicate(typed)
     return process.returncode, out, err
 
 

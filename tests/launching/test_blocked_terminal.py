@@ -42,7 +42,7 @@ def fill(writer):
 
 
 def start(writer, *arguments):
-    return subprocess.Popen(
+    return command.Launcher(
         [sys.executable, "-c", command._START, "run", "--grace", "1", *map(str, arguments)],
         stdout=writer,
         stderr=writer,

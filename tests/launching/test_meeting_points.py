@@ -1,3 +1,4 @@
+import contextlib
 import secrets
 import subprocess
 import sys
@@ -47,11 +48,14 @@ NODE = """
 
 def test_a_failure_on_one_machine_ends_the_ranks_of_the_other(tmp_path):
     script, port = command.write_script(tmp_path, NODE), str(gs.free_port())
-    nodes = [
-        subprocess.Popen([sys.executable, script, number, port, role], stderr=subprocess.PIPE, text=True)
-        for number, role in (("0", "wait"), ("1", "fail"))
-    ]
-    errors = [node.communicate(timeout=60)[1] for node in nodes]
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                command.Launcher([sys.executable, script, number, port, role], stderr=subprocess.PIPE, text=True)
+            )
+            for number, role in (("0", "wait"), ("1", "fail"))
+        ]
+        errors = [node.communicate(timeout=60)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [1, 1]
     assert errors[1].endswith("ValueError: boom\n")
     assert "gradsync.errors.RankFailed: rank 0 (pid " in errors[0]

@@ -123,7 +123,9 @@ def test_launcher_starts_the_server_at_the_call_at_any_free_port():
     assert os.listdir("/proc/self/fd") == before
     (first,) = run()
     host, _, port = first.rpartition(":")
-    with socket.create_server((host, int(port))):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # another program may have it by now
+            stack.enter_context(socket.create_server((host, int(port))))
         (second,) = run()
     assert first != second
 
@@ -166,8 +168,8 @@ def test_launcher_of_another_node_must_be_given_the_port():
 
 
 # Once there is a group, the launcher tells of every wait. Rank 2 waits for the test: when it is about to leave
-# init_process_group, and at work.
-NOTICE = re.compile(r"gradsync: ranks? .* waits? in barrier #(\d+) for .*\b2 since ")
+# init_process_group, and at work. On a busy machine others are late, too.
+NOTICE = re.compile(r"gradsync: ranks? .* waits? in barrier #(\d+) for ranks? (.+) since ")
 NODE = """
     import os, sys
     import gradsync as gs
@@ -237,7 +239,8 @@ def read_until(told, wanted, barriers, count):
         line = told.readline()
         notice = NOTICE.match(line)
         if notice:
-            barriers.add(notice[1])
+            if notice[2].endswith("2"):
+                barriers.add(notice[1])
         else:
             assert line in missing
             missing.remove(line)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 
 import command
 import pytest
@@ -73,8 +72,7 @@ def test_last_output_of_the_failing_rank_is_repeated_before_the_cause(tmp_path):
 @pytest.mark.parametrize(("options", "reader"), [((), 0), (("--stdin", "1"), 1), (("--stdin", "none"), None)])
 def test_one_rank_reads_standard_input(tmp_path, options, reader):
     script = command.write_script(tmp_path, "import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")
-    process = command.start("run", "--no-prefix", "-n", 2, *options, script, stdin=subprocess.PIPE)
-    out, _ = process.communicate("typed")
+    _, out, _ = command.run("run", "--no-prefix", "-n", 2, *options, script, typed="typed")
     assert sorted(out.splitlines()) == [f"{rank} {'typed' if rank == reader else ''!r}" for rank in range(2)]
 
 
@@ -87,9 +85,8 @@ def test_breakpoint_works_in_the_chosen_rank(tmp_path):
         print("after", name)
         """
     script = command.write_script(tmp_path, source)
-    process = command.start("run", "-n", 2, "--stdin", 1, script, stdin=subprocess.PIPE)
-    out, err = process.communicate("p name.upper()\ncontinue\n")
-    assert process.returncode == 0, err
+    code, out, err = command.run("run", "-n", 2, "--stdin", 1, script, typed="p name.upper()\ncontinue\n")
+    assert code == 0, err
     assert "'RANK 1'" in out
     assert "[rank 1] after rank 1" in out.replace("(Pdb) ", "")
 

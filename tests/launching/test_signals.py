@@ -30,6 +30,7 @@ STUBBORN = """
     while True:
         signal.pause()
 """
+PATIENTLY = ("--grace", 1000)  # a rank of a busy machine takes its time, and would be killed
 STOPPING = "gradsync: stopping 2 ranks (Ctrl-C again kills them)\n"
 COUNTING = """
     import os, signal, sys
@@ -62,7 +63,7 @@ def launched(tmp_path):
 
 
 def test_ctrl_c_ends_all_quietly(launched):
-    process, pids = launched(PATIENT)
+    process, pids = launched(PATIENT, *PATIENTLY)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "", STOPPING)
@@ -71,7 +72,7 @@ def test_ctrl_c_ends_all_quietly(launched):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_is_forwarded_once(launched, number):
-    process, pids = launched(COUNTING)
+    process, pids = launched(COUNTING, *PATIENTLY)
     process.send_signal(number)
     out, err = process.communicate()
     assert (process.returncode, err) == (128 + number, STOPPING if number == signal.SIGINT else "")
@@ -80,7 +81,7 @@ def test_signal_is_forwarded_once(launched, number):
 
 
 def test_second_ctrl_c_kills_at_once(launched):
-    process, pids = launched(STUBBORN, "--grace", 1000)
+    process, pids = launched(STUBBORN, *PATIENTLY)
     process.send_signal(signal.SIGINT)
     assert [process.stdout.readline() for _ in pids] == ["got 2\n"] * 2
     process.send_signal(signal.SIGINT)
@@ -114,7 +115,7 @@ def test_ctrl_c_while_the_ranks_boot_is_quiet(tmp_path):
     )
     script = command.write_script(tmp_path, "import signal; signal.pause()")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    code, out, err = command.run("run", "-n", 2, script, env=os.environ | {"PYTHONPATH": path})
+    code, out, err = command.run("run", "-n", 2, *PATIENTLY, script, env=os.environ | {"PYTHONPATH": path})
     assert (code, out, err) == (130, "", STOPPING)
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -173,11 +174,16 @@ INTERRUPTED = """
 
 def start_interrupted(tmp_path, *arguments):
     script = command.write_script(tmp_path, INTERRUPTED)
-    process = subprocess.Popen(
-        [sys.executable, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    lines = [process.stdout.readline().strip() for _ in range(2 if arguments[0] == "spawn" else 3)]
-    return process, [int(line) for line in lines if line != "waiting"]
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            command.Launcher(
+                [sys.executable, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+        lines = [process.stdout.readline().strip() for _ in range(2 if arguments[0] == "spawn" else 3)]
+        pids = [int(line) for line in lines if line != "waiting"]
+        stack.pop_all()
+    return process, pids
 
 
 @pytest.mark.parametrize("where", ["spawn", "join", "outside"])
