@@ -11,9 +11,11 @@ import multiprocessing
 import os
 import secrets
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -52,6 +54,8 @@ class _RankServer(forkserver.ForkServer):
         self.set_forkserver_preload(preloaded)
 
     def ensure_running(self) -> None:
+        for name in _PRELOADED if self._forkserver_pid is None else ():  # which Python would pass over in silence
+            assert not name.startswith("gradsync.") or find_spec(name), f"{name} is to be imported for all ranks"
         kept = os.environ.get(_PATH)
         os.environ[_PATH] = os.pathsep.join([*map(str, self._folders), *filter(None, [kept])])
         try:
@@ -68,6 +72,7 @@ def _set_path(text: str | None) -> None:
 
 
 _PATH = "PYTHONPATH"
+_one_at_a_time = threading.Lock()
 _server = _RankServer(_PRELOADED, STAND_IN.parent)
 _server_with_stand_in = _RankServer([*_PRELOADED, *_PRELOADED_WITH_STAND_IN], STAND_IN, STAND_IN.parent)
 
@@ -75,11 +80,12 @@ _server_with_stand_in = _RankServer([*_PRELOADED, *_PRELOADED_WITH_STAND_IN], ST
 @contextlib.contextmanager
 def _forked_by(server: _RankServer) -> Iterator[None]:
     """Processes of the context are forked by that server in the block: Python knows a single one."""
-    kept, forkserver.connect_to_new_process = forkserver.connect_to_new_process, server.connect_to_new_process
-    try:
-        yield
-    finally:
-        forkserver.connect_to_new_process = kept
+    with _one_at_a_time:
+        kept, forkserver.connect_to_new_process = forkserver.connect_to_new_process, server.connect_to_new_process
+        try:
+            yield
+        finally:
+            forkserver.connect_to_new_process = kept
 
 
 @dataclass
