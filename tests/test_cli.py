@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import gradsync
 from gradsync.cli import main
+from launching import command
 
 START = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -17,8 +18,8 @@ START = (
 
 
 def gradsync_command(*arguments, **options):
-    command = [sys.executable, "-c", START, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    line = [sys.executable, "-c", START, *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, **options)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -50,8 +51,9 @@ def test_version():
         ),
     ],
 )
-def test_mistakes_are_told_on_one_line(tmp_path, arguments, text):
-    code, out, err = gradsync_command(*arguments, cwd=tmp_path, env=absolute_path_environment())
+def test_mistakes_are_told_on_one_line(tmp_path, monkeypatch, arguments, text):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command.refused(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"gradsync: error: {text}")
     assert err.count("\n") == 1
@@ -75,7 +77,7 @@ def absolute_path_environment():
     ],
 )
 def test_wrong_options(arguments, text):
-    code, out, err = gradsync_command(*arguments)
+    code, out, err = command.refused(*arguments)
     assert (code, out) == (2, "")
     assert text in err
     assert "Traceback" not in err
@@ -83,8 +85,8 @@ def test_wrong_options(arguments, text):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_prints_its_address_and_ends_cleanly(secret_file, number):
-    command = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", str(secret_file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    line = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", str(secret_file)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert re.fullmatch(r"127\.0\.0\.1:\d+\n", process.stdout.readline())
             process.send_signal(number)
@@ -98,16 +100,16 @@ def test_ctrl_c_before_the_ranks_start_ends_with_130(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradsync.launching.targets.script_target", interrupted)
+    monkeypatch.setattr("gradsync.launching.run_command.script_target", interrupted)
     result = CliRunner().invoke(main, ["run", "x.py"])
     assert (result.exit_code, result.output) == (130, "")
 
 
 def test_serve_tells_a_person_what_the_ranks_need(secret_file):
     terminal, stdout = os.openpty()
-    command = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", secret_file.name]
+    line = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", secret_file.name]
     with subprocess.Popen(
-        command,
+        line,
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -135,8 +137,8 @@ def test_serve_serves_ranks_that_gradsync_did_not_start(secret_file):
         "print(communicator.all_reduce(numpy.ones(1)))\n"
         "gs.destroy_process_group()"
     )
-    command = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", str(secret_file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    line = [sys.executable, "-c", START, "serve", "--world-size", "2", "--secret-file", str(secret_file)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = server.stdout.readline().strip()
             environ = os.environ | {

@@ -44,17 +44,16 @@ ON_TWO_NODES = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:
 
 
 @pytest.mark.parametrize(
-    ("command", "variables"),
+    ("command", "variables", "name"),
     [
-        (["-m", "gradsync", "run", "-n", "2", "script.py"], {}),
-        (["-m", "gradsync", "run", "-n", "1", *ON_TWO_NODES, "script.py"], {}),
-        (["-m", "gradsync", "serve", "--world-size", "2", "--secret-file", "secret"], {}),
-        (["script.py"], {}),
-        (["script.py"], of_another_launcher(1)),
+        (["-m", "gradsync", "run", "-n", "2", "script.py"], {}, "GRADSYNC_TLS_CERTIFICATE"),
+        (["-m", "gradsync", "run", "-n", "1", *ON_TWO_NODES, "script.py"], {}, "GRADSYNC_TLS_KEY"),
+        (["-m", "gradsync", "serve", "--world-size", "2", "--secret-file", "secret"], {}, "GRADSYNC_TLS_CA"),
+        (["script.py"], {}, "GRADSYNC_TLS_CERTIFICATE"),
+        (["script.py"], of_another_launcher(1), "GRADSYNC_TLS_KEY"),
     ],
     ids=["launcher", "launcher of two machines", "server", "no launcher", "second rank of another launcher"],
 )
-@pytest.mark.parametrize("name", ["GRADSYNC_TLS_CERTIFICATE", "GRADSYNC_TLS_KEY", "GRADSYNC_TLS_CA"])
 def test_one_that_has_gone_is_refused(name: str, command: list[str], variables: dict[str, str], tmp_path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "secret").write_text("5a" * 32)

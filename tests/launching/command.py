@@ -1,11 +1,15 @@
 """Runs `gradsync` as a user would, in a process of its own."""
 
+import io
 import os
 import select
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import redirect_stderr, redirect_stdout
+
+from gradsync.cli import main
 
 # A test run in the background of a shell ignores SIGINT, and so would everything that it starts.
 _START = (
@@ -49,6 +53,16 @@ def run(*arguments, typed=None, **options):
     with start(*arguments, **options) as process:
         out, err = process.communicate(typed)
     return process.returncode, out, err
+
+
+def refused(*arguments):
+    """Runs it in this process, for what is refused before a rank starts."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            main([*map(str, arguments)], prog_name="gradsync")
+        except SystemExit as ended:
+            return ended.code, out.getvalue(), err.getvalue()
+    raise AssertionError("it has come to its end")
 
 
 def opened_since(descriptors):

@@ -50,7 +50,7 @@ def nodes(tmp_path):
 )  # fmt: skip
 def test_options_that_do_not_fit_are_refused(tmp_path, options, text):
     script = command.write_script(tmp_path, "")
-    code, _, err = command.run("run", "-n", 1, *options, script)
+    code, _, err = command.refused("run", "-n", 1, *options, script)
     assert code == 2
     assert re.search(f"^gradsync: error: .*{text}", err), err
 

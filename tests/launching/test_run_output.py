@@ -94,7 +94,7 @@ def test_breakpoint_works_in_the_chosen_rank(tmp_path):
 @pytest.mark.parametrize("rank", ["2", "-1", "x", ""])
 def test_a_rank_that_is_not_there_cannot_read(tmp_path, rank):
     script = command.write_script(tmp_path, "")
-    code, _, err = command.run("run", "-n", 2, f"--stdin={rank}", script)
+    code, _, err = command.refused("run", "-n", 2, f"--stdin={rank}", script)
     assert code == 2
     assert f"--stdin needs a rank from 0 to 1, or none, got {rank!r}" in err
 
