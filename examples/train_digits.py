@@ -25,11 +25,6 @@ import numpy as np
 import gradsync as gs
 from digits_network import Array, Network
 
-try:
-    from sklearn.datasets import load_digits
-except ImportError:
-    sys.exit("the digits are part of scikit-learn: pip install scikit-learn")
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -57,6 +52,10 @@ class Batch(NamedTuple):
 
 def load_data(seed: int, dtype: str) -> tuple[Batch, Batch]:
     """Returns the training and the test set: of each digit, one image in five is for the test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        sys.exit("the digits are part of scikit-learn: pip install scikit-learn")
     digits = load_digits()
     images, labels = (digits.images[..., np.newaxis] / 16).astype(dtype), digits.target
     rng = np.random.default_rng(seed)

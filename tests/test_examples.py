@@ -123,7 +123,7 @@ def test_mixed_precision_skips_the_same_steps_on_all_ranks() -> None:
 
 
 def test_the_transformer_learns_to_write() -> None:
-    code, shown, told = run(EXAMPLES / "transformer.py", "--steps", 50)
+    code, shown, told = run(EXAMPLES / "transformer.py", "--steps", 25)
     assert (code, told) == (0, "")
     losses = losses_in(shown)
     assert len(losses) == 6
