@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from naive_reference import (
 )
 
 import gradsync as gs
-from contract import expect
+from contract import IS_EVERYWHERE, expect
 from kits import make_kit
 
 # Half of the distance from 1 to the next number: what rounding loses, relative.
@@ -121,30 +122,30 @@ def watch_for_nan(comm: Any, kit_name: str) -> list[str]:
     kit = make_kit(comm, kit_name)
     n = comm.world_size
     told = []
-    for threshold_bytes in (1, 10**7):
-        for policy in ("raise", "skip"):
-            callback = gs.AllreduceCallback("sum", comm, threshold_bytes=threshold_bytes, nonfinite=policy)
-            skipped = 0
-            for number, (name, bad, ranks) in enumerate(spoilt_steps(n)):
-                given = by_rank(n, number, WATCHED)
-                for rank in ranks:
-                    given[rank][name].reshape(-1)[-1] = bad
-                is_finite = all(np.isfinite(each.astype(complex)).all() for each in reduced(given, "sum").values())
-                gradients = put_all(kit, given[comm.rank])
-                if is_finite or policy == "skip":
-                    got = step(callback, gradients)
-                    assert callback.skip_step is not is_finite
-                    skipped += not is_finite
-                    if is_finite:
-                        expect_equal(comm, got, reduced(given, "sum"), number)
-                    continue
-                error = expect(gs.NonFiniteGradient, lambda c=callback, g=gradients: step(c, g))
-                own = {} if np.isfinite(complex(bad)) else dict.fromkeys(ranks, name)
-                assert error.parameters == own
-                assert ("overflowed" in str(error)) == (not own)
-                told.append(str(error).partition(":")[2])
-                assert not callback.skip_step
-            assert callback.statistics.skipped_steps == skipped
+    every = itertools.product((1, 10**7), ("raise", "skip"))
+    for threshold_bytes, policy in every if IS_EVERYWHERE else ((1, "raise"), (10**7, "skip")):
+        callback = gs.AllreduceCallback("sum", comm, threshold_bytes=threshold_bytes, nonfinite=policy)
+        skipped = 0
+        for number, (name, bad, ranks) in enumerate(spoilt_steps(n)):
+            given = by_rank(n, number, WATCHED)
+            for rank in ranks:
+                given[rank][name].reshape(-1)[-1] = bad
+            is_finite = all(np.isfinite(each.astype(complex)).all() for each in reduced(given, "sum").values())
+            gradients = put_all(kit, given[comm.rank])
+            if is_finite or policy == "skip":
+                got = step(callback, gradients)
+                assert callback.skip_step is not is_finite
+                skipped += not is_finite
+                if is_finite:
+                    expect_equal(comm, got, reduced(given, "sum"), number)
+                continue
+            error = expect(gs.NonFiniteGradient, lambda c=callback, g=gradients: step(c, g))
+            own = {} if np.isfinite(complex(bad)) else dict.fromkeys(ranks, name)
+            assert error.parameters == own
+            assert ("overflowed" in str(error)) == (not own)
+            told.append(str(error).partition(":")[2])
+            assert not callback.skip_step
+        assert callback.statistics.skipped_steps == skipped
     assert comm.all_reduce(np.ones(2) if comm.backend != "nccl" else kit.put(np.ones(2))) is not None
     return told
 
@@ -177,27 +178,28 @@ def clip(comm: Any, kit_name: str) -> list[str]:
     kit = make_kit(comm, kit_name)
     n = comm.world_size
     norms = []
-    for threshold_bytes in (1, 700, 10**7):
-        for method, limit in (("mean", 10.0), ("sum", 1e9), ("sum", float("inf")), ("mean", 0.001)):
-            callback = gs.AllreduceCallback(method, comm, threshold_bytes=threshold_bytes, clip_norm=limit)
-            assert callback.norm is None
-            arrays = put_all(kit, values_for(comm.rank, 0))
-            for number in range(3):
-                given = by_rank(n, number)
-                for name, array in arrays.items():
-                    arrays[name] = refilled(kit, array, given[comm.rank][name], number % 2)
-                got = step(callback, arrays)
-                wanted = reduced(given, method)
-                squares = [np.sum(np.abs(each.astype(complex)) ** 2) for each in wanted.values()]
-                norm = float(np.sqrt(np.sum(squares)))
-                assert type(callback.norm) is float
-                np.testing.assert_allclose(callback.norm, norm, rtol=1e-3 if comm.backend == "nccl" else 2e-6)
-                norms.append(callback.norm.hex())
-                factor = limit / (callback.norm + 1e-6)
-                if factor < 1.0:
-                    wanted = {name: times(each, factor, each.dtype) for name, each in wanted.items()}
-                expect_equal(comm, got, wanted, (threshold_bytes, limit, number))
-                assert all(on_host(array).tobytes() == got[name].tobytes() for name, array in arrays.items())
+    limits = (("mean", 10.0), ("sum", 1e9), ("sum", float("inf")), ("mean", 0.001))
+    few = zip((1, 700, 10**7, 10**7), limits, strict=True)
+    for threshold_bytes, (method, limit) in itertools.product((1, 700, 10**7), limits) if IS_EVERYWHERE else few:
+        callback = gs.AllreduceCallback(method, comm, threshold_bytes=threshold_bytes, clip_norm=limit)
+        assert callback.norm is None
+        arrays = put_all(kit, values_for(comm.rank, 0))
+        for number in range(3):
+            given = by_rank(n, number)
+            for name, array in arrays.items():
+                arrays[name] = refilled(kit, array, given[comm.rank][name], number % 2)
+            got = step(callback, arrays)
+            wanted = reduced(given, method)
+            squares = [np.sum(np.abs(each.astype(complex)) ** 2) for each in wanted.values()]
+            norm = float(np.sqrt(np.sum(squares)))
+            assert type(callback.norm) is float
+            np.testing.assert_allclose(callback.norm, norm, rtol=1e-3 if comm.backend == "nccl" else 2e-6)
+            norms.append(callback.norm.hex())
+            factor = limit / (callback.norm + 1e-6)
+            if factor < 1.0:
+                wanted = {name: times(each, factor, each.dtype) for name, each in wanted.items()}
+            expect_equal(comm, got, wanted, (threshold_bytes, limit, number))
+            assert all(on_host(array).tobytes() == got[name].tobytes() for name, array in arrays.items())
     return norms
 
 

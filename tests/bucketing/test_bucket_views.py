@@ -9,11 +9,12 @@ import pytest
 import view_checks as checks
 
 import gradsync as gs
+from contract import IS_EVERYWHERE
 from gradsync.communicators.local import LocalCommunicator
 from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
 PLACES = [
-    *on(SHM, 1, 3),
+    *on(SHM, 1, 3, *([4] if IS_EVERYWHERE else [])),
     *on(STAND_IN, 1, 2),
     *always_on(STAND_IN_STAGED, 2),
     *on(STAND_IN_MIXED, 2),
@@ -22,7 +23,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*PLACES, *on(SHM, 4), *on(STAND_IN_SLOW, 2)])
+@pytest.mark.parametrize(("place", "world_size"), [*PLACES, *on(STAND_IN_SLOW, 2)])
 def test_gradients_live_in_buckets(place: Place, world_size: int) -> None:
     place.run(
         world_size, checks.live_in_buckets, place.kit, checks.CASES[1:2] if place is STAND_IN_SLOW else checks.CASES

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import KITS
+from contract import IS_EVERYWHERE, KITS
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.local import LocalCommunicator
 from places import (
@@ -29,7 +29,7 @@ from places import (
 
 TWO_RANKS = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
 EVERYWHERE = [
-    *on(SHM, 1, 2, 3, 4),
+    *on(SHM, 1, 2, 3, *([4] if IS_EVERYWHERE else [])),
     *on(STAND_IN, 1, 2, 3, 4),
     *always_on(STAND_IN_SLOW, 2),
     *always_on(STAND_IN_STAGED, 2),
