@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIRST_EDITION = "first_edition"
-EVERYWHERE = {"GRADSYNC_TEST_PLACES": "all"}  # see tests/places.py
+# See tests/places.py and tests/test_golden.py.
+EVERYWHERE = {"GRADSYNC_TEST_PLACES": "all", "GRADSYNC_TEST_DEEP": "1"}
 ONLY_BY_NAME = ("planted",)  # takes a day
 _SHOWN_LINES = 30  # of the output of what fails
 
@@ -39,7 +40,10 @@ class Script(NamedTuple):
 
 
 _PYTEST = ("pytest", "-q", "--timeout", "900")
-_OF_PLACES = ("tests/test_comm.py", "tests/test_consistency.py", "tests/test_hooks.py", "tests/test_done_callbacks.py")
+_OF_PLACES = (
+    *("tests/test_comm.py", "tests/test_consistency.py", "tests/test_hooks.py", "tests/test_done_callbacks.py"),
+    *("tests/test_random_training.py", "tests/test_golden.py", "tests/test_interrupts.py"),
+)
 _OF_SIZES = ("--ignore", "tests/communicators/test_contract.py")  # the part's own tests run it at more sizes
 SCRIPTS = {
     "cross_checks": [
