@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradsync.rendezvous.silence import heartbeat_seconds
+from gradsync.rendezvous.liveness import heartbeat_seconds
 from measurement import Seconds, provenance
 from peers import systems
 from peers.contenders import TORCH

@@ -13,7 +13,7 @@ from gradsync.bucketing.gradient_guard import GradientGuard
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.diagnostics import tracing
-from gradsync.rendezvous.liveness import Liveness
+from gradsync.rendezvous.connection import Connection
 
 USUAL = "as ever"
 ALL_THREE = "all three"
@@ -100,11 +100,11 @@ def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
 @contextlib.contextmanager
 def without_heartbeats(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
     """Tells the server nothing. Its own heartbeats still come, every half second."""
-    beat, Liveness.beat = Liveness.beat, lambda *_, **__: None
+    beat, Connection._beat = Connection._beat, lambda *_, **__: None
     try:
         yield
     finally:
-        Liveness.beat = beat
+        Connection._beat = beat
 
 
 @contextlib.contextmanager

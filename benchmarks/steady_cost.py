@@ -96,7 +96,7 @@ def _counted(comm: gs.Communicator, model: Model) -> dict[str, float]:
             agreements.bucket(event)
 
     client = process_group._client
-    beat = client._requests._liveness.beat
+    beat = client._connection._beat
     agree_seconds = _time_of(agree, 200) + _time_of(comm.barrier, 200)
     agreements.begin_step()
     return {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradsync.rendezvous.messages import MAX_VALUE_BYTES, FrameType
+from gradsync.rendezvous.frames import MAX_VALUE_BYTES, FrameType
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
 
 UP, DOWN = bytes(32), bytes(range(32))
@@ -23,7 +23,7 @@ def test_seal_and_open_a_value(benchmark, sessions, value_bytes):
     value = bytes(value_bytes)
 
     def round_trip():
-        reader.feed(client.seal(FrameType.SET, "group/world", value))
+        reader.feed(client.seal(FrameType.SET, "group/world", value, True))
         return server.open(reader.next_frame())
 
     message = benchmark(round_trip)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import gradsync as gs
-from gradsync.rendezvous import absence, request_channel
+from gradsync.rendezvous import connection, stuck
 from gradsync.rendezvous.server import RendezvousServer
 
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -33,7 +33,7 @@ _context = multiprocessing.get_context("forkserver")
 _PRELOADED = [
     *("gradsync.process_group", "gradsync.comm", "gradsync.consistency", "gradsync.diagnostics.compare"),
     *("gradsync.bucketing.callback", "gradsync.bucketing.parameters", "gradsync.bucketing.tree_average"),
-    *("gradsync.rendezvous.hosting", "gradsync.rendezvous.server", "gradsync.rendezvous.group_client"),
+    *("gradsync.rendezvous.hosting", "gradsync.rendezvous.server"),
     *("gradsync.communicators.shared_memory.communicator", "gradsync.communicators.local"),
     *("numpy", "numpy.typing", "pytest", "ml_dtypes", "msgpack", "encodings.idna", "secrets"),
     *("rank_processes", "contract", "kits", "places"),
@@ -167,11 +167,11 @@ def run_ranks_for_outcomes(
 @contextlib.contextmanager
 def _patient_inquiries() -> Iterator[None]:
     """Lets servers of this process wait for what each rank says of itself, before they tell who is missing."""
-    kept, absence.ANSWER_SECONDS = absence.ANSWER_SECONDS, _PATIENCE_SECONDS
+    kept, stuck.ANSWER_SECONDS = stuck.ANSWER_SECONDS, _PATIENCE_SECONDS
     try:
         yield
     finally:
-        absence.ANSWER_SECONDS = kept
+        stuck.ANSWER_SECONDS = kept
 
 
 def _receive(pipe: Connection, timeout: float) -> Outcome:
@@ -204,7 +204,7 @@ def _rank_main(
         GRADSYNC_HOSTED="1",
         GRADSYNC_SECRET=secret,
     )
-    request_channel._VERDICT_WITHIN_SECONDS = _PATIENCE_SECONDS
+    connection._FAILURE_WITHIN_SECONDS = _PATIENCE_SECONDS
     options.setdefault("timeout_seconds", 30.0)
     options.setdefault("collective_timeout_seconds", 30.0)
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -47,10 +48,9 @@ from failures.points import (
     TEARDOWN,
 )
 from gradsync import process_group
-from gradsync.rendezvous.client_connection import ClientConnection
-from gradsync.rendezvous.inbox import Inbox
-from gradsync.rendezvous.membership import Membership
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous import connection
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.connection import Connection
 
 _BUCKETS = 5
 _ELEMENTS = 1000
@@ -149,16 +149,20 @@ class Part:
             os.environ["GRADSYNC_ADDRESS"] = self._proxy.address
 
     def _wrap_library(self) -> None:
-        _wrap(ClientConnection, "__init__", after=self._remember_stream)
-        _wrap(
-            ClientConnection, "authenticate", before=lambda *_: self._arrive(HELLO), after=lambda *_: self._arrive(AUTH)
-        )
-        _wrap(Inbox, "_sort", after=lambda _, message: message.type is FrameType.SEATED and self._arrive(JOINED))
-        _wrap(process_group, "connect_world", before=lambda *_: self._arrive(INIT))
-        _wrap(Membership, "close", before=lambda *_: self._arrive(TEARDOWN))
+        _wrap(connection, "_shake_hands", before=self._come_to_hello, after=lambda *_: self._arrive(AUTH))
+        _wrap(Connection, "_wait", before=self._come_to_joined)
+        _wrap(process_group, "connect", before=lambda *_: self._arrive(INIT))
+        _wrap(RendezvousClient, "close", before=lambda *_: self._arrive(TEARDOWN))
 
-    def _remember_stream(self, connection: ClientConnection, stream: socket.socket, address: str) -> None:
+    def _come_to_hello(self, stream: socket.socket, *_: Any) -> None:
         self._stream = stream
+        self._arrive(HELLO)
+
+    def _come_to_joined(self, connection: Connection, request: Any, *_: Any) -> None:
+        """Waits until this rank has its seat: in the thread that joins, as the one that reads is not to be struck."""
+        while connection.server is None and connection.failure is None and request.is_over.locked():
+            time.sleep(0.001)
+        self._arrive(JOINED)
 
     # -- Training ----------------------------------------------------------------------------------------------
 

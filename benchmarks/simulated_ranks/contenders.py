@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 GRADSYNC = "gradsync"
-NEXT = "gradsync, next"  # the room that is being rebuilt
 TCPSTORE = "TCPStore"
 TCPSTORE_OWN = "TCPStore, its own clients"  # in threads, where the others' are simulated
-CONTENDERS = (GRADSYNC, NEXT, TCPSTORE, TCPSTORE_OWN)
+CONTENDERS = (GRADSYNC, TCPSTORE, TCPSTORE_OWN)
 
 JOIN = "join"  # connect, prove who one is, and wait until all have come
 PUT_ID = "put id"  # rank 0 hands 128 bytes in ...

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 from gradsync.machine import machine_identity
-from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
-from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message
+from gradsync.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, THE_WORLD, FrameType, Message
+from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID, UNIQUE_ID
 
-_TIMEOUT_MS = 120_000
+_MACHINE = machine_identity()  # a real rank looks once; here one process is a thousand
 
 
 class GradsyncRank:
@@ -35,7 +35,7 @@ class GradsyncRank:
     def begin(self, phase: str) -> bytes:
         self.is_done = False
         if phase == JOIN:
-            self._handshake = ClientHandshake(self._secret, os.urandom(NONCE_BYTES))
+            self._handshake = ClientHandshake(self._secret, os.urandom(RANDOM_BYTES))
             self._reader, self._session = FrameReader(), None
             return self._handshake.hello()
         return self._request(phase)
@@ -47,9 +47,9 @@ class GradsyncRank:
             if self._session is None:
                 proof, self._session = self._handshake.receive(frame)
                 self._reader.limit_bytes = MAX_FRAME_BYTES
-                fields = (PROTOCOL_VERSION, self._rank, self._world_size, _TIMEOUT_MS)
+                fields = (PROTOCOL_VERSION, self._rank, self._world_size, NEXT_GENERATION)
                 answer += proof + self._session.seal(FrameType.JOIN, *fields)
-                answer += self._seal(FrameType.INTRODUCE, machine_identity(), "node", os.getpid())
+                answer += self._seal(FrameType.INTRODUCE, _MACHINE, "node", os.getpid(), None, 0)
             else:
                 self._take(self._session.open(frame))
         return answer
@@ -59,13 +59,13 @@ class GradsyncRank:
 
     def _request(self, phase: str) -> bytes:
         if phase == PUT_ID:
-            return self._seal(FrameType.PUT_ID, "world", 0, None, UNIQUE_ID)
+            return self._seal(FrameType.SET, "id", UNIQUE_ID, True)
         if phase == GET_ID:
-            return self._seal(FrameType.GET_ID, "world", 0, None, _TIMEOUT_MS)
+            return self._seal(FrameType.GET, "id", 0)
         if phase == BARRIER:
-            return self._seal(FrameType.BARRIER, "all ready", None, _TIMEOUT_MS)
+            return self._seal(FrameType.BARRIER, "all ready", None)
         if phase == LEAVE:
-            return self._seal(FrameType.BYE)
+            return self._seal(FrameType.LEAVE, THE_WORLD, None, 0)
         raise ValueError(phase)
 
     def _take(self, message: Message) -> None:
@@ -73,7 +73,7 @@ class GradsyncRank:
             return
         if message.type is FrameType.PULSE:
             self.pulses += 1
-        elif message.type is FrameType.REPLY:
+        elif message.type in (FrameType.REPLY, FrameType.JOINED):
             self.is_done = True
         else:
             raise RuntimeError(f"rank {self._rank}: {message.type.name} {message.fields}")

@@ -11,11 +11,10 @@ import gc
 import sys
 from typing import Any
 
-from simulated_ranks.contenders import GRADSYNC, LEAVE, NEXT
+from simulated_ranks.contenders import GRADSYNC, LEAVE
 from simulated_ranks.crowd import Crowd
 from simulated_ranks.descriptors import raise_limit
 from simulated_ranks.gradsync_rank import GradsyncRank
-from simulated_ranks.next_gradsync_rank import NextGradsyncRank
 from simulated_ranks.rank import SimulatedRank
 from simulated_ranks.reports import chosen, serve
 from simulated_ranks.tcpstore_rank import TCPStoreRank
@@ -23,8 +22,6 @@ from simulated_ranks.tcpstore_rank import TCPStoreRank
 
 def make(contender: str, rank: int, world_size: int, secret: bytes) -> SimulatedRank:
     """Returns one rank."""
-    if contender == NEXT:
-        return NextGradsyncRank(rank, world_size, secret)
     return GradsyncRank(rank, world_size, secret) if contender == GRADSYNC else TCPStoreRank(rank, world_size)
 
 

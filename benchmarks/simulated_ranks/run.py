@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradsync.machine import BLAS_VARIABLES
-from gradsync.rendezvous.silence import heartbeat_seconds
-from simulated_ranks.contenders import GET_ID, GRADSYNC, LEAVE, NEXT, PHASES, PUT_ID, TCPSTORE_OWN
+from gradsync.rendezvous.liveness import heartbeat_seconds
+from simulated_ranks.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID, TCPSTORE_OWN
 from simulated_ranks.names import with_names
 
 _BENCHMARKS = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ def play(contender: str, world_size: int, *, beat_seconds: float, torch_python: 
             run.heartbeat_cpu_seconds = _cpu_seconds(server.pid) - cpu
             run.heartbeat_seconds = max(r["ended"] for r in reports) - min(r["began"] for r in reports)
             run.heartbeats = int(sum(report["beats"] for report in reports))
-        if contender in (GRADSYNC, NEXT):
+        if contender == GRADSYNC:
             run.phases[LEAVE] = _play_phase(LEAVE, server, loads, run)
     return run
 
@@ -120,9 +120,8 @@ def _tell_all(loads: list[subprocess.Popen[str]], commands: list[str]) -> list[d
 
 
 def _server_command(contender: str, world_size: int, folder: Path, torch: list[str]) -> list[str]:
-    if contender in (GRADSYNC, NEXT):
-        server = "serve_gradsync" if contender == GRADSYNC else "serve_next_gradsync"
-        return [sys.executable, "-m", f"simulated_ranks.{server}", str(world_size)]
+    if contender == GRADSYNC:
+        return [sys.executable, "-m", "simulated_ranks.serve_gradsync", str(world_size)]
     return with_names([*torch, "-m", "simulated_ranks.serve_tcpstore", str(world_size)], folder)
 
 

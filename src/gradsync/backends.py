@@ -20,7 +20,7 @@ from gradsync.launchers import SOURCES_WITH_MPI
 from gradsync.machine import count_gpus
 
 if TYPE_CHECKING:
-    from gradsync.rendezvous.group_client import CommunicatorClient
+    from gradsync.rendezvous.client import RendezvousClient
 
 # What belongs to one backend is imported where it is asked for: most processes take one, and start-up counts.
 
@@ -154,7 +154,7 @@ def _check_nccl() -> None:
 # -- Once they have met -----------------------------------------------------------------------------------------------
 
 
-def agree_on_backend(client: CommunicatorClient, wanted: str, settings: WorldSettings) -> str:
+def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSettings) -> str:
     """Returns the backend that all ranks of the world take. Every rank must call it, once in a generation.
 
     Raises:
@@ -186,7 +186,7 @@ def agree_on_backend(client: CommunicatorClient, wanted: str, settings: WorldSet
     return chosen
 
 
-def agree_on_another(client: CommunicatorClient, backend: str, settings: WorldSettings) -> None:
+def agree_on_another(client: RendezvousClient, backend: str, settings: WorldSettings) -> None:
     """Makes sure that another backend can join the ranks of a client. Every rank must call it, once for each client.
 
     Args:
@@ -205,27 +205,25 @@ def agree_on_another(client: CommunicatorClient, backend: str, settings: WorldSe
         return ""
 
     mine = _offer_of_gpu(settings) if backend == "nccl" else _offer_of_host(backend, settings.place)
-    client.barrier("offers", timeout_seconds=settings.timeout_seconds)  # names who does not come
     _decide_together(client, mine, decide, settings)
 
 
 def _decide_together(
-    client: CommunicatorClient, offer: str, decide: Callable[[Sequence[str]], str], settings: WorldSettings
+    client: RendezvousClient, offer: str, decide: Callable[[Sequence[str]], str], settings: WorldSettings
 ) -> str:
     """Returns on all ranks what rank 0 decides from every rank's offer, or raises on all of them what that raises."""
-    client.set(f"backend/offer/{client.rank}", offer.encode()[:_MAX_OFFER_BYTES])
+    from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # here: one rank meets nobody
+
+    room_bytes = min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)
+    offers = client.exchange("backend/offers", offer.encode()[:room_bytes], timeout_seconds=settings.timeout_seconds)
     if client.rank == 0:
-        offers = [
-            client.get(f"backend/offer/{rank}", timeout_seconds=settings.timeout_seconds).decode(errors="replace")
-            for rank in range(client.world_size)
-        ]
         try:
-            decision = f"\n{decide(offers)}"
+            decision = f"\n{decide([offer.decode(errors='replace') for offer in offers])}"
         except (InvalidArgument, BackendUnavailable) as error:
             decision = f"{type(error).__name__}\n{error}"
         client.set("backend", decision.encode())
     else:
-        decision = client.get("backend", timeout_seconds=settings.timeout_seconds).decode()
+        decision = client.get("backend", from_rank=0, timeout_seconds=settings.timeout_seconds).decode()
     refused, _, text = decision.partition("\n")
     if refused:
         raise _ERRORS[refused](f"{client.label}: {text}")
@@ -292,7 +290,7 @@ def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
     return ""
 
 
-def connect(backend: str, client: CommunicatorClient | None, settings: WorldSettings, group: str) -> Communicator:
+def connect(backend: str, client: RendezvousClient | None, settings: WorldSettings, group: str) -> Communicator:
     """Makes the communicator of a client's ranks over a backend.
 
     Args:

@@ -430,13 +430,12 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
     if _client is None and world.closed:  # as in the child of a fork, which must not meet the others as this rank
         raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world.lifetime.ended_because}")
     from gradsync.communicators.collectives.group_meeting import whom
-    from gradsync.rendezvous.group_client import GroupClient
 
     client = _client or _meet(settings, backend)  # one rank may have met nobody
     name = world.family.new_name(backend)
 
     def agree() -> str:
-        asking = GroupClient(client, world.ranks, f"{name}/offers")
+        asking = client.group(world.ranks, f"{name}/offers")
         try:
             agree_on_another(asking, backend, settings)
         except RendezvousTimeout as error:
@@ -451,7 +450,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
         return backend
 
     def connect_over(chosen: str) -> Communicator:
-        return connect(chosen, GroupClient(client, world.ranks, name), settings, name)
+        return connect(chosen, client.group(world.ranks, name), settings, name)
 
     return _agree_and_connect("override_backend", client, agree, connect_over)
 

@@ -282,7 +282,7 @@ def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
     client: Any = process_group._client
     calls = CountingModule.calls = Calls()
     cupy.RawModule = CountingModule
-    calls.watch(client, "agree", "set", "get", "add", "barrier")
+    calls.watch(client, "agree", "set", "get", "exchange", "left_ranks", "barrier")
     if IS_STAND_IN:  # CuPy's own classes cannot be changed
         calls.watch(cupy.cuda.Event, "synchronize")
         calls.watch(cupy.cuda.Stream, "synchronize")

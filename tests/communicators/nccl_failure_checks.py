@@ -233,7 +233,7 @@ def abort_beside_a_wait_at_the_server(comm: Any, what: str) -> None:
     """Rank 1 waits for what rank 0 does not come to; another thread of its own aborts."""
 
     def abort() -> None:
-        wait_until(lambda: bool(client()._requests._inbox._pending))
+        wait_until(lambda: bool(client()._connection._pending))
         comm.abort("enough")
 
     if comm.rank == 0:

@@ -16,7 +16,9 @@ from gradsync.environment import read_environment
 
 place = read_environment()
 client, _ = join(place, None, 60)
-unique_id = client.unique_id("world", root=0, make_id=lambda: os.urandom(128))
+if client.rank == 0:
+    client.set("id", os.urandom(128))
+unique_id = client.get("id", from_rank=0)
 print("id", unique_id.hex()[:12], client.generation, *(os.environ.get(name) for name in sys.argv[2:]), flush=True)
 client.barrier("begun")
 what, _, who = sys.argv[1].partition("@")

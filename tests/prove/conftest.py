@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-SHARED = ["prove/tools", "bucketing", "communicators", "launching", "rendezvous", "next_rendezvous"]
+SHARED = ["prove/tools", "bucketing", "communicators", "launching", "rendezvous", "rendezvous"]
 SHARED += ["prove/partitions", "prove/pages"]
 sys.path[1:1] = [str(TESTS / folder) for folder in SHARED]
 

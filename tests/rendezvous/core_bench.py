@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from gradsync.rendezvous.events import (
+from gradsync.rendezvous.frames import (
+    NEXT_GENERATION,
+    PROTOCOL_VERSION,
+    THE_WORLD,
     Close,
     Ended,
+    FrameType,
     Look,
     Looked,
     Lost,
+    Message,
     Notice,
-    Probe,
-    Probed,
     Received,
     Send,
     Started,
     Tick,
+    check_fields,
 )
-from gradsync.rendezvous.finding import Finding
-from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message, check_fields
+from gradsync.rendezvous.liveness import ProcessState, process_key
 from gradsync.rendezvous.protocol import RendezvousCore
 
 SERVER = ("this machine", 77)
@@ -34,8 +37,8 @@ class Bench:
         self.closed: list[int] = []
         self.notices: list[str] = []
         self.probes: list[tuple[int, int | None]] = []
-        self.findings: dict[int, Finding] = {}  # what a look at a rank that has not joined finds, by its pid
-        self.looks: list[tuple[float, int, int]] = []  # when, at which rank and process
+        self.states: dict[int, ProcessState] = {}  # what a look at a rank that has not joined finds, by its pid
+        self.looks: list[tuple[float, int, int | None]] = []  # when, at which rank and process
         self._sequence = 1
 
     def _do(self, event) -> None:
@@ -47,20 +50,43 @@ class Bench:
                 self.closed.append(action.connection)
             elif isinstance(action, Notice):
                 self.notices.append(action.text)
-            elif isinstance(action, Probe):
-                self.probes.append((action.connection, action.pid))
+            elif isinstance(action, Look) and action.peer < 0:
+                self.looks.append((self.now, process_key(action.peer), action.pid))
+                self._do(Looked(action.peer, self.states.get(action.pid, ProcessState.RUNNING)))
             elif isinstance(action, Look):
-                self.looks.append((self.now, action.rank, action.pid))
-                self._do(Looked(action.rank, self.findings.get(action.pid, Finding.RUNNING)))
+                self.probes.append((action.peer, action.pid))
 
     def send(self, connection: int, frame_type: FrameType, *fields) -> int:
         self._sequence += 1
         self._do(Received(connection, Message(frame_type, self._sequence, fields)))
         return self._sequence
 
-    def join(self, connection: int, rank: int, timeout_ms: int = 10_000, world_size: int = 0) -> int:
+    def join(
+        self,
+        connection: int,
+        rank: int,
+        generation: int = NEXT_GENERATION,
+        world_size: int = 0,
+        *,
+        introduces: bool = True,
+    ) -> int:
         size = world_size or self.world_size
-        return self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, rank, size, timeout_ms)
+        sequence = self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, rank, size, generation)
+        if introduces and connection in self.core._seats:
+            self.introduce(connection, 0)  # a process that nobody looks at
+        return sequence
+
+    def introduce(
+        self, connection: int, pid: int, machine: str = "this machine", min_ranks: int | None = None, steps: int = 0
+    ) -> None:
+        self.send(connection, FrameType.INTRODUCE, machine, "node7", pid, min_ranks, steps)
+
+    def cancel(self, connection: int, sequence: int) -> None:
+        """What a client does at its deadline."""
+        self.send(connection, FrameType.CANCEL, sequence)
+
+    def leave(self, connection: int) -> None:
+        self.send(connection, FrameType.LEAVE, THE_WORLD, None, 0)
 
     def join_all(self, first_connection: int = 0) -> None:
         for rank in range(self.world_size):
@@ -78,9 +104,9 @@ class Bench:
         """Says that the rank's process has ended well."""
         self._do(Ended(rank, "ended with exit code 0"))
 
-    def find(self, connection: int, finding: Finding) -> None:
-        """Answers a probe of the core."""
-        self._do(Probed(connection, finding))
+    def find(self, connection: int, state: ProcessState) -> None:
+        """Answers a look of the core at a connection."""
+        self._do(Looked(connection, state))
 
     def wait(self, seconds: float) -> None:
         """Lets time pass, ticking exactly when the core asks for it."""

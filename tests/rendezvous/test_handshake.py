@@ -7,8 +7,8 @@ import random
 import pytest
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
+from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, ClientHandshake, ServerHandshake, check_secret
-from gradsync.rendezvous.messages import FrameType
 from gradsync.rendezvous.wire import MAX_HANDSHAKE_FRAME_BYTES, Frame, FrameError, FrameReader, Session
 
 SECRET = b"s" * 32
@@ -28,7 +28,7 @@ def shake(
 ) -> tuple[Session, Session]:
     """Runs a handshake; `mutate(step, data)` may alter what travels at steps 0, 1 and 2."""
     change = mutate or (lambda step, data: data)
-    client = ClientHandshake(client_secret, b"c" * 32)
+    client = ClientHandshake(client_secret, b"c" * 24)
     server = ServerHandshake(server_secret, run_id, b"n" * 32)
     challenge = server.receive(cut(change(0, client.hello())))
     proof, client_session = client.receive(cut(change(1, challenge)))
@@ -39,8 +39,8 @@ def shake(
 
 def test_both_sides_agree_on_the_session() -> None:
     client, server = shake(run_id="r" * MAX_RUN_ID_BYTES)
-    assert server.open(cut(client.seal(FrameType.BYE))).type is FrameType.BYE
-    assert client.open(cut(server.seal(FrameType.REPLY, 2, 5))).fields == (2, 5)
+    assert server.open(cut(client.seal(FrameType.LEAVE, "", None, 0))).type is FrameType.LEAVE
+    assert client.open(cut(server.seal(FrameType.REPLY, 2, b"5"))).fields == (2, b"5")
 
 
 def test_client_with_another_secret_finds_out_by_itself() -> None:
@@ -52,7 +52,7 @@ def test_sessions_of_two_runs_do_not_mix() -> None:
     client, _ = shake(run_id="one")
     _, server = shake(run_id="two")
     with pytest.raises(FrameError, match="MAC"):
-        server.open(cut(client.seal(FrameType.BYE)))
+        server.open(cut(client.seal(FrameType.LEAVE, "", None, 0)))
 
 
 def test_every_mutated_transcript_is_refused() -> None:
@@ -72,7 +72,7 @@ def test_every_mutated_transcript_is_refused() -> None:
 
 def test_proof_reflected_from_the_challenge_is_refused() -> None:
     server = ServerHandshake(SECRET, "run", b"n" * 32)
-    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 32).hello()))
+    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 24).hello()))
     assert isinstance(challenge, bytes)
     reflected = cut(challenge)
     with pytest.raises(FrameError):
@@ -80,7 +80,7 @@ def test_proof_reflected_from_the_challenge_is_refused() -> None:
 
 
 def test_proof_of_an_earlier_connection_is_refused() -> None:
-    client = ClientHandshake(SECRET, b"c" * 32)
+    client = ClientHandshake(SECRET, b"c" * 24)
     old = ServerHandshake(SECRET, "run", b"1" * 32).receive(cut(client.hello()))
     assert isinstance(old, bytes)
     old_proof, _ = client.receive(cut(old))
@@ -92,7 +92,7 @@ def test_proof_of_an_earlier_connection_is_refused() -> None:
 
 def test_longest_challenge_fits_before_authentication() -> None:
     server = ServerHandshake(SECRET, "r" * MAX_RUN_ID_BYTES, b"n" * 32)
-    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 32).hello()))
+    challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 24).hello()))
     assert isinstance(challenge, bytes)
     assert len(challenge) <= MAX_HANDSHAKE_FRAME_BYTES
 

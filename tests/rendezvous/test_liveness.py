@@ -98,10 +98,10 @@ def test_stopped_server_is_told_to_a_rank_that_waits() -> None:
 PARTITION = """
 import subprocess, threading
 from gradsync.errors import RendezvousError
-from gradsync.rendezvous import liveness
+from gradsync.rendezvous import connection
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.server import RendezvousServer
-liveness.machine_identity = lambda: "a machine of its own"
+connection.machine_identity = lambda: "a machine of its own"
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 with RendezvousServer(1, secret=b"s" * 16) as server:
     client = RendezvousClient.connect(server.address, secret=b"s" * 16, rank=0, world_size=1)
@@ -138,7 +138,7 @@ def test_absence_is_raised_although_the_server_does_not_answer() -> None:
         with pytest.raises(
             CollectiveTimeout, match=r"rank 0/1: waited 7 s in barrier #3 for rank 2; .* did not answer"
         ):
-            client.report_absence("world", 3, "barrier #3", 7.0, [2])
+            client.report_stuck("world", 3, "barrier #3", 7.0, [2])
 
 
 def test_waiting_is_told_once_to_the_operator(caplog) -> None:

@@ -15,17 +15,26 @@ import pytest
 
 import gradsync
 from gradsync.errors import InvalidArgument
-from gradsync.rendezvous import event_loop, wire
+from gradsync.rendezvous import server as server_module
+from gradsync.rendezvous import wire
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.events import Close, Received, Send
-from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
-from gradsync.rendezvous.messages import PROTOCOL_VERSION, FrameType, Message
+from gradsync.rendezvous.frames import (
+    NEXT_GENERATION,
+    PROTOCOL_VERSION,
+    THE_WORLD,
+    Close,
+    FrameType,
+    Message,
+    Received,
+    Send,
+)
+from gradsync.rendezvous.handshake import NONCE_BYTES, RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.protocol import RendezvousCore
-from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.server_connection import ServerConnection
+from gradsync.rendezvous.server import RendezvousServer, ServerConnection
 from gradsync.rendezvous.wire import FrameError, pack_frame
 
 SECRET = bytes(range(32))
+
 LOOKING = """
 import os, sys
 from pathlib import Path
@@ -115,12 +124,12 @@ def test_what_follows_the_secret_on_standard_input_is_left_to_others() -> None:
 
 def test_nothing_is_decoded_before_its_mac_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerHandshake(SECRET, "run", bytes(NONCE_BYTES))
-    client = ClientHandshake(SECRET, bytes(NONCE_BYTES))
+    client = ClientHandshake(SECRET, bytes(RANDOM_BYTES))
     proof, upper = client.receive(frame_of(server.receive(frame_of(client.hello()))))
     lower = server.receive(frame_of(proof))
-    sealed = upper.seal(FrameType.BYE)
+    sealed = upper.seal(FrameType.LEAVE, THE_WORLD, None, 0)
     decoded = []
-    monkeypatch.setattr(wire, "_decode", lambda body: decoded.append(body) or ())
+    monkeypatch.setattr(wire, "_decode", lambda body: decoded.append(body) or ("", None, 0))
     with pytest.raises(FrameError, match="MAC"):
         lower.open(frame_of(sealed[:-1] + bytes([sealed[-1] ^ 1])))
     assert decoded == []
@@ -167,17 +176,17 @@ def test_strangers_are_bounded_and_cost_no_threads() -> None:
         threads = set(threading.enumerate())
         streams = [
             stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
-            for _ in range(ranks + event_loop.MAX_STRANGERS + 20)
+            for _ in range(ranks + server_module.MAX_STRANGERS + 20)
         ]
         for stream in streams[:20]:  # the oldest go first
             assert stream.recv(1) == b""
-        assert 60 < len(server._loop._strangers) <= ranks + event_loop.MAX_STRANGERS
+        assert 60 < len(server._loop._strangers) <= ranks + server_module.MAX_STRANGERS
         assert set(threading.enumerate()) <= threads
 
 
 def test_a_deadline_is_absolute_however_often_a_stranger_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 3.0)
-    hello = ClientHandshake(SECRET, bytes(NONCE_BYTES)).hello()
+    monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 3.0)
+    hello = ClientHandshake(SECRET, bytes(RANDOM_BYTES)).hello()
     with RendezvousServer(1, secret=SECRET) as server:
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), timeout=0.1) as stream:
@@ -193,11 +202,11 @@ def test_a_deadline_is_absolute_however_often_a_stranger_speaks(monkeypatch: pyt
 
 def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> None:
     core = RendezvousCore(2, machine="m", pid=1)
-    join = Message(FrameType.JOIN, 2, (PROTOCOL_VERSION, 0, 2, 60_000))
+    join = Message(FrameType.JOIN, 2, (PROTOCOL_VERSION, 0, 2, NEXT_GENERATION))
     core.handle(0.0, Received(1, join))
     for early in (
-        Message(FrameType.PUT_ID, 3, ("world", 0, None, bytes(128))),
-        Message(FrameType.GET_ID, 4, ("world", 0, None, 1000)),
+        Message(FrameType.SET, 3, ("id", bytes(128), True)),
+        Message(FrameType.GET, 4, ("id", 0)),
     ):
         [answer] = core.handle(0.0, Received(1, early))
         assert isinstance(answer, Send)
@@ -205,17 +214,16 @@ def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> N
             FrameType.REFUSED,
             "this connection has not joined a complete generation yet",
         )
-    [closed] = core.handle(0.0, Received(2, Message(FrameType.GET_ID, 2, ("world", 0, None, 1000))))
+    [closed] = core.handle(0.0, Received(2, Message(FrameType.GET, 2, ("id", 0))))
     assert closed == Close(2)  # who has not joined is not even answered
 
 
 def test_an_id_is_in_no_repr() -> None:
     unique_id = b"capability" * 12 + bytes(8)
-    message = Message(FrameType.PUT_ID, 3, ("world", 0, None, unique_id))
+    message = Message(FrameType.SET, 3, ("id", unique_id, True))
     for thing in (message, Received(1, message), Send(1, FrameType.REPLY, (3, unique_id))):
         assert "capability" not in repr(thing)
-    signed = pack_frame(FrameType.PUT_ID, 3, unique_id)
-    assert "capability" not in repr(wire.Frame(FrameType.PUT_ID, 3, unique_id, unique_id, signed))
+    assert "capability" not in repr(wire.Frame(FrameType.SET, 3, pack_frame(FrameType.SET, 3, unique_id)))
 
 
 def test_a_stranger_s_connection_reads_no_more_than_a_handshake_at_once() -> None:
@@ -229,3 +237,23 @@ def test_a_stranger_s_connection_reads_no_more_than_a_handshake_at_once() -> Non
     connection = ServerConnection(1, Stream(), ServerHandshake(SECRET, "run", bytes(NONCE_BYTES)), 0.0)
     assert connection.receive() == []
     assert asked == [512]
+
+
+def test_a_session_is_for_the_generation_that_its_hello_has_named() -> None:
+    """The keys are bound to it, and JOIN has to repeat it: a rank of another generation cannot come in."""
+    for joined, is_taken in ((5, True), (6, False), (NEXT_GENERATION, False)):
+        client = ClientHandshake(SECRET, bytes(RANDOM_BYTES), 5)
+        left, right = socket.socketpair()
+        with left, right:
+            connection = ServerConnection(1, right, ServerHandshake(SECRET, "run", bytes(NONCE_BYTES)), 0.0)
+            left.sendall(client.hello())
+            assert connection.receive() == []
+            connection.flush()
+            proof, session = client.receive(frame_of(left.recv(512)))
+            left.sendall(proof + session.seal(FrameType.JOIN, PROTOCOL_VERSION, 0, 2, joined))
+            if is_taken:
+                [message] = connection.receive()
+                assert message.fields[3] == 5
+            else:
+                with pytest.raises(FrameError, match=f"JOIN names generation {joined}, HELLO has named 5"):
+                    connection.receive()

@@ -18,9 +18,9 @@ import pytest
 from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ranks, run_threads
 
 from gradsync.errors import InvalidArgument, RankFailed, RendezvousError
-from gradsync.rendezvous import event_loop, server_connection
-from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous import server as server_module
+from gradsync.rendezvous.frames import FrameType
+from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
 from gradsync.rendezvous.server import RendezvousServer
 
 
@@ -187,7 +187,7 @@ def test_oversized_frame_is_closed_at_once() -> None:
 
 
 def test_silent_strangers_are_closed_by_the_handshake_deadline(monkeypatch) -> None:
-    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.2)
     with RendezvousServer(1, secret=SECRET) as server:
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), timeout=30) as stream:
@@ -195,10 +195,10 @@ def test_silent_strangers_are_closed_by_the_handshake_deadline(monkeypatch) -> N
 
 
 def test_strangers_that_send_byte_by_byte_are_closed_by_it_too(monkeypatch) -> None:
-    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.2)
     with RendezvousServer(1, secret=SECRET) as server:
         host, port = server.address.split(":")
-        hello = ClientHandshake(SECRET, bytes(NONCE_BYTES)).hello()
+        hello = ClientHandshake(SECRET, bytes(RANDOM_BYTES)).hello()
         with socket.create_connection((host, int(port)), timeout=30) as stream:
             sent = 0
             while sent < len(hello) - 1 and not select.select([stream], [], [], 0.05)[0]:
@@ -217,17 +217,18 @@ def test_too_many_authenticated_connections_are_refused() -> None:
 
 
 def test_member_that_does_not_read_is_dropped(monkeypatch) -> None:
-    monkeypatch.setattr(server_connection, "MAX_OUTPUT_BYTES", 200_000)
+    monkeypatch.setattr(server_module, "MAX_OUTPUT_BYTES", 200_000)
     with RendezvousServer(2, secret=SECRET) as server:
         clients = connect_all(server, 2)
         try:
             clients[0].set("big", bytes(60_000))
-            connection = clients[1]._requests._connection
+            connection = clients[1]._connection
+            connection.take_turn = lambda *, has_input: True  # its reader reads no more
             deadline = time.monotonic() + 60
             with pytest.raises(RendezvousError):
                 # No fixed number: the kernel's buffers take many requests before a busy server reads one.
                 while time.monotonic() < deadline:
-                    connection.send(deadline, FrameType.GET, "big", 1000)
+                    connection.post(FrameType.GET, "big", None)
             with pytest.raises(RankFailed, match="unread"):
                 clients[0].barrier()
         finally:
@@ -240,7 +241,7 @@ import sys
 from gradsync.rendezvous.client import RendezvousClient
 client = RendezvousClient.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]), rank=2, world_size=3)
 client.barrier("start")
-client.barrier("pair", ranks=[2])
+client.group([2], "alone").barrier()
 client.get("never")
 """
 
@@ -362,3 +363,16 @@ with RendezvousServer(1, secret=b"s" * 16) as server:
 def test_child_of_a_fork_closes_without_harm() -> None:
     # Python warns about a fork beside threads; what follows it here is safe.
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=100)
+
+
+def test_what_is_accepted_has_the_options_of_the_listener() -> None:
+    """No delay, and a silent peer noticed by the kernel within seconds."""
+    with RendezvousServer(1, secret=SECRET) as server, connect(server, 0, 1) as client:
+        [accepted] = server._loop._connections.values()
+        for stream in (accepted.stream, client._connection._stream):
+            assert stream.gettimeout() == 0.0
+            assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            keepalive = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            assert [stream.getsockopt(socket.IPPROTO_TCP, option) for option in keepalive] == [2, 1, 3]
+            assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000

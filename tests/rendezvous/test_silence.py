@@ -7,12 +7,11 @@ from core_bench import SERVER, Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.rendezvous.finding import Finding
-from gradsync.rendezvous.messages import SILENCE, FrameType
-from gradsync.rendezvous.silence import HEARTBEAT_SECONDS, Judgement, Silence
+from gradsync.rendezvous.frames import SILENCE, FrameType
+from gradsync.rendezvous.liveness import HEARTBEAT_SECONDS, Judgement, Peer, ProcessState
 
-FATAL = [finding for finding in Finding if finding.is_fatal]
-HARMLESS = [finding for finding in Finding if not finding.is_fatal]
+FATAL = [state for state in ProcessState if state.is_fatal]
+HARMLESS = [state for state in ProcessState if not state.is_fatal]
 
 
 class BeatingBench(Bench):
@@ -22,9 +21,9 @@ class BeatingBench(Bench):
         super().__init__(world_size)
         self.join_all()
         for rank in range(world_size):
-            self.send(rank, FrameType.INTRODUCE, machine, "node7", 1000 + rank)
+            self.send(rank, FrameType.INTRODUCE, machine, "node7", 1000 + rank, None, 0)
 
-    def live(self, seconds: float, ranks: list[int], findings: dict[int, Finding] | None = None) -> None:
+    def live(self, seconds: float, ranks: list[int], states: dict[int, ProcessState] | None = None) -> None:
         """Lets time pass in which these ranks beat, and probes are answered."""
         end = self.now + seconds
         while self.now < end:
@@ -34,7 +33,7 @@ class BeatingBench(Bench):
             while (due := self.core.next_deadline()) is not None and due <= step_end:
                 self.wait(max(due - self.now, 0.0))
                 for connection, _ in self.take_probes():
-                    self.find(connection, (findings or {})[connection])
+                    self.find(connection, (states or {})[connection])
             self.wait(step_end - self.now)
 
     def take_probes(self) -> list[tuple[int, int | None]]:
@@ -52,15 +51,15 @@ def test_ranks_that_beat_are_answered_and_never_looked_at() -> None:
     assert (bench.probes, bench.notices) == ([], [])
 
 
-@pytest.mark.parametrize("finding", FATAL)
-def test_stopped_rank_is_the_verdict_for_all_within_three_seconds(finding: Finding) -> None:
+@pytest.mark.parametrize("state", FATAL)
+def test_stopped_rank_is_the_verdict_for_all_within_three_seconds(state: ProcessState) -> None:
     bench = BeatingBench(3)
     bench.live(10, [0, 1, 2])
     bench.inbox.clear()
-    bench.live(2.5, [0, 1], {2: finding})
+    bench.live(2.5, [0, 1], {2: state})
     [failure] = bench.failures(0)
     assert failure[:-1] == (0, SILENCE, 2, "running", ())
-    assert failure[-1].startswith(f"rank 2/3 (pid 1002) {finding.value} in phase 'running': ")
+    assert failure[-1].startswith(f"rank 2/3 (pid 1002) {state.value} in phase 'running': ")
     assert bench.failures(1) == bench.failures(2) == [failure]
     # Nobody is listened for in a generation that has failed.
     assert bench.core.next_deadline() is None
@@ -69,8 +68,8 @@ def test_stopped_rank_is_the_verdict_for_all_within_three_seconds(finding: Findi
 def test_a_stopped_rank_that_nobody_needs_any_more_is_told_of_to_the_operator() -> None:
     """The others have left; only the launcher waits for it, and would wait without a word."""
     bench = BeatingBench(2)
-    bench.send(0, FrameType.BYE)
-    bench.live(2.5, [], {1: Finding.STOPPED})
+    bench.send(0, FrameType.LEAVE, "", None, 0)
+    bench.live(2.5, [], {1: ProcessState.STOPPED})
     [notice] = bench.notices
     assert notice.startswith("rank 1/2 (pid 1001) was stopped (SIGSTOP?) in phase 'running': ")
     bench.live(60, [])
@@ -79,22 +78,22 @@ def test_a_stopped_rank_that_nobody_needs_any_more_is_told_of_to_the_operator() 
 
 def test_once_is_not_enough() -> None:
     bench = BeatingBench(2)
-    bench.live(1.6, [0], {1: Finding.STOPPED})
-    bench.live(0.5, [0], {1: Finding.RUNNING})
-    bench.live(0.5, [0], {1: Finding.STOPPED})
+    bench.live(1.6, [0], {1: ProcessState.STOPPED})
+    bench.live(0.5, [0], {1: ProcessState.RUNNING})
+    bench.live(0.5, [0], {1: ProcessState.STOPPED})
     bench.send(1, FrameType.HEARTBEAT, {})  # it goes on
-    bench.live(1.6, [0], {1: Finding.STOPPED})
+    bench.live(1.6, [0], {1: ProcessState.STOPPED})
     assert bench.failures(0) == []
 
 
-@pytest.mark.parametrize("finding", HARMLESS)
-def test_busy_rank_is_told_of_once_and_never_condemned(finding: Finding) -> None:
+@pytest.mark.parametrize("state", HARMLESS)
+def test_busy_rank_is_told_of_once_and_never_condemned(state: ProcessState) -> None:
     bench = BeatingBench(2)
-    bench.live(60, [0], {1: finding})
+    bench.live(60, [0], {1: state})
     [notice] = bench.notices
     who = "rank 1/2 (pid 1001), in phase 'running',"
-    assert notice.startswith(f"{who} has not been heard of for 5 s, but {finding.value} (")
-    bench.send(1, FrameType.ADD, "k", 1)  # any message is a sign of life
+    assert notice.startswith(f"{who} has not been heard of for 5 s, but {state.value} (")
+    bench.send(1, FrameType.DELETE, "k")  # any message is a sign of life
     assert bench.notices[1:] == ["rank 1/2 (pid 1001) is heard of again"]
     bench.live(10, [0, 1])
     assert len(bench.notices) == 2
@@ -122,13 +121,13 @@ def test_all_clocks_restart_when_the_server_itself_did_not_run() -> None:
     bench.send(0, FrameType.HEARTBEAT, {})
     bench.live(1.4, [0])
     assert bench.take_probes() == []
-    bench.live(2, [0], {1: Finding.STOPPED})  # a full silence counts again
+    bench.live(2, [0], {1: ProcessState.STOPPED})  # a full silence counts again
     assert len(bench.failures(0)) == 1
 
 
 def test_rank_that_has_left_or_never_said_who_it_is_is_not_listened_for() -> None:
     bench = BeatingBench(2)
-    bench.send(1, FrameType.BYE)
+    bench.send(1, FrameType.LEAVE, "", None, 0)
     bench.lose(1)
     bench.live(10, [0])
     other = Bench(2)
@@ -139,13 +138,13 @@ def test_rank_that_has_left_or_never_said_who_it_is_is_not_listened_for() -> Non
 
 def test_stopped_rank_fails_those_who_wait_to_join() -> None:
     bench = Bench(2)
-    bench.join(0, 0, timeout_ms=60_000)
-    bench.send(0, FrameType.INTRODUCE, SERVER[0], "", 1000)
+    bench.join(0, 0)
+    bench.send(0, FrameType.INTRODUCE, SERVER[0], "", 1000, None, 0)
     bench.take(0)
     bench.wait(1.5)
-    bench.find(0, Finding.STOPPED)
+    bench.find(0, ProcessState.STOPPED)
     bench.wait(0.5)
-    bench.find(0, Finding.STOPPED)
+    bench.find(0, ProcessState.STOPPED)
     bench.join(1, 1)
     assert bench.take(1)[0][1:5] == (bench._sequence, SILENCE, 0, "joining")
 
@@ -156,30 +155,30 @@ def test_probe_of_a_rank_that_is_gone_meanwhile_means_nothing() -> None:
     bench.lose(1)
     bench.inbox.clear()
     for _ in range(2):
-        bench.find(1, Finding.GONE)
-        bench.find(0, Finding.GONE)
+        bench.find(1, ProcessState.GONE)
+        bench.find(0, ProcessState.GONE)
     assert bench.inbox == {}
 
 
-steps = st.lists(st.tuples(st.floats(0.0, 3.0), st.sampled_from([None, *Finding])), max_size=60)
+steps = st.lists(st.tuples(st.floats(0.0, 3.0), st.sampled_from([None, *ProcessState])), max_size=60)
 
 
 @given(steps)
-def test_only_two_fatal_findings_after_a_full_silence_are_lost(steps: list[tuple[float, Finding | None]]) -> None:
+def test_only_two_fatal_states_after_a_full_silence_are_lost(steps: list[tuple[float, ProcessState | None]]) -> None:
     """Against a model that keeps the whole history."""
     now, heard_at, history = 100.0, 100.0, []
-    silence = Silence(now)
-    for pause, finding in steps:
+    silence = Peer(now)
+    for pause, state in steps:
         now += pause
-        if finding is None:
+        if state is None:
             silence.hear(now)
             heard_at, history = now, []
             continue
-        judgement = silence.judge(now, finding)
+        judgement = silence.judge(now, state)
         if now < heard_at + 1.5:
             assert judgement is Judgement.NONE
             continue
-        history.append(finding)
+        history.append(state)
         assert (judgement is Judgement.LOST) == (len(history) > 1 and all(f.is_fatal for f in history[-2:]))
         if judgement is Judgement.SLOW:
             assert now >= heard_at + 5

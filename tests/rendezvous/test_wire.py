@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.rendezvous.agreements import event_key
-from gradsync.rendezvous.messages import (
+from gradsync.rendezvous.frames import (
     MAX_CALL_BYTES,
     MAX_EVENT_BYTES,
+    MAX_FAILURE_BYTES,
     MAX_GROUP_BYTES,
     MAX_MACHINE_BYTES,
     MAX_NAME_BYTES,
@@ -24,14 +24,14 @@ from gradsync.rendezvous.messages import (
     MAX_TOLD_CALLS,
     MAX_TOLD_GROUPS,
     MAX_VALUE_BYTES,
-    MAX_VERDICT_BYTES,
     MAX_WHAT_BYTES,
     FieldError,
     FrameType,
     Message,
     clip_text,
+    event_key,
 )
-from gradsync.rendezvous.waiting import Failure
+from gradsync.rendezvous.roster import Failure
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
 
 
@@ -58,34 +58,39 @@ digests = st.integers(0, 2**64 - 1)
 groups = st.text(st.characters(exclude_categories=["Cs"]), max_size=MAX_GROUP_BYTES // 4)
 requests = st.one_of(
     st.tuples(st.just(FrameType.JOIN), st.integers(0, 9), st.integers(0, 2**31), st.integers(0, 2**31), timeouts),
-    st.tuples(st.just(FrameType.SET), keys, st.binary(max_size=2000)),
-    st.tuples(st.just(FrameType.GET), keys, timeouts),
-    st.tuples(st.just(FrameType.ADD), keys, st.integers(-(2**63), 2**63 - 1)),
-    st.tuples(st.just(FrameType.BARRIER), keys, members, timeouts),
-    st.tuples(st.just(FrameType.PUT_ID), keys, st.integers(0, 99), members, st.binary(min_size=128, max_size=128)),
-    st.tuples(st.just(FrameType.BYE)),
-    st.tuples(st.just(FrameType.AGREE), groups, positions, digests, members, timeouts),
-    st.tuples(st.just(FrameType.PASSED), groups, positions, digests, st.text(max_size=200).map(clip_text)),
+    st.tuples(st.just(FrameType.SET), keys, st.binary(max_size=2000), st.booleans()),
+    st.tuples(st.just(FrameType.GET), keys, st.none() | st.integers(0, 99)),
+    st.tuples(st.just(FrameType.BARRIER), keys, members),
+    st.tuples(st.just(FrameType.EXCHANGE), keys, members, st.binary(max_size=2000)),
+    st.tuples(st.just(FrameType.LEAVE), keys, members, positions),
+    st.tuples(st.just(FrameType.LEFT_RANKS), keys, members),
+    st.tuples(st.just(FrameType.AGREE), groups, positions, digests, members),
+    st.tuples(st.just(FrameType.LAUNCHED), groups, positions, digests, st.text(max_size=200).map(clip_text)),
 )
 texts = st.text(max_size=200).map(clip_text)
 phases = st.sampled_from(["joining", "running", "left"])
 progress = st.dictionaries(groups, positions, max_size=MAX_TOLD_GROUPS)
 ranks_in_order = st.lists(st.integers(0, 1000), unique=True, max_size=20).map(sorted)
 calls = st.tuples(positions, digests, st.text(max_size=50).map(clip_text), st.booleans()).map(list)
-histories = st.dictionaries(groups, st.lists(calls, max_size=8), max_size=MAX_TOLD_GROUPS)
+of_group = st.tuples(positions, st.lists(calls, max_size=8)).map(list)
+statuses = st.dictionaries(groups, of_group, max_size=MAX_TOLD_GROUPS)
 tidings = st.one_of(
-    st.tuples(st.just(FrameType.INTRODUCE), st.just("boot pid:[1]"), st.just("node7"), st.integers(0, 2**31)),
+    st.tuples(
+        st.just(FrameType.INTRODUCE),
+        st.just("boot pid:[1]"),
+        st.just("node7"),
+        st.integers(0, 2**31),
+        st.none() | st.integers(1, 99),
+        positions,
+    ),
     st.tuples(st.just(FrameType.HEARTBEAT), progress),
-    st.tuples(st.just(FrameType.WAITING), groups, members, positions, texts, timeouts, members),
-    st.tuples(st.just(FrameType.ABSENT), groups, members, positions, texts, timeouts, members),
-    st.tuples(st.just(FrameType.STATUS), positions, progress, texts),
-    st.tuples(st.just(FrameType.FORGET), keys, members),
-    st.tuples(st.just(FrameType.HISTORY), positions, histories),
+    st.tuples(st.just(FrameType.STUCK), groups, members, positions, texts, timeouts, members, st.booleans()),
+    st.tuples(st.just(FrameType.STATUS), positions, statuses, texts),
 )
 pushes = st.one_of(
     st.tuples(st.just(FrameType.SEATED), positions, st.just("boot pid:[1]"), st.integers(0, 2**31)),
     st.tuples(st.just(FrameType.PULSE)),
-    st.tuples(st.just(FrameType.INQUIRE), positions),
+    st.tuples(st.just(FrameType.STATUS_REQUEST), positions),
     st.tuples(
         st.just(FrameType.FAILED), positions, st.integers(0, 2), st.integers(0, 99), phases, ranks_in_order, texts
     ),
@@ -93,7 +98,7 @@ pushes = st.one_of(
 answers = st.one_of(
     st.tuples(st.just(FrameType.REPLY), positions, st.none() | st.booleans() | st.binary(max_size=2000)),
     st.tuples(st.just(FrameType.ASKED), groups, positions),
-    st.tuples(st.just(FrameType.VERDICT), positions, st.integers(0, 2), positions),
+    st.tuples(st.just(FrameType.DECISION), positions, st.integers(0, 2), positions),
 )
 
 
@@ -124,9 +129,9 @@ def test_round_trip_in_any_chunks(of_client: bool, kinds: Any, data: st.DataObje
 @pytest.mark.parametrize(
     "message",
     [
-        (FrameType.SET, "key", b"value" * 10),
-        (FrameType.AGREE, "group", 7, 2**64 - 1, [0, 1], 1000),
-        (FrameType.PASSED, "group", 7, 2**63, "all_reduce of 3 gradients"),
+        (FrameType.SET, "key", b"value" * 10, True),
+        (FrameType.AGREE, "group", 7, 2**64 - 1, [0, 1]),
+        (FrameType.LAUNCHED, "group", 7, 2**63, "all_reduce of 3 gradients"),
     ],
 )
 def test_mutated_frames_are_refused(message: tuple) -> None:
@@ -146,11 +151,13 @@ def test_mutated_frames_are_refused(message: tuple) -> None:
 
 def test_longest_report_and_verdict_fit() -> None:
     client, server = make_sessions()
-    progress = {f"{n:02}" + "g" * (MAX_GROUP_BYTES - 2): 2**63 - 1 for n in range(MAX_TOLD_GROUPS)}
-    assert open_bytes(server, client.seal(FrameType.STATUS, 1, progress, "x" * MAX_REPORT_BYTES)) is not None
+    call = [2**63 - 1, 2**64 - 1, "c" * MAX_CALL_BYTES, True]
+    calls = [call] * (MAX_TOLD_CALLS // MAX_TOLD_GROUPS)
+    status = {f"{n:02}" + "g" * (MAX_GROUP_BYTES - 2): (2**63 - 1, calls) for n in range(MAX_TOLD_GROUPS)}
+    assert open_bytes(server, client.seal(FrameType.STATUS, 1, status, "x" * MAX_REPORT_BYTES)) is not None
     for missing in (0, 4096, 12 * 1024, MAX_RANKS):
-        failure = Failure(0, "p" * MAX_PHASE_BYTES, "é" * MAX_VERDICT_BYTES, tuple(range(missing)))
-        sent = failure.tell(1, 2**63 - 1)
+        failure = Failure(0, "p" * MAX_PHASE_BYTES, "é" * MAX_FAILURE_BYTES, tuple(range(missing)))
+        sent = failure.send(1, 2**63 - 1)
         message = open_bytes(client, server.seal(sent.type, *sent.fields))
         assert message is not None
         assert message.fields[4] == list(range(missing))
@@ -159,14 +166,14 @@ def test_longest_report_and_verdict_fit() -> None:
 
 def test_every_truncation_yields_nothing() -> None:
     client, _ = make_sessions()
-    sealed = client.seal(FrameType.SET, "key", b"value")
+    sealed = client.seal(FrameType.SET, "key", b"value", True)
     for size in range(len(sealed)):
         assert open_bytes(make_sessions()[1], sealed[:size]) is None
 
 
 def test_replayed_frame_is_refused() -> None:
     client, server = make_sessions()
-    sealed = client.seal(FrameType.ADD, "n", 1)
+    sealed = client.seal(FrameType.DELETE, "n")
     assert open_bytes(server, sealed) is not None
     with pytest.raises(FrameError, match=r"expected frame 3, got frame 2"):
         open_bytes(server, sealed)
@@ -174,15 +181,15 @@ def test_replayed_frame_is_refused() -> None:
 
 def test_skipped_frame_is_refused() -> None:
     client, server = make_sessions()
-    client.seal(FrameType.ADD, "n", 1)
+    client.seal(FrameType.DELETE, "n")
     with pytest.raises(FrameError, match="expected frame 2, got frame 3"):
-        open_bytes(server, client.seal(FrameType.ADD, "n", 1))
+        open_bytes(server, client.seal(FrameType.DELETE, "n"))
 
 
 def test_reflected_frame_is_refused() -> None:
     client, _ = make_sessions()
     with pytest.raises(FrameError, match="MAC"):
-        open_bytes(client, client.seal(FrameType.BYE))
+        open_bytes(client, client.seal(FrameType.LEAVE, "", None, 0))
 
 
 @pytest.mark.parametrize("announced_bytes", [0, 40, 513 - 4, 2**16, 2**32 - 1])
@@ -195,7 +202,7 @@ def test_length_is_checked_before_anything_is_buffered(announced_bytes: int) -> 
 
 def test_largest_value_fits_beside_the_longest_key() -> None:
     client, server = make_sessions()
-    message = open_bytes(server, client.seal(FrameType.SET, "k" * MAX_NAME_BYTES, b"\0" * MAX_VALUE_BYTES))
+    message = open_bytes(server, client.seal(FrameType.SET, "k" * MAX_NAME_BYTES, b"\0" * MAX_VALUE_BYTES, True))
     assert message is not None
     assert len(message.fields[1]) == MAX_VALUE_BYTES
 
@@ -203,60 +210,59 @@ def test_largest_value_fits_beside_the_longest_key() -> None:
 def test_longest_description_and_key_of_an_event_fit() -> None:
     client, server = make_sessions()
     group, position = "g" * MAX_GROUP_BYTES, 2**63 - 1
-    assert open_bytes(server, client.seal(FrameType.PASSED, group, position, 2**64 - 1, "x" * MAX_EVENT_BYTES))
-    assert open_bytes(server, client.seal(FrameType.GET, event_key(group, position, MAX_RANKS - 1), 0))
+    assert open_bytes(server, client.seal(FrameType.LAUNCHED, group, position, 2**64 - 1, "x" * MAX_EVENT_BYTES))
+    assert open_bytes(server, client.seal(FrameType.GET, event_key(group, position, MAX_RANKS - 1), None))
 
 
 @pytest.mark.parametrize(
     ("frame_type", "fields"),
     [
-        (FrameType.SET, ("key", "text")),
-        (FrameType.SET, (1, b"")),
-        (FrameType.SET, ("k" * (MAX_NAME_BYTES + 1), b"")),
-        (FrameType.SET, ("é" * MAX_NAME_BYTES, b"")),
-        (FrameType.SET, ("\ud800", b"")),
-        (FrameType.SET, ("key", b"\0" * (MAX_VALUE_BYTES + 1))),
+        (FrameType.SET, ("key", "text", True)),
+        (FrameType.SET, (1, b"", True)),
+        (FrameType.SET, ("key", b"", 1)),
+        (FrameType.SET, ("k" * (MAX_NAME_BYTES + 1), b"", True)),
+        (FrameType.SET, ("é" * MAX_NAME_BYTES, b"", True)),
+        (FrameType.SET, ("\ud800", b"", True)),
+        (FrameType.SET, ("key", b"\0" * (MAX_VALUE_BYTES + 1), True)),
         (FrameType.SET, ("key",)),
-        (FrameType.ADD, ("key", True)),
-        (FrameType.ADD, ("key", 2**63)),
-        (FrameType.ADD, ("key", 1.0)),
         (FrameType.GET, ("key", -1)),
-        (FrameType.BARRIER, ("", [1, 1], 0)),
-        (FrameType.BARRIER, ("", [2, 1], 0)),
-        (FrameType.BARRIER, ("", [-1], 0)),
-        (FrameType.PUT_ID, ("g", 0, None, b"\0" * 127)),
-        (FrameType.REPLY, (2, 1.5)),
-        (FrameType.AGREE, ("g" * (MAX_GROUP_BYTES + 1), 0, 0, None, 0)),
-        (FrameType.AGREE, ("g", -1, 0, None, 0)),
-        (FrameType.AGREE, ("g", 0, -1, None, 0)),
-        (FrameType.AGREE, ("g", 0, 2**64, None, 0)),
-        (FrameType.AGREE, ("g", 0, 0.0, None, 0)),
-        (FrameType.AGREE, ("g", 0, 0, [1, 0], 0)),
-        (FrameType.PASSED, ("g", 0, 2**64, "")),
-        (FrameType.PASSED, ("g", 0, 0, b"")),
-        (FrameType.PASSED, ("g", 0, 0, "x" * (MAX_EVENT_BYTES + 1))),
+        (FrameType.BARRIER, ("", [1, 1])),
+        (FrameType.BARRIER, ("", [2, 1])),
+        (FrameType.BARRIER, ("", [-1])),
+        (FrameType.EXCHANGE, ("g", None, None)),
+        (FrameType.REPLY, (2, 5)),
+        (FrameType.AGREE, ("g" * (MAX_GROUP_BYTES + 1), 0, 0, None)),
+        (FrameType.AGREE, ("g", -1, 0, None)),
+        (FrameType.AGREE, ("g", 0, -1, None)),
+        (FrameType.AGREE, ("g", 0, 2**64, None)),
+        (FrameType.AGREE, ("g", 0, 0.0, None)),
+        (FrameType.AGREE, ("g", 0, 0, [1, 0], False)),
+        (FrameType.LAUNCHED, ("g", 0, 2**64, "")),
+        (FrameType.LAUNCHED, ("g", 0, 0, b"")),
+        (FrameType.LAUNCHED, ("g", 0, 0, "x" * (MAX_EVENT_BYTES + 1))),
         (FrameType.ASKED, ("g", 2**63)),
-        (FrameType.VERDICT, (2, 3, 0)),
+        (FrameType.DECISION, (2, 3, 0)),
         (FrameType.HEARTBEAT, ([],)),
         (FrameType.HEARTBEAT, ({"g": -1},)),
         (FrameType.HEARTBEAT, ({1: 1},)),
         (FrameType.HEARTBEAT, ({str(n): 1 for n in range(MAX_TOLD_GROUPS + 1)},)),
-        (FrameType.INTRODUCE, ("m" * (MAX_MACHINE_BYTES + 1), "host", 1)),
-        (FrameType.INTRODUCE, ("m", "host", -1)),
+        (FrameType.INTRODUCE, ("m" * (MAX_MACHINE_BYTES + 1), "host", 1, None, 0)),
+        (FrameType.INTRODUCE, ("m", "host", -1, None, 0)),
+        (FrameType.STATUS, (1, {"world": 1}, "")),
         (FrameType.STATUS, (1, {}, "x" * (MAX_REPORT_BYTES + 1))),
-        (FrameType.HISTORY, (1, {"world": [[1, 2, "barrier"]]})),
-        (FrameType.HISTORY, (1, {"world": [[1, 2, "barrier", 1]]})),
-        (FrameType.HISTORY, (1, {"world": "calls"})),
-        (FrameType.HISTORY, (1, {"world": [[1, 2, "x" * (MAX_CALL_BYTES + 1), True]]})),
-        (FrameType.HISTORY, (1, {"world": [[1, 2, "x", True]] * (MAX_TOLD_CALLS + 1)})),
-        (FrameType.ABSENT, ("g", None, 1, "w" * (MAX_WHAT_BYTES + 1), 0, None)),
-        (FrameType.WAITING, ("g", None, 1, "all_reduce #1", 1.5, None)),
-        (FrameType.WAITING, ("g", None, 1, "all_reduce #1", 0, [1, 0])),
-        (FrameType.FORGET, ("k" * (MAX_NAME_BYTES + 1), None)),
-        (FrameType.FORGET, ("g", [1, 0])),
+        (FrameType.STATUS, (1, {"world": (1, [[1, 2, "barrier"]])}, "")),
+        (FrameType.STATUS, (1, {"world": (1, [[1, 2, "barrier", 1]])}, "")),
+        (FrameType.STATUS, (1, {"world": (1, "calls")}, "")),
+        (FrameType.STATUS, (1, {"world": (1, [[1, 2, "x" * (MAX_CALL_BYTES + 1), True]])}, "")),
+        (FrameType.STATUS, (1, {"world": (1, [[1, 2, "x", True]] * (MAX_TOLD_CALLS + 1))}, "")),
+        (FrameType.STUCK, ("g", None, 1, "w" * (MAX_WHAT_BYTES + 1), 0, None, True)),
+        (FrameType.STUCK, ("g", None, 1, "all_reduce #1", 1.5, None, False)),
+        (FrameType.STUCK, ("g", None, 1, "all_reduce #1", 0, [1, 0], False)),
+        (FrameType.LEAVE, ("k" * (MAX_NAME_BYTES + 1), None, 0)),
+        (FrameType.LEAVE, ("g", [1, 0], 0)),
         (FrameType.FAILED, (0, 3, 0, "", [], "")),
         (FrameType.FAILED, (0, 1, 0, "", None, "")),
-        (FrameType.FAILED, (0, 1, 0, "", [], "x" * (MAX_VERDICT_BYTES + 1))),
+        (FrameType.FAILED, (0, 1, 0, "", [], "x" * (MAX_FAILURE_BYTES + 1))),
     ],
 )
 def test_fields_outside_their_schema_are_refused(frame_type: FrameType, fields: tuple) -> None:
@@ -288,7 +294,7 @@ def test_types_of_the_wrong_side_are_refused() -> None:
 
 
 def test_repr_shows_no_fields() -> None:
-    assert "secret" not in repr(Message(FrameType.SET, 1, ("k", b"secret")))
+    assert "secret" not in repr(Message(FrameType.SET, 1, ("k", b"secret", True)))
 
 
 @given(st.text(max_size=50), st.integers(10, 60))

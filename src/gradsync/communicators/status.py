@@ -6,7 +6,7 @@ import math
 
 from gradsync.communicators.lifetime import usable_communicators
 from gradsync.diagnostics import FlightRecorder, stack_report
-from gradsync.rendezvous.messages import MAX_CALL_BYTES, MAX_TOLD_CALLS, MAX_TOLD_GROUPS, clip_text
+from gradsync.rendezvous.frames import MAX_CALL_BYTES, MAX_TOLD_CALLS, MAX_TOLD_GROUPS, clip_text
 
 _LAST_COLLECTIVES = 8
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from gradsync.communicators.agreement import place_of_caller
@@ -16,7 +16,7 @@ from gradsync.diagnostics import Entry, FlightRecorder
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
 
 if TYPE_CHECKING:
-    from gradsync.rendezvous.group_client import CommunicatorClient
+    from gradsync.rendezvous.client import RendezvousClient
 
 WARN_AFTER_SECONDS = 5.0
 # How much later than what it explains a verdict may come: a broken connection, an error of NCCL, a rank that gave up.
@@ -44,7 +44,7 @@ class Verdicts:
         is_known: tells, at next to no cost, whether `check` would raise, or will in the other ranks in a moment.
     """
 
-    def __init__(self, client: CommunicatorClient, recorder: FlightRecorder) -> None:
+    def __init__(self, client: RendezvousClient, recorder: FlightRecorder) -> None:
         self.was_heard = False
         self.is_known = client.has_failed
         self._client = client
@@ -109,7 +109,33 @@ class Verdicts:
         """
         number, what = _told(entry or self._recorder.last, is_launched=entry is not None)
         self.was_heard = True
-        self._client.report_absence(self._recorder.group, number, what, waited_seconds, missing)
+        self._client.report_stuck(self._recorder.group, number, what, waited_seconds, missing)
+
+
+def raise_if_left(
+    client: RendezvousClient, name: str, label: str, position: float, ranks: Iterable[int] | None = None
+) -> None:
+    """Raises RankFailed where another rank has left a communicator before it had passed one of its collectives.
+
+    For communicators whose ranks share no memory in which they could tell each other. Such a rank has told the server
+    by `announce_left`.
+
+    Args:
+        client: this rank's connection; its ranks are the communicator's.
+        name: of the communicator, as in `announce_left`.
+        label: this rank in errors.
+        position: the collective's number.
+        ranks: whom to look for, by their numbers in the world; None is all.
+    """
+    wanted = set(client.world_ranks if ranks is None else ranks) - {client.world_ranks[client.rank]}
+    for rank, came_to in client.left_ranks(name).items():
+        if rank in wanted and came_to <= position:
+            raise RankFailed(
+                f"{label}: rank {rank} closed the communicator while this rank still needed it; "
+                "do all ranks make the same number of steps?",
+                rank=rank,
+                phase="collective",
+            )
 
 
 def _told(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
@@ -118,7 +144,7 @@ def _told(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
     Ranks that wait in one collective are told of together, and have their lines in the report. Of messages each rank
     waits in another one, and where two wait for each other the lines are what has to be changed.
     """
-    from gradsync.rendezvous.messages import OF_MESSAGES  # here: start-up counts
+    from gradsync.rendezvous.frames import OF_MESSAGES  # here: start-up counts
 
     if entry is None:
         return OF_MESSAGES, "a collective"

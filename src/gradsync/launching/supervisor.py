@@ -105,7 +105,6 @@ class Supervisor:
         self._on_stopping = on_stopping
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
-        self._generations = 0  # formed by the servers of earlier starts
         self.ranks: list[RankProcess] = []
 
     def __enter__(self) -> Supervisor:
@@ -130,7 +129,7 @@ class Supervisor:
         check_variables()
         job = self._job
         if job.n_ranks > _RANKS_BEFORE_SERVER:
-            from gradsync.rendezvous.descriptors import raise_limit  # here: few ranks have room, and start-up counts
+            from gradsync.rendezvous.sockets import raise_limit  # here: few ranks have room, and start-up counts
 
             raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         # The server's socket is bound now, so that ranks can start before the server does.
@@ -203,9 +202,7 @@ class Supervisor:
         from gradsync.rendezvous.server import RendezvousServer  # here: the ranks boot while it loads
 
         job = self._job
-        server = RendezvousServer(
-            job.world_size, secret=endpoint.secret, listener=listener, earlier_generations=self._generations
-        )
+        server = RendezvousServer(job.world_size, secret=endpoint.secret, listener=listener)
         server.start()
         self._news.serve_with(server)
         try:
@@ -215,7 +212,6 @@ class Supervisor:
             if job.world_size > job.n_ranks:
                 server.wait_until_empty(_LEAVING_SECONDS)
             server.stop()
-            self._generations = server.generation
 
     def _with_last_output(self, outcome: Outcome) -> Outcome:
         """Shows what is left of the ranks' output, and adds its last lines to the outcome."""

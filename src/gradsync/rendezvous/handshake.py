@@ -1,10 +1,10 @@
 """The handshake: each side proves that it knows the run's secret, and both derive the keys of their session.
 
-Sits between `wire` and the two connections. Pure state machines: nonces are handed in, frames go in, bytes
+Sits between `wire` and the connections of both ends. Pure state machines: nonces are handed in, frames go in, bytes
 come out.
 
     client                                  server
-    HELLO     magic, client nonce    ->
+    HELLO     magic, generation and client nonce ->
                                      <-     CHALLENGE  magic, server nonce, run id   MAC: the server's proof
     PROOF     MAC: the client's proof ->
     JOIN ... (session keys)          <->
@@ -14,20 +14,24 @@ so by itself. Each proof covers every byte exchanged so far and carries its dire
 can be reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder runs before
 authentication.
 
+The first 8 bytes of the client's nonce are the generation that it comes for, which its JOIN repeats: so the keys of a
+session hold for one run and one generation, and a rank of another one is refused.
+
 Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with HMAC-SHA256.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
-from gradsync.rendezvous.mac import MAC_BYTES
-from gradsync.rendezvous.messages import FrameType
-from gradsync.rendezvous.wire import Frame, FrameError, Session, pack_frame
+from gradsync.rendezvous.frames import NEXT_GENERATION, FrameType
+from gradsync.rendezvous.wire import MAC_BYTES, Frame, FrameError, Mac, Session, pack_frame
 
 NONCE_BYTES = 32
+RANDOM_BYTES = 24  # of a client's nonce; the rest is the generation
 MIN_SECRET_BYTES = 16
 MAX_RUN_ID_BYTES = 64
 _MAGIC = b"gradsync"
@@ -57,7 +61,12 @@ def check_secret(secret: bytes) -> bytes:
 
 
 def _sign(secret: bytes, label: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret, label + transcript, "sha256")
+    return _mac_of(secret).sign(label + transcript)
+
+
+@functools.lru_cache(maxsize=4)  # a server signs with one secret for every rank
+def _mac_of(secret: bytes) -> Mac:
+    return Mac(secret)
 
 
 def _session(secret: bytes, transcript: bytes, *, is_server: bool) -> Session:
@@ -81,9 +90,13 @@ class ServerHandshake:
         secret: the run's secret.
         run_id: names this run; bound into every MAC of the session.
         nonce: 32 fresh random bytes.
+
+    Attributes:
+        generation: for which the client has come; only known to be true once its session has opened a message.
     """
 
     def __init__(self, secret: bytes, run_id: str, nonce: bytes) -> None:
+        self.generation = NEXT_GENERATION
         self._secret = secret
         self._run_id = run_id.encode()
         self._nonce = nonce
@@ -105,6 +118,7 @@ class ServerHandshake:
         well_formed = len(frame.body) == len(_PREFIX) + NONCE_BYTES and frame.body.startswith(_MAGIC)
         if not well_formed or frame.mac != _NO_MAC:
             raise FrameError("malformed HELLO: the peer is not a gradsync client")
+        self.generation = int.from_bytes(frame.body[len(_PREFIX) : -RANDOM_BYTES], "big")
         signed = pack_frame(FrameType.CHALLENGE, 0, _PREFIX + self._nonce + self._run_id)
         self._transcript = frame.signed + signed
         return signed + _sign(self._secret, _SERVER_PROOF, self._transcript)
@@ -124,15 +138,17 @@ class ClientHandshake:
 
     Args:
         secret: the run's secret.
-        nonce: 32 fresh random bytes.
+        nonce: 24 fresh random bytes.
+        generation: for which the client comes; NEXT_GENERATION is whichever forms next.
 
     Attributes:
         run_id: the server's run id, once `receive` has accepted its proof.
     """
 
-    def __init__(self, secret: bytes, nonce: bytes) -> None:
+    def __init__(self, secret: bytes, nonce: bytes, generation: int = NEXT_GENERATION) -> None:
         self._secret = secret
-        self._hello = pack_frame(FrameType.HELLO, 0, _PREFIX + nonce)
+        named = generation.to_bytes(NONCE_BYTES - RANDOM_BYTES, "big")
+        self._hello = pack_frame(FrameType.HELLO, 0, _PREFIX + named + nonce)
         self.run_id = ""
 
     def hello(self) -> bytes:

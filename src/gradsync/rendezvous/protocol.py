@@ -1,35 +1,99 @@
-"""The server's core: generations, and who is in them. (now, event) -> actions, without I/O.
+"""The server's core: generations, who is in them, and who answers which frame. (now, event) -> actions, without I/O.
 
-No sockets, no clock, no randomness: `event_loop` feeds it, tests and model checkers can too. A connection joins as one
-rank of the earliest generation that has not had that rank yet; a generation forms when all its ranks have joined and
-the one before has ended, and ends when all its connections are gone. A connection lost without a goodbye poisons its
-generation: every member is told at once, and every later request is answered with the same failure. So does a member
-that was found stopped or out of reach, after a silence, and one that does not come to a collective in time.
+No sockets, no clock, no randomness: `server` feeds it, tests and model checkers can too. A connection joins as one rank
+of the earliest generation that has not had that rank yet. A generation forms when all its ranks have joined and said
+which process they are, and the one before has ended; it ends when all its connections are gone. A connection lost
+without a LEAVE fails its generation: every member is told at once, and every later request is answered with the same
+failure. So does a member that was found stopped or out of reach, after a silence, and one that does not come to a
+collective in time.
+
+After a failure the next generation can also form of some of the ranks: where members have said of how many at least
+(`min_ranks`), it forms once all others are known to have ended, or when one that waits has reached its deadline.
 """
 
 from __future__ import annotations
 
-from gradsync.rendezvous import verdict_texts
-from gradsync.rendezvous.events import Action, Close, Event, Lost, Notice, OfProcess, Probe, Probed, Received, Send
-from gradsync.rendezvous.generation import HEARD, Generation
-from gradsync.rendezvous.joining import Joining
-from gradsync.rendezvous.messages import REFUSED, TO_GENERATION, FrameType, Message
-from gradsync.rendezvous.roster import RUNNING_PHASE, MemberState
-from gradsync.rendezvous.silence import Judgement, SilenceTable
-from gradsync.rendezvous.waiting import Failure, Request, WaitTable
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from gradsync.rendezvous.agreement_service import AgreementService
+from gradsync.rendezvous.frames import (
+    NEXT_GENERATION,
+    REFUSED,
+    THE_WORLD,
+    TO_GENERATION,
+    Action,
+    Close,
+    Ended,
+    Event,
+    FrameType,
+    Look,
+    Looked,
+    Lost,
+    Message,
+    Notice,
+    Received,
+    Send,
+    Started,
+)
+from gradsync.rendezvous.liveness import Judgement, LostProcess, Peers, process_key
+from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, join_refusal, members_of
+from gradsync.rendezvous.store import Barriers, Departures, Keys, Request, Wait, WaitTable, outsider_refusal
+from gradsync.rendezvous.stuck import StuckCollectives, WaitReport
 
 MAX_WAITS_PER_CONNECTION = 64
+_NOTICE_INTERVAL_SECONDS = 5.0
+
+
+class Generation:
+    """One generation: its members, what they share, and what went wrong. A rank that joins waits at it."""
+
+    def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
+        self.roster = Roster(world_size, noun)
+        self.number: int | None = None  # once formed
+        self.failure: Failure | None = None
+        self.keys = Keys(self.roster, waits)
+        self.barriers = Barriers(self.roster, waits)
+        self.agreements = AgreementService(self.roster, waits, self.keys)
+        self.least_ranks: int | None = None  # of which it may form; None: it needs all
+        self.departures = Departures(self.roster, (self.keys, self.barriers, self.agreements))
+        self.stuck = StuckCollectives(self.roster, waits)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has formed and not failed."""
+        return self.number is not None and self.failure is None
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether ranks wait in it for others to join."""
+        return self.number is None and self.failure is None
+
+    def withdraw(self, wait: Wait) -> None:
+        """Takes a join back."""
+        self.roster.cancel(wait.request.rank)
+        if self.least_ranks is not None:
+            self.least_ranks = self.roster.least_ranks()
+
+    def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
+        """Returns the ranks that hold up the forming of this generation."""
+        return self.roster.missing_ranks()
+
+    def rank_left(self, rank: int) -> list[Send]:
+        """Fails the waits that need a rank which has left."""
+        self.departures.rank_left(rank)
+        return [*self.barriers.rank_left(rank), *self.agreements.rank_left(rank), *self.keys.rank_left()]
 
 
 class RendezvousCore:
     """Decides what the server does.
 
     Args:
-        world_size: ranks in every generation.
+        world_size: how many ranks are launched.
         machine: the server's own, see `machine_identity`; "" where that is not known.
         pid: the server's own.
-        earlier_generations: how many an earlier server of this run has formed.
-        called: what messages call a member.
+        noun: what messages call a member.
         host: the rank that hosts the server; when it waits no longer for others to join, nobody does.
 
     Attributes:
@@ -37,26 +101,22 @@ class RendezvousCore:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        *,
-        machine: str = "",
-        pid: int = 0,
-        earlier_generations: int = 0,
-        called: str = "rank",
-        host: int | None = None,
+        self, world_size: int, *, machine: str = "", pid: int = 0, noun: str = "rank", host: int | None = None
     ) -> None:
         self._world_size = world_size
         self._host = host
-        self._called = called
+        self._noun = noun
         self._machine = machine
         self._pid = pid
         self._generations: list[Generation] = []  # the present one first
         self._seats: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
         self._waits = WaitTable()
-        self._silences = SilenceTable()
-        self.formed_count = earlier_generations
-        self._joining = Joining()
+        self._peers = Peers()
+        self._pids: dict[int, int] = {}  # of the ranks whose launcher has named their process
+        self._ended: dict[int, str] = {}  # of those that have ended: how
+        self._forming: Generation | None = None  # whose ranks are named every few seconds, and looked at
+        self._notice_at: float | None = None
+        self.formed_count = 0
 
     def handle(self, now: float, event: Event) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -65,226 +125,402 @@ class RendezvousCore:
             now: monotonic seconds; never less than in the call before.
             event: what happened.
         """
-        self._silences.restart_if_late(now)
+        self._peers.restart_if_late(now)
         if isinstance(event, Received):
-            if event.message.type is FrameType.HEARTBEAT and event.connection in self._seats:
-                return self._hear_heartbeat(now, event.connection, event.message)
-            actions = self._receive(now, event.connection, event.message)
+            message, seat = event.message, self._seats.get(event.connection)
+            if seat is not None:
+                actions = self._receive(now, event.connection, message, *seat)
+                if message.type not in _CHANGING:  # nearly all messages: no generation forms or ends by them
+                    return actions
+            elif message.type is FrameType.JOIN:
+                actions = self._join(now, event.connection, message)
+            else:  # sent before the connection was refused or had timed out
+                return [Close(event.connection)]
         elif isinstance(event, Lost):
             actions = self._lose(event.connection, event.cause)
-        elif isinstance(event, Probed):
+        elif isinstance(event, Looked):
             actions = self._judge(now, event)
-        elif isinstance(event, OfProcess):
-            self._joining.hear(now, event)
+        elif isinstance(event, Started):
+            self._pids[event.rank] = event.pid
+            self._ended.pop(event.rank, None)
+            self._watch(now, event.rank)
+            actions = []
+        elif isinstance(event, Ended):
+            self._ended[event.rank] = event.how
             actions = []
         else:
-            actions = [*self._expire(now), *self._look_at_silent(now), *self._advance_absences(now)]
+            actions = [*self._look_at_silent(now), *self._advance_stuck(now), *self._name_missing(now)]
         return actions + self._advance_generations(now)
 
     def next_deadline(self) -> float | None:
         """Returns when the next Tick is due, in monotonic seconds, or None."""
-        absence_due = self._generations[0].next_deadline() if self._generations else None
-        due = (self._waits.next_deadline(), self._joining.next_deadline(), self._silences.next_deadline(), absence_due)
+        due = [self._notice_at, self._peers.next_deadline()]
+        due += [generation.stuck.next_deadline() for generation in self._generations if generation.is_running]
         return min((time_due for time_due in due if time_due is not None), default=None)
 
-    def _receive(self, now: float, connection: int, message: Message) -> list[Action]:
-        seat = self._seats.get(connection)
-        if seat is None:  # other messages of such a connection were sent before it was refused or timed out
-            return self._join(now, connection, message) if message.type is FrameType.JOIN else [Close(connection)]
-        generation, rank = seat
+    def _receive(
+        self, now: float, connection: int, message: Message, generation: Generation, rank: int
+    ) -> list[Action]:
+        """Hands a member's message to its handler, where the state of the generation allows it."""
         request = Request(connection, rank, message.sequence, now)
-        return self._hear(now, connection) + self._handle_message(request, generation, message)
+        actions: list[Action] = []
+        if self._peers.hear(connection, now):
+            actions.append(Notice(f"{generation.roster.name(rank)} is heard of again"))
+        when, handler = _HANDLERS.get(message.type, _NO_HANDLER)
+        if when is _When.REQUEST:
+            if generation.failure is not None:
+                return [*actions, request.fail(generation.failure)]
+            if generation.number is None:
+                text = "this connection has not joined a complete generation yet"
+                return [*actions, request.refuse(text, REFUSED)]
+            if self._waits.count(connection) >= MAX_WAITS_PER_CONNECTION:
+                return [*actions, request.refuse("too many requests of this connection wait already", REFUSED)]
+        elif when is _When.RUNNING and not generation.is_running:
+            return actions
+        answers: list[Action] = handler(self, generation, request, *message.fields)
+        return actions + answers if actions else answers
 
-    def _hear_heartbeat(self, now: float, connection: int, message: Message) -> list[Action]:
-        """Takes a sign of life. Nearly all messages are: it changes no generation, so none needs to be looked at."""
-        generation, rank = self._seats[connection]
-        generation.roster.members[rank].positions = message.fields[0]
-        return [*self._hear(now, connection), Send(connection, FrameType.PULSE, ())]
+    def _refuse_frame(self, _generation: Generation, request: Request, *_fields: Any) -> list[Action]:
+        return [request.refuse("this is not a request of a joined rank", REFUSED)]
 
-    def _hear(self, now: float, connection: int) -> list[Action]:
-        """Notes that a rank was heard of; returns what is to be said about that."""
-        if not self._silences.hear(connection, now):
-            return []
-        generation, rank = self._seats[connection]
-        return [Notice(verdict_texts.revival(generation.roster, rank))]
-
-    def _handle_message(self, request: Request, generation: Generation, message: Message) -> list[Action]:
-        connection, rank = request.connection, request.rank
-        if message.type is FrameType.BYE:
-            return self._say_goodbye(connection, generation, rank)
-        if message.type is FrameType.CANCEL:
-            return self._cancel(connection, message.fields[0])
-        if message.type is FrameType.REPORT_FAILURE:
-            return self._report(request, generation, *message.fields)
-        if message.type is FrameType.INTRODUCE:
-            return self._introduce(request, generation, message)
-        if message.type in HEARD:
-            return [*generation.hear(request, message)]
-        if message.type is FrameType.ABSENT and generation.failure is not None:
-            return [generation.failure.tell(connection, TO_GENERATION)]
-        return [*self._serve(request, generation, message)]
+    # Joining, leaving, failing.
 
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
-        version, rank, world_size, timeout_ms = message.fields
+        version, rank, world_size, number = message.fields
         request = Request(connection, rank, message.sequence, now)
-        refusal = verdict_texts.join_refusal(self._world_size, version, rank, world_size, self._called)
-        if refusal:
-            return [request.refuse(refusal, REFUSED), Close(connection)]
+        refusal = join_refusal(self._world_size, version, rank, world_size, self._noun)
+        if not refusal and number not in (NEXT_GENERATION, self.formed_count + 1):
+            refusal = (
+                f"{self._noun} {rank} came for generation {number}, the next one is {self.formed_count + 1}: "
+                "the others have gone on without it"
+            )
+        is_any = number == NEXT_GENERATION  # who names a generation has seen the one before fail
         for generation in self._generations:
-            member = generation.roster.members.get(rank)
+            member = generation.roster.by_launch_rank.get(rank)
             if member is None:
-                break
-            if member.state is MemberState.PRESENT:
+                if generation.number is None and (generation.failure is None or is_any):
+                    break
+            elif member.state is MemberState.PRESENT and (generation.failure is None or is_any):
                 roster = generation.roster
                 alive = f"{roster.label(rank)} has joined already and is alive (in {roster.phase!r})"
-                refusal = f"{alive}; each {self._called} joins once"
-                return [request.refuse(refusal, REFUSED), Close(connection)]
+                refusal = refusal or f"{alive}; each {self._noun} joins once"
         else:
-            generation = Generation(self._world_size, self._waits, self._called, self._host)
-            self._generations.append(generation)
+            generation = Generation(self._world_size, self._waits, self._noun)
+        if refusal:
+            return [request.refuse(refusal, REFUSED), Close(connection)]
         if generation.failure is not None:
             return [request.fail(generation.failure), Close(connection)]
+        if generation not in self._generations:
+            self._generations.append(generation)
         generation.roster.seat(rank, connection)
         self._seats[connection] = (generation, rank)
-        self._waits.add(request, timeout_ms, generation)
+        self._waits.add(request, generation)
         return [Send(connection, FrameType.SEATED, (message.sequence, self._machine, self._pid))]
 
-    def _serve(self, request: Request, generation: Generation, message: Message) -> list[Send]:
-        """Answers a request that needs a generation which has formed and not failed."""
-        if generation.failure is not None:
-            return [request.fail(generation.failure)]
-        if generation.number is None:
-            return [request.refuse("this connection has not joined a complete generation yet", REFUSED)]
-        if self._waits.count(request.connection) >= MAX_WAITS_PER_CONNECTION:
-            return [request.refuse("too many requests of this connection wait already", REFUSED)]
-        return generation.serve(request, message)
-
-    def _cancel(self, connection: int, sequence: int) -> list[Action]:
-        wait = self._waits.find(connection, sequence)
-        if wait is None or isinstance(wait.place, Generation):
-            return []
-        self._waits.close(wait)
-        wait.place.withdraw(wait)
+    def _introduce(
+        self, generation: Generation, request: Request, machine: str, host: str, pid: int, least: int | None, steps: int
+    ) -> list[Action]:
+        """Learns which process a rank is; from now on its silence means something."""
+        member = generation.roster.members[request.rank]
+        member.pid = pid or None
+        member.host = "" if machine and machine == self._machine else host or "another machine"
+        member.min_ranks, member.steps = least, steps
+        generation.roster.unintroduced.discard(request.rank)
+        if least is not None:
+            generation.least_ranks = max(least, generation.least_ranks or 0)
+        self._peers.end(process_key(request.rank))
+        if generation.failure is None and pid:
+            self._peers.begin(request.connection, request.now)
         return []
 
-    def _say_goodbye(self, connection: int, generation: Generation, rank: int) -> list[Action]:
-        self._unseat(connection)
-        if generation.is_running:
-            return [*generation.rank_left(rank), Close(connection)]
-        if rank in generation.roster.members:
-            generation.roster.mark_left(rank)
-        return [Close(connection)]
+    def _leave(
+        self, generation: Generation, request: Request, name: str, ranks: list[int] | None, position: int
+    ) -> list[Action]:
+        """Takes in that a rank has left a group, or the world."""
+        if name != THE_WORLD:
+            members = members_of(ranks, generation.roster.world_size)
+            if generation.is_running and members is not None:
+                generation.departures.leave(request, name, members, position)
+            return []
+        self._unseat(request.connection)
+        if request.rank in generation.roster.members:  # else it was joining, and has been taken out
+            generation.roster.mark(request.rank, MemberState.LEFT)
+            if generation.is_running:
+                return [*generation.rank_left(request.rank), Close(request.connection)]
+        return [Close(request.connection)]
 
     def _lose(self, connection: int, cause: str) -> list[Action]:
         if connection not in self._seats:
             return []
         generation, rank = self._seats[connection]
+        generation.roster.mark(rank, MemberState.FAILED)
         self._unseat(connection)
-        generation.roster.mark_dead(rank, connection)
-        return self._poison(generation, verdict_texts.death(generation.roster, rank, cause))
+        return self._fail_generation(generation, generation.roster.death(rank, cause))
 
-    def _report(self, request: Request, generation: Generation, reason: str, culprit: int | None) -> list[Action]:
-        failure = verdict_texts.reported(generation.roster, request.rank, reason, culprit)
-        return [request.reply(), *self._poison(generation, failure, reporter=request.rank)]
+    def _report_failure(
+        self, generation: Generation, request: Request, reason: str, culprit: int | None
+    ) -> list[Action]:
+        return self._fail_generation(generation, generation.roster.reported(request.rank, reason, culprit))
 
-    def _introduce(self, request: Request, generation: Generation, message: Message) -> list[Action]:
-        """Learns which process a rank is; from now on its silence means something."""
-        machine, host, pid = message.fields
-        member = generation.roster.members[request.rank]
-        member.pid = pid
-        member.host = "" if machine and machine == self._machine else host or "another machine"
-        if generation.failure is None:
-            self._silences.begin(request.connection, request.now)
-        return []
-
-    def _look_at_silent(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for connection in self._silences.take_due(now):
-            generation, rank = self._seats[connection]
-            # Something that its machine has to acknowledge, even if its process cannot.
-            actions.append(Send(connection, FrameType.PULSE, ()))
-            actions.append(Probe(connection, generation.roster.members[rank].local_pid))
-        return actions
-
-    def _judge(self, now: float, event: Probed) -> list[Action]:
-        """Takes what was found of a silent rank, or of one that did not answer an inquiry."""
-        if event.connection not in self._seats:
-            return []
-        generation, rank = self._seats[event.connection]
-        generation.absences.hear_finding(rank, event.finding, now)
-        judgement = self._silences.judge(event.connection, now, event.finding)
-        if judgement is Judgement.NONE:
-            return []
-        silent_seconds = self._silences.silent_seconds(event.connection, now)
-        if judgement is Judgement.SLOW:
-            return [Notice(verdict_texts.slowness(generation.roster, rank, event.finding, silent_seconds))]
-        evidence = f"not heard of for {silent_seconds:.1f} s"
-        failure = verdict_texts.silence(generation.roster, rank, event.finding, evidence)
-        notices = [] if len(generation.roster.present()) > 1 else [Notice(failure.text)]  # nobody else would say so
-        return [*self._poison(generation, failure), *notices]
-
-    def _poison(self, generation: Generation, failure: Failure, *, reporter: int | None = None) -> list[Action]:
-        """Ends a generation for all its members; the first cause stays. The reporter is told in what it waits for."""
+    def _fail_generation(self, generation: Generation, failure: Failure) -> list[Action]:
+        """Ends a generation for all its members, who are told at once; the first cause stays."""
         if generation.failure is not None:
             return []
         generation.failure = failure
-        sends: list[Action] = []
-        for rank, member in generation.roster.present():
-            self._silences.end(member.connection)
-            waits = self._waits.close_all(member.connection)
-            if rank == reporter:
-                sends += [wait.request.fail(failure) for wait in waits]
-            else:
-                sends.append(failure.tell(member.connection, TO_GENERATION))
-        return sends
+        for _, member in generation.roster.present():
+            self._peers.end(member.connection)
+            self._waits.close_all(member.connection)  # what is sent now answers them all
+        return [failure.send(member.connection, TO_GENERATION) for _, member in generation.roster.present()]
 
-    def _advance_absences(self, now: float) -> list[Action]:
-        """Goes on with what ranks say that wait; with the clock only, so that a late server overlooks no answer."""
-        due_at = self._generations[0].next_deadline() if self._generations else None
-        if due_at is None or now < due_at:
+    def _cancel(self, generation: Generation, request: Request, sequence: int) -> list[Action]:
+        """Ends a wait whose caller's deadline has come, and names who is missing."""
+        wait = self._waits.find(request.connection, sequence)
+        if wait is None:  # it was answered, and the answer is on its way
             return []
-        generation = self._generations[0]
-        outcome = generation.absences.advance(now)
-        return self._poison(generation, outcome) if isinstance(outcome, Failure) else outcome
+        if wait.place is generation and self._may_form_of_some(generation):
+            return self._form(generation)
+        missing = wait.place.missing_ranks(wait)
+        where = generation.roster.whereabouts(missing)
+        ended = [wait]
+        self._waits.close(wait)
+        if wait.place is generation and request.rank == self._host:
+            # When the host joins no longer, nobody does: the others hear who is missing before the server is gone.
+            for _, member in generation.roster.present():
+                ended += self._waits.close_all(member.connection)
+        actions: list[Action] = []
+        for each in ended:
+            each.place.withdraw(each)
+            actions.append(each.request.time_out(missing, where))
+            if each.place is generation:
+                self._unseat(each.request.connection)
+                actions.append(Close(each.request.connection))
+                self._watch(request.now, each.request.rank)
+        return actions
 
     def _unseat(self, connection: int) -> None:
         """Takes a connection out of its generation; its waits are withdrawn."""
         del self._seats[connection]
-        self._silences.end(connection)
+        self._peers.end(connection)
         for wait in self._waits.close_all(connection):
             wait.place.withdraw(wait)
 
-    def _expire(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        while (wait := self._waits.pop_due(now)) is not None:
-            generation, _ = self._seats[wait.request.connection]
-            missing = wait.place.missing_ranks()
-            where = generation.roster.whereabouts(missing)
-            for ended in generation.end_with(wait):
-                actions.append(ended.request.time_out(missing, where))
-                if ended.place is generation:
-                    self._unseat(ended.request.connection)
-                    actions.append(Close(ended.request.connection))
-        return actions
+    # Generations.
 
     def _advance_generations(self, now: float) -> list[Action]:
-        """Drops generations that have ended, forms the present one when it is complete."""
+        """Drops generations that have ended; forms the next one when it is complete, or fails it when it cannot be."""
         self._generations = [g for g in self._generations if not g.roster.is_deserted()]
-        head = self._generations[0] if self._generations else None
-        if head is None or head.number is not None or head.failure is not None:
-            self._joining.rest()
+        forming = self._next_to_form()
+        if forming is not self._forming:
+            self._forming = forming
+            self._peers.end_processes()
+            self._notice_at = None if forming is None else now + _NOTICE_INTERVAL_SECONDS
+            for rank in self._pids:
+                self._watch(now, rank)
+        if forming is None:
             return []
-        if head.roster.is_complete():
-            return self._form(head)
-        failure = self._joining.failure(head.roster)
-        return self._joining.take_due(now, head.roster) if failure is None else self._poison(head, failure)
+        roster = forming.roster
+        if roster.is_complete():
+            return self._form(forming)
+        if forming.least_ranks is None:
+            for rank, how in self._ended.items():
+                if not roster.has_come(rank):
+                    return self._fail_generation(forming, roster.ended(rank, how)) + self._advance_generations(now)
+        elif self._may_form_of_some(forming) and all(rank in self._ended for rank in roster.missing_ranks()):
+            return self._form(forming)
+        return []
+
+    def _next_to_form(self) -> Generation | None:
+        """Returns the generation that forms next: the first, or one whose members go on without those before."""
+        for index, generation in enumerate(self._generations):
+            if generation.is_forming:
+                return generation if index == 0 or generation.least_ranks is not None else None
+            if generation.failure is None:
+                return None
+        return None
+
+    def _may_form_of_some(self, generation: Generation) -> bool:
+        """Whether the members that have joined are as many as they want at least."""
+        least = generation.least_ranks
+        if least is None or generation.roster.unintroduced:
+            return False
+        return generation is self._next_to_form() and len(generation.roster.members) >= least
 
     def _form(self, generation: Generation) -> list[Action]:
+        roster = generation.roster
         generation.number = self.formed_count = self.formed_count + 1
-        generation.roster.phase = RUNNING_PHASE
-        self._joining.rest()
+        roster.form()
+        self._forming = self._notice_at = None
+        self._peers.end_processes()
+        most_advanced = roster.most_advanced()
         actions: list[Action] = []
-        for _, member in generation.roster.present():
-            waits = self._waits.close_all(member.connection)
-            actions += [wait.request.reply(generation.number) for wait in waits]
+        for rank, member in roster.present():
+            self._seats[member.connection] = (generation, rank)
+            [wait] = self._waits.close_all(member.connection)
+            fields = (wait.request.sequence, generation.number, rank, roster.world_size, most_advanced)
+            actions.append(Send(member.connection, FrameType.JOINED, fields))
         return actions
+
+    def _name_missing(self, now: float) -> list[Action]:
+        """Tells the operator, every few seconds, which ranks keep the others waiting."""
+        if self._forming is None or self._notice_at is None or now < self._notice_at:
+            return []
+        self._notice_at = now + _NOTICE_INTERVAL_SECONDS
+        return [Notice(self._forming.roster.incomplete_text())]
+
+    # Processes to look at.
+
+    def _watch(self, now: float, rank: int) -> None:
+        """Looks from now on at the process of a rank that keeps others waiting."""
+        forming = self._forming
+        if forming is not None and rank in self._pids and not forming.roster.has_come(rank):
+            self._peers.begin(process_key(rank), now)
+
+    def _look_at_silent(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for key in self._peers.take_due(now):
+            if key < 0:
+                actions.append(Look(key, self._pids[process_key(key)]))
+                continue
+            generation, rank = self._seats[key]
+            # Something that its machine has to acknowledge, even if its process cannot.
+            actions.append(Send(key, FrameType.PULSE, ()))
+            actions.append(Look(key, generation.roster.members[rank].local_pid))
+        return actions
+
+    def _judge(self, now: float, event: Looked) -> list[Action]:
+        """Takes what was found of a silent rank, of one that did not answer an inquiry, or of one that did not join."""
+        if event.peer < 0:
+            return self._judge_process(now, event)
+        if event.peer not in self._seats:
+            return []
+        generation, rank = self._seats[event.peer]
+        generation.stuck.take_look(rank, event.state, now)
+        judgement = self._peers.judge(event.peer, now, event.state)
+        if judgement is Judgement.NONE:
+            return []
+        silent_seconds = self._peers.silent_seconds(event.peer, now)
+        if judgement is Judgement.SLOW:
+            return [Notice(generation.roster.slow_text(rank, event.state, silent_seconds))]
+        failure = generation.roster.silence(rank, event.state, f"not heard of for {silent_seconds:.1f} s")
+        notices = [] if len(generation.roster.present()) > 1 else [Notice(failure.text)]  # nobody else would say so
+        return [*self._fail_generation(generation, failure), *notices]
+
+    def _judge_process(self, now: float, event: Looked) -> list[Action]:
+        if self._forming is None or self._peers.judge(event.peer, now, event.state) is not Judgement.LOST:
+            return []
+        if self._forming.least_ranks is not None:  # these wait for no rank in particular
+            return []
+        rank = process_key(event.peer)
+        lost = LostProcess(event.state, self._peers.silent_seconds(event.peer, now))
+        return self._fail_generation(self._forming, self._forming.roster.standstill(rank, self._pids[rank], lost))
+
+    def _heartbeat(self, generation: Generation, request: Request, positions: dict[str, int]) -> list[Action]:
+        generation.roster.members[request.rank].positions = positions
+        return [Send(request.connection, FrameType.PULSE, ())]
+
+    # Collectives that do not end.
+
+    def _report_stuck(self, generation: Generation, request: Request, *fields: Any) -> list[Action]:
+        """Takes in that a rank waits for others, or has waited to its deadline."""
+        group, ranks, position, what, waited_ms, missing, is_over = fields
+        roster = generation.roster
+        if missing is not None:
+            missing = tuple(r for r in missing if r in roster.members and r != request.rank) or None
+        members = members_of(ranks, roster.world_size)
+        if members is None:
+            members = tuple(rank for rank in ranks if rank in roster.members)
+        report = WaitReport(request.rank, group, members, position, what, waited_ms / 1000.0, missing)
+        if is_over:
+            return [*generation.stuck.report(report, request.now)]
+        generation.stuck.warn(report, request.now)
+        return []
+
+    def _status(self, generation: Generation, request: Request, inquiry: int, status: Any, text: str) -> list[Action]:
+        generation.stuck.take_status(request.rank, inquiry, status, text, request.now)
+        return []
+
+    def _advance_stuck(self, now: float) -> list[Action]:
+        """Goes on with what ranks say that wait; with the clock only, so that a late server overlooks no answer."""
+        actions: list[Action] = []
+        for generation in self._generations:
+            due_at = generation.stuck.next_deadline() if generation.is_running else None
+            if due_at is not None and due_at <= now:
+                outcome = generation.stuck.advance(now)
+                if isinstance(outcome, Failure):
+                    outcome = self._fail_generation(generation, outcome)
+                actions += outcome
+        return actions
+
+    # What the members share.
+
+    def _launched(
+        self, generation: Generation, request: Request, group: str, position: int, digest: int, text: str
+    ) -> list[Action]:
+        return [*generation.agreements.report_launched(request.rank, group, position, digest, text)]
+
+    def _agree(
+        self, generation: Generation, request: Request, group: str, position: int, digest: int, ranks: list[int] | None
+    ) -> list[Action]:
+        members = members_of(ranks, generation.roster.world_size)
+        if members is None or request.rank not in members:
+            return [outsider_refusal(generation.roster, request, f"group {group!r}", members or ranks or ())]
+        return [*generation.agreements.ask(request, group, members, position, digest)]
+
+    def _set(self, generation: Generation, request: Request, key: str, value: bytes, replaces: bool) -> list[Action]:
+        return [*generation.keys.set(request, key, value, replaces=replaces)]
+
+    def _get(self, generation: Generation, request: Request, key: str, from_rank: int | None) -> list[Action]:
+        return [*generation.keys.get(request, key, from_rank)]
+
+    def _delete(self, generation: Generation, request: Request, key: str) -> list[Action]:
+        return [*generation.keys.delete(request, key)]
+
+    def _arrive(
+        self,
+        generation: Generation,
+        request: Request,
+        name: str,
+        ranks: list[int] | None,
+        value: bytes | None = None,
+    ) -> list[Action]:
+        members = members_of(ranks, generation.roster.world_size)
+        if members is None or request.rank not in members:
+            return [outsider_refusal(generation.roster, request, f"barrier {name!r}", members or ranks or ())]
+        return [*generation.barriers.arrive(request, name, members, value)]
+
+    def _left_ranks(self, generation: Generation, request: Request, name: str, ranks: list[int] | None) -> list[Action]:
+        members: Members = members_of(ranks, generation.roster.world_size) or ()
+        return [*generation.departures.left_ranks(request, name, members)]
+
+
+class _When(enum.Enum):
+    """In which state of its generation a member's frame is handled."""
+
+    ALWAYS = enum.auto()
+    RUNNING = enum.auto()  # else it is left out: it wants no answer
+    REQUEST = enum.auto()  # while running; else it is answered with the generation's failure, or refused
+
+
+Handler = Callable[..., "list[Action]"]  # (core, generation, request, *fields)
+
+#: Who handles which frame of a member.
+_HANDLERS: dict[FrameType, tuple[_When, Handler]] = {
+    FrameType.HEARTBEAT: (_When.ALWAYS, RendezvousCore._heartbeat),
+    FrameType.INTRODUCE: (_When.ALWAYS, RendezvousCore._introduce),
+    FrameType.CANCEL: (_When.ALWAYS, RendezvousCore._cancel),
+    FrameType.REPORT_FAILURE: (_When.ALWAYS, RendezvousCore._report_failure),
+    FrameType.LEAVE: (_When.ALWAYS, RendezvousCore._leave),
+    FrameType.LAUNCHED: (_When.RUNNING, RendezvousCore._launched),
+    FrameType.STATUS: (_When.RUNNING, RendezvousCore._status),
+    FrameType.STUCK: (_When.RUNNING, RendezvousCore._report_stuck),
+    FrameType.SET: (_When.REQUEST, RendezvousCore._set),
+    FrameType.GET: (_When.REQUEST, RendezvousCore._get),
+    FrameType.DELETE: (_When.REQUEST, RendezvousCore._delete),
+    FrameType.BARRIER: (_When.REQUEST, RendezvousCore._arrive),
+    FrameType.EXCHANGE: (_When.REQUEST, RendezvousCore._arrive),
+    FrameType.AGREE: (_When.REQUEST, RendezvousCore._agree),
+    FrameType.LEFT_RANKS: (_When.REQUEST, RendezvousCore._left_ranks),
+}
+_NO_HANDLER = _When.REQUEST, RendezvousCore._refuse_frame
+#: After these a generation may form or end.
+_CHANGING = (FrameType.INTRODUCE, FrameType.CANCEL, FrameType.REPORT_FAILURE, FrameType.LEAVE)

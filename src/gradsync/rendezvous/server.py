@@ -1,31 +1,76 @@
-"""The rendezvous server: binds at once, then serves in a background thread or in the calling one.
+"""The rendezvous server: one event loop over all connections, one core that decides.
 
-The public face of the server's side. The launcher embeds it; `gradsync serve` runs it alone; without a
-launcher, rank 0 hosts it. `event_loop` does the work, `protocol` decides.
+The launcher embeds it; `gradsync serve` runs it alone; without a launcher, rank 0 hosts it. It binds at once, then
+serves in a background thread or in the calling one, and never blocks on one peer. Strangers, connections that have not
+authenticated yet, are few, short-lived and bounded: they cannot disturb a run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
+import queue
+import selectors
 import socket
 import threading
+import time
 import weakref
+from collections import deque
 from types import TracebackType
+from typing import Any
 
 from gradsync.arguments import integer_of
 from gradsync.environment import check_removed_variables
 from gradsync.errors import InvalidArgument, RendezvousError
 from gradsync.machine import machine_identity
-from gradsync.rendezvous.descriptors import make_room
-from gradsync.rendezvous.event_loop import MAX_STRANGERS, EventLoop
-from gradsync.rendezvous.events import Ended, Started
-from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, check_secret
-from gradsync.rendezvous.messages import MAX_RANKS
+from gradsync.rendezvous.frames import (
+    MAX_RANKS,
+    REFUSED,
+    Action,
+    Close,
+    Ended,
+    Event,
+    FrameType,
+    Look,
+    Looked,
+    Lost,
+    Message,
+    Notice,
+    Received,
+    Send,
+    Started,
+    Tick,
+)
+from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, NONCE_BYTES, ServerHandshake, check_secret
+from gradsync.rendezvous.liveness import look_at
 from gradsync.rendezvous.protocol import RendezvousCore
-from gradsync.rendezvous.sockets import adopt_listener, bind_listener, format_address
+from gradsync.rendezvous.sockets import adopt_listener, bind_listener, format_address, make_room, tune_stream
+from gradsync.rendezvous.wire import (
+    MAX_FRAME_BYTES,
+    MAX_HANDSHAKE_FRAME_BYTES,
+    UNFINISHED,
+    FrameError,
+    FrameReader,
+    Session,
+)
 
+HANDSHAKE_SECONDS = 5.0
+MAX_STRANGERS = 64  # beside one for each rank: all may come at once, and none is to be turned away for that
+MAX_OUTPUT_BYTES = 1024**2
 _STOP_SECONDS = 10.0
+_CLOSING_SECONDS = 1.0  # for a peer to read its last message
+_ACCEPTS_PER_TURN = 64
+_ACCEPT_PAUSE_SECONDS = 0.1
+# Most of what a heartbeat costs is to wake for it. Where many ranks live quietly, the loop lets some come together;
+# where they are few that is not worth the delay to whoever asks something meanwhile.
+_BATCH_SECONDS_PER_RANK = 40e-6
+_BATCH_FROM_SECONDS, _BATCH_UP_TO_SECONDS = 5e-3, 40e-3
+_WAITING_NOTICES = 100  # more than anybody reads; then the newest are dropped
+_NOTICES_END_SECONDS = 0.2
+
+_log = logging.getLogger("gradsync.rendezvous")
 
 
 class RendezvousServer:
@@ -38,8 +83,7 @@ class RendezvousServer:
         port: the port to bind; 0 takes a free one, and the bound socket is its reservation.
         listener: a bound TCP socket to use instead of host and port; the server owns it from now on.
         run_id: names the run in messages and binds its sessions; random by default, at most 64 bytes.
-        earlier_generations: how many an earlier server of the same run has formed; its own count goes on from there.
-        called: what messages call a member; those of the launchers' own rendezvous are nodes.
+        noun: what messages call a member; those of the launchers' own rendezvous are nodes.
         host_rank: the member that hosts the server, and ends it when not all join in its time.
 
     Attributes:
@@ -60,8 +104,7 @@ class RendezvousServer:
         port: int = 0,
         listener: socket.socket | None = None,
         run_id: str | None = None,
-        earlier_generations: int = 0,
-        called: str = "rank",
+        noun: str = "rank",
         host_rank: int | None = None,
     ) -> None:
         size = integer_of(world_size)
@@ -74,20 +117,12 @@ class RendezvousServer:
         make_room(2 * world_size + MAX_STRANGERS)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)
-        self._core = RendezvousCore(
-            world_size,
-            machine=machine_identity(),
-            pid=os.getpid(),
-            earlier_generations=earlier_generations,
-            called=called,
-            host=host_rank,
-        )
+        self._core = RendezvousCore(world_size, machine=machine_identity(), pid=os.getpid(), noun=noun, host=host_rank)
         self._loop = EventLoop(listener, self._core, secret=secret, run_id=self.run_id, ranks=world_size)
         self._pid = os.getpid()
         self._runner: int | None = None  # the thread that runs the loop
         self._thread: threading.Thread | None = None
         self._claimed = False
-        self._ended = threading.Event()
         _servers.add(self)
 
     def __repr__(self) -> str:
@@ -139,14 +174,13 @@ class RendezvousServer:
         if not self._claimed:
             self._claimed = True
             self._loop.close()
-            self._ended.set()
         elif self._runner != threading.get_ident():
-            self._ended.wait(_STOP_SECONDS)
+            self._loop.over.wait(_STOP_SECONDS)
             if self._thread is not None:
                 self._thread.join(_STOP_SECONDS)
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Tells the server of a rank's process on this machine: should it stand still before it joins, that is seen.
+        """Names the process of a rank on this machine: should it stand still before it joins, the others are told.
 
         Args:
             rank: its number.
@@ -155,7 +189,7 @@ class RendezvousServer:
         self._loop.tell(Started(rank, pid))
 
     def note_end(self, rank: int, how: str) -> None:
-        """Tells the server that a rank's process has ended: who waits for it to join waits in vain, and is told.
+        """Says that a rank's process has ended: whoever waits for it to join is told.
 
         Args:
             rank: its number.
@@ -169,7 +203,7 @@ class RendezvousServer:
         Args:
             timeout_seconds: how long to wait at most.
         """
-        return self._loop.wait_until_empty(timeout_seconds)
+        return self._loop.empty.wait(timeout_seconds)
 
     def abandon(self) -> None:
         """Closes this process's copies of the descriptors without any I/O: for the child after a fork."""
@@ -186,10 +220,7 @@ class RendezvousServer:
 
     def _run(self) -> None:
         self._runner = threading.get_ident()
-        try:
-            self._loop.run()
-        finally:
-            self._ended.set()
+        self._loop.run()
 
 
 def _check_run_id(run_id: str | None) -> str:
@@ -211,3 +242,459 @@ def _abandon_copies() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_copies)
+
+
+class Latch:
+    """Something that threads wait for, and that may come and go.
+
+    Not an Event: its own lock stays taken where Ctrl-C comes as a wait begins, and then who sets it waits for ever.
+    """
+
+    def __init__(self, *, is_set: bool) -> None:
+        self._lock = threading.Lock()
+        self._waiting: tuple[Any, ...] | None = None if is_set else ()  # a lock for each thread; None while it is set
+
+    def set(self) -> None:
+        """Lets all threads go on that wait."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        for lock in waiting or ():
+            lock.release()
+
+    def clear(self) -> None:
+        """Lets threads wait from now on."""
+        with self._lock:
+            self._waiting = self._waiting or ()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it is set, for so many seconds at most; returns whether it is."""
+        lock = threading.Lock()
+        lock.acquire()
+        with self._lock:
+            if self._waiting is None:
+                return True
+            self._waiting = (*self._waiting, lock)
+        return lock.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+
+
+class ConnectionLost(Exception):
+    """The peer is gone, or does not read what it is sent; the text says which."""
+
+
+class ServerConnection:
+    """One accepted connection: handshake first, then messages; bounded buffers, never blocking.
+
+    Args:
+        number: names the connection towards the core.
+        stream: the non-blocking socket.
+        handshake: the fresh state machine of this connection.
+        deadline: monotonic seconds by which the connection must have sent its first authenticated message.
+
+    Attributes:
+        is_stranger: True until the first authenticated message.
+        output: what waits to be written; empty again once the peer has taken it.
+        is_watched_for_room: whether the loop waits for room for its output; the loop's own.
+    """
+
+    def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
+        self.number = number
+        self.stream = stream
+        self.deadline = deadline
+        self.is_stranger = True
+        self.is_watched_for_room = False
+        self._handshake = handshake
+        self._session: Session | None = None
+        self._reader = FrameReader()
+        self.output = bytearray()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the peer has left a message unfinished for too long."""
+        return self._reader.is_stuck(time.monotonic())
+
+    def receive(self) -> list[Message]:
+        """Reads once and returns the messages that are now complete.
+
+        Raises:
+            ConnectionLost: the peer closed or reset the connection.
+            RendezvousError: the peer sent something unacceptable.
+        """
+        size = MAX_HANDSHAKE_FRAME_BYTES if self.is_stranger else MAX_FRAME_BYTES
+        try:
+            data = self.stream.recv(size)
+        except (BlockingIOError, InterruptedError):
+            return []
+        except OSError as error:
+            raise ConnectionLost(error.strerror or str(error)) from error
+        if not data:
+            raise ConnectionLost("connection closed")
+        self._reader.feed(data)
+        messages: list[Message] = []
+        while (frame := self._reader.next_frame()) is not None:
+            if self._session is None:
+                step = self._handshake.receive(frame)
+                if isinstance(step, Session):
+                    self._session = step
+                    self._reader.limit_bytes = MAX_FRAME_BYTES
+                else:
+                    self.output += step
+                continue
+            message = self._session.open(frame)
+            if self.is_stranger:
+                self._check_generation(message)
+                self.is_stranger = False
+            messages.append(message)
+        self._reader.note_time(time.monotonic(), was_complete=bool(messages))
+        return messages
+
+    def _check_generation(self, message: Message) -> None:
+        """Refuses a session whose keys are for another generation than its JOIN names.
+
+        Up to version 6 no generation was named; the core refuses such a JOIN, with both versions.
+        """
+        if message.type is not FrameType.JOIN or message.fields[0] < _FIRST_VERSION_WITH_GENERATION:
+            return
+        if message.fields[3] != self._handshake.generation:
+            raise FrameError(f"JOIN names generation {message.fields[3]}, HELLO has named {self._handshake.generation}")
+
+    def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
+        """Queues a message for an authenticated peer.
+
+        Raises:
+            ConnectionLost: too much waits already: the peer does not read.
+        """
+        if self._session is None:
+            raise FrameError("a message was queued before the handshake ended")
+        self.output += self._session.seal(frame_type, *fields)
+        if len(self.output) > MAX_OUTPUT_BYTES:
+            raise ConnectionLost(f"it has left more than {MAX_OUTPUT_BYTES} bytes unread")
+
+    def flush(self) -> None:
+        """Writes as much output as the peer takes now.
+
+        Raises:
+            ConnectionLost: the peer is gone.
+        """
+        while self.output:
+            try:
+                del self.output[: self.stream.send(self.output)]
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise ConnectionLost(error.strerror or str(error)) from error
+
+    def hang_up(self) -> None:
+        """Ends the stream and closes it: a copy of the descriptor in a forked process must not keep it open."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self.stream.shutdown(socket.SHUT_RDWR)
+        self.stream.close()
+
+
+_FIRST_VERSION_WITH_GENERATION = 7
+
+
+class EventLoop:
+    """Serves one listener until told to stop: one selector over all sockets.
+
+    Args:
+        listener: the listening socket; owned and closed by the loop.
+        core: decides what happens.
+        secret, run_id: for the handshakes.
+        ranks: how many are expected, for one generation.
+
+    Attributes:
+        empty: set while there is no connection.
+        over: set once it serves no longer.
+    """
+
+    def __init__(
+        self, listener: socket.socket, core: RendezvousCore, *, secret: bytes, run_id: str, ranks: int
+    ) -> None:
+        self.empty = Latch(is_set=True)
+        self.over = Latch(is_set=False)
+        self._listener = listener
+        self._core = core
+        self._secret = secret
+        self._run_id = run_id
+        self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
+        self._max_strangers = ranks + MAX_STRANGERS
+        self._batch_seconds = _batch_seconds(ranks)
+        self._is_quiet = False  # whether nothing but heartbeats has come in this turn
+        self._stopping = False
+        self._notices = _NoticeWriter()
+        self._connections: dict[int, ServerConnection] = {}
+        self._strangers: dict[int, ServerConnection] = {}  # oldest first, so the earliest deadline first
+        self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
+        self._lost: deque[tuple[ServerConnection, str]] = deque()
+        self._queued: deque[Event] = deque()  # what was found of silent peers, and what other threads tell
+        self._accept_resumes_at: float | None = None
+        self._next_number = 0
+        tune_stream(listener)  # what is accepted inherits it: a call for each option and rank is saved
+        self._selector = selectors.DefaultSelector()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def request_stop(self) -> None:
+        """Asks the loop to end; safe from any thread and from a signal handler."""
+        self._stopping = True
+        self._wake()
+
+    def tell(self, event: Event) -> None:
+        """Has the core take an event; safe from any thread."""
+        self._queued.append(event)
+        self._wake()
+
+    def run(self) -> None:
+        """Serves until `request_stop`, then closes everything."""
+        try:
+            while not self._stopping:
+                ready = self._selector.select(self._wait_seconds())
+                self._is_quiet = bool(ready)
+                for key, mask in ready:
+                    self._handle_ready(key, mask)
+                    if self._lost:
+                        self._drop_lost()
+                self._handle_time(time.monotonic())
+                self._drop_lost()
+                if self._is_quiet and self._batch_seconds:
+                    time.sleep(self._batch_seconds)
+        finally:
+            self.close()
+
+    def close(self, *, is_copy: bool = False) -> None:
+        """Closes every descriptor, without a word to the peers: the end of the stream tells them.
+
+        Args:
+            is_copy: whether these are a forked child's copies, whose streams are to go on.
+        """
+        self._selector.close()
+        for connection in self._connections.values():
+            if is_copy:
+                connection.stream.close()
+            else:
+                connection.hang_up()
+        self._connections.clear()
+        self._listener.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+        if is_copy:  # a thread of the parent may hold a latch's lock, or wait for it
+            self.empty, self.over = Latch(is_set=True), Latch(is_set=True)
+            return
+        self.empty.set()
+        self._notices.end()
+        self.over.set()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: the loop is about to wake; closed: it has ended
+            self._wake_sender.send(b"\0")
+
+    def _wait_seconds(self) -> float | None:
+        due = [self._core.next_deadline(), self._accept_resumes_at]
+        due += [next(iter(group.values())).deadline for group in (self._strangers, self._closing) if group]
+        earliest = min((time_due for time_due in due if time_due is not None), default=None)
+        return None if earliest is None else max(0.0, earliest - time.monotonic())
+
+    def _handle_ready(self, key: selectors.SelectorKey, mask: int) -> None:
+        if key.data is not None:
+            if key.data.number not in self._connections:  # it may have been dropped in this very turn
+                return
+            if mask & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if mask & selectors.EVENT_READ:
+                self._receive(key.data)
+        elif key.fileobj is self._listener:
+            self._accept()
+        else:
+            self._wake_receiver.recv(4096)
+            self._handle_event(Tick())  # and what is queued
+
+    def _handle_time(self, now: float) -> None:
+        for group, cause in (
+            (self._strangers, f"no handshake within {HANDSHAKE_SECONDS:g} s"),
+            (self._closing, "it does not read its last message"),
+        ):
+            while group and (connection := next(iter(group.values()))).deadline <= now:
+                self._drop(connection, cause)
+        deadline = self._core.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._handle_event(Tick())
+        if self._accept_resumes_at is not None and self._accept_resumes_at <= now:
+            self._accept_resumes_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    # Connections.
+
+    def _accept(self) -> None:
+        self._is_quiet = False
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                stream, _ = self._listener.accept()
+            except OSError as error:
+                self._survive_accept_error(error)
+                return
+            self._admit(stream)
+
+    def _survive_accept_error(self, error: OSError) -> None:
+        """The listener stays readable while descriptors are short: pause instead of spinning."""
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            return  # there is no other, or the one was aborted before it was accepted
+        self._notices.write(f"the rendezvous server cannot accept connections: {error.strerror}")
+        if self._strangers:
+            self._drop(next(iter(self._strangers.values())), "descriptors are short")
+        self._selector.unregister(self._listener)
+        self._accept_resumes_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
+
+    def _admit(self, stream: socket.socket) -> None:
+        if len(self._strangers) >= self._max_strangers:
+            self._drop(next(iter(self._strangers.values())), "too many connections without a handshake")
+        stream.setblocking(False)
+        self._next_number += 1
+        handshake = ServerHandshake(self._secret, self._run_id, os.urandom(NONCE_BYTES))
+        connection = ServerConnection(self._next_number, stream, handshake, time.monotonic() + HANDSHAKE_SECONDS)
+        if not self._connections:
+            self.empty.clear()
+        self._connections[connection.number] = connection
+        self._strangers[connection.number] = connection
+        self._selector.register(stream, selectors.EVENT_READ, connection)
+
+    def _receive(self, connection: ServerConnection) -> None:
+        try:
+            messages = connection.receive()
+        except (ConnectionLost, RendezvousError) as error:
+            self._lost.append((connection, str(error)))
+            return
+        if not connection.is_stranger and connection.number in self._strangers:
+            del self._strangers[connection.number]
+            if len(self._connections) - len(self._strangers) > self._max_members:
+                self._refuse(connection, messages[0].sequence)
+                return
+        if connection.output:
+            self._flush(connection)
+        for message in messages:
+            if connection.number in self._closing or connection.number not in self._connections:
+                return  # what follows a goodbye or a refusal is not heard
+            self._is_quiet = self._is_quiet and message.type is FrameType.HEARTBEAT
+            self._handle_event(Received(connection.number, message))
+
+    def _refuse(self, connection: ServerConnection, sequence: int) -> None:
+        """Turns an authenticated connection away: more of them than any correct run needs are open."""
+        text = f"the server has more than {self._max_members} authenticated connections; close some"
+        self._perform([Send(connection.number, FrameType.REFUSED, (sequence, REFUSED, text)), Close(connection.number)])
+
+    def _flush(self, connection: ServerConnection) -> None:
+        try:
+            connection.flush()
+        except ConnectionLost as error:
+            self._lost.append((connection, str(error)))
+            return
+        wants_room = bool(connection.output)
+        if not wants_room and connection.number in self._closing:
+            self._drop(connection, "closed by the server")
+        elif wants_room != connection.is_watched_for_room:
+            connection.is_watched_for_room = wants_room
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_room else 0)
+            self._selector.modify(connection.stream, events, connection)
+
+    def _drop_lost(self) -> None:
+        while self._lost:
+            self._drop(*self._lost.popleft())
+
+    def _drop(self, connection: ServerConnection, cause: str) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return
+        self._strangers.pop(connection.number, None)
+        self._closing.pop(connection.number, None)
+        self._selector.unregister(connection.stream)
+        connection.hang_up()
+        if not self._connections:
+            self.empty.set()
+        _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
+        self._handle_event(Lost(connection.number, cause))
+
+    # The core.
+
+    def _handle_event(self, event: Event) -> None:
+        self._perform(self._core.handle(time.monotonic(), event))
+        while self._queued:  # in a loop: thousands of ranks may be looked at in one turn
+            self._perform(self._core.handle(time.monotonic(), self._queued.popleft()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        """Carries actions out, then writes what they send."""
+        for connection in dict.fromkeys(map(self._carry_out, actions)):
+            if connection is not None:
+                self._flush(connection)
+
+    def _carry_out(self, action: Action) -> ServerConnection | None:
+        """Carries out one action; returns the connection that has something to flush."""
+        if isinstance(action, Notice):
+            self._notices.write(action.text)
+            return None
+        if isinstance(action, Look):
+            self._look(action)
+            return None
+        connection = self._connections.get(action.connection)
+        if connection is None:
+            return None
+        if isinstance(action, Send):
+            try:
+                connection.send(action.type, action.fields)
+            except (ConnectionLost, ValueError) as error:  # a message of ours that breaks its schema ends one rank only
+                self._lost.append((connection, str(error)))
+                return None
+        elif connection.number not in self._closing:
+            connection.deadline = time.monotonic() + _CLOSING_SECONDS
+            self._closing[connection.number] = connection
+        return connection
+
+    def _look(self, look: Look) -> None:
+        """Looks at a silent peer; the core hears of it next."""
+        stream = None
+        if look.peer >= 0:
+            connection = self._connections.get(look.peer)
+            if connection is None:
+                return
+            if connection.is_stuck:
+                self._lost.append((connection, UNFINISHED))
+            stream = connection.stream
+        self._queued.append(Looked(look.peer, look_at(look.pid, stream)))
+
+
+def _batch_seconds(ranks: int) -> float:
+    """Returns how long to let the heartbeats of so many ranks come together; 0 where they are few."""
+    seconds = min(ranks * _BATCH_SECONDS_PER_RANK, _BATCH_UP_TO_SECONDS)
+    return seconds if seconds >= _BATCH_FROM_SECONDS else 0.0
+
+
+class _NoticeWriter:
+    """Passes notices to the log, in order, from a thread of its own.
+
+    A terminal that stands still, or a pipe that nobody reads, blocks who writes to it; the server must go on.
+    """
+
+    def __init__(self) -> None:
+        self._texts: queue.Queue[str | None] = queue.Queue(_WAITING_NOTICES)
+        self._thread: threading.Thread | None = None
+
+    def write(self, text: str) -> None:
+        """Hands over a notice; never waits."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gradsync-notices", daemon=True)
+            self._thread.start()
+        self._put(f"gradsync: {text}")
+
+    def end(self) -> None:
+        """Ends the thread, after what it has been handed over; waits a moment at most."""
+        if self._thread is not None:
+            self._put(None)
+            self._thread.join(_NOTICES_END_SECONDS)
+
+    def _put(self, text: str | None) -> None:
+        with contextlib.suppress(queue.Full):
+            self._texts.put_nowait(text)
+
+    def _run(self) -> None:
+        while (text := self._texts.get()) is not None:
+            _log.warning("%s", text)

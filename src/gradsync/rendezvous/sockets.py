@@ -1,4 +1,4 @@
-"""Sockets of the rendezvous: binding, and the options both ends set.
+"""Sockets of the rendezvous: binding, the options both ends set, the limit of open files.
 
 Lowest room beside `wire`: no frames here. Peers are never resolved to names; only the address a caller gave
 is looked up, by the side that dials or binds it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 from typing import Any
@@ -19,6 +20,9 @@ _BACKLOG = 16_384  # all ranks may come at once; the kernel has a limit of its o
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _USER_TIMEOUT_MS = 5000
 _TCP_LISTEN_STATE = "0A"
+_OTHER_FILES = 256  # what else the process has open
+
+_log = logging.getLogger("gradsync.rendezvous")
 
 
 def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
@@ -137,4 +141,38 @@ def _process_with_socket(inodes: set[str]) -> int | None:
                 with contextlib.suppress(OSError):
                     if os.readlink(f"{folder}/{descriptor}") in targets:
                         return pid
+    return None
+
+
+def make_room(connections: int) -> None:
+    """Raises the process's limit of open files where so many connections do not fit; says so where it may not."""
+    allowed = raise_limit(connections)
+    if allowed is not None:
+        _log.warning(
+            "gradsync: this process may have %d files open, and a rendezvous of this size may need up to %d; raise the "
+            "hard limit (ulimit -Hn) if ranks cannot connect",
+            allowed,
+            connections + _OTHER_FILES,
+        )
+
+
+def raise_limit(files: int) -> int | None:
+    """Raises the process's limit of open files to so many beside what else it has open, as far as it may.
+
+    The usual limit is 1,024, which the server of a thousand ranks passes, and the launcher of 130. What the process
+    starts from now on inherits the new one.
+
+    Returns:
+        The limit, where it is too low even so; else None.
+    """
+    with contextlib.suppress(ImportError):  # there is no such limit elsewhere
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = files + _OTHER_FILES
+        if soft == resource.RLIM_INFINITY or soft >= needed:
+            return None
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, soft), hard))
+        return allowed if allowed < needed else None
     return None

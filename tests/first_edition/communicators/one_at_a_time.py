@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradsync.errors import RendezvousTimeout
-from gradsync.rendezvous.agreements import Verdict, event_key
+from gradsync.rendezvous.frames import Decision, event_key
 
 _STUCK_SECONDS = 30.0
 
@@ -57,17 +57,18 @@ class Baton:
 
 
 class Rendezvous:
-    """What the server knows, without one; see agreement_places.py for the rules."""
+    """What the server knows, without one; see agreement_service.py for the rules."""
 
     def __init__(self, world_size: int, baton: Baton, world_ranks: Sequence[int] | None = None) -> None:
         self.world_size = world_size
         self.world_ranks = tuple(range(world_size) if world_ranks is None else world_ranks)
         self.baton = baton
         self.keys: dict[str, bytes] = {}
+        self.left: dict[int, int] = {}
         self.asked: set[tuple[int, int]] = set()  # (position, rank)
         self.digests: dict[int, dict[int, int]] = {}  # by position and rank
-        self.verdicts: dict[int, Verdict] = {}
-        self.passed_from: int | None = None
+        self.decisions: dict[int, Decision] = {}
+        self.launched_from: int | None = None
         self.followers: dict[int, Callable[[int], Any]] = {}
 
     def report(self, position: int, rank: int, digest: int) -> None:
@@ -75,15 +76,15 @@ class Rendezvous:
         digests[rank] = digest
         differ = len(set(digests.values())) > 1
         if differ and any((position, other) not in self.asked for other in digests):
-            self.verdicts[position] = Verdict.PASSED
-            self.passed_from = position
+            self.decisions[position] = Decision.LAUNCHED
+            self.launched_from = position
         elif len(digests) == self.world_size:
-            self.verdicts[position] = Verdict.DIFFERENT if differ else Verdict.SAME
+            self.decisions[position] = Decision.MISMATCH if differ else Decision.AGREED
 
-    def verdict(self, position: int) -> Verdict | None:
-        if self.passed_from is not None and position >= self.passed_from:
-            return Verdict.PASSED
-        return self.verdicts.get(position)
+    def decision(self, position: int) -> Decision | None:
+        if self.launched_from is not None and position >= self.launched_from:
+            return Decision.LAUNCHED
+        return self.decisions.get(position)
 
 
 class Client:
@@ -104,9 +105,9 @@ class Client:
     def follow(self, group: str, on_asked: Callable[[int], Any]) -> None:
         self._rendezvous.followers[self.rank] = on_asked
 
-    def agree(self, group: str, position: int, digest: int, *, timeout_seconds: float) -> Verdict:
+    def agree(self, group: str, position: int, digest: int, *, timeout_seconds: float) -> Decision:
         known = self._rendezvous
-        if known.verdict(position) is None:
+        if known.decision(position) is None:
             is_first = position not in known.digests
             known.asked.add((position, self.rank))
             known.report(position, self.rank, digest)
@@ -115,21 +116,22 @@ class Client:
                 if event is not None:
                     known.keys[event_key(group, position, self.world_ranks[rank])] = event.description.encode()
                     known.report(position, rank, event.digest)
-            known.baton.pause(self.rank, lambda: known.verdict(position) is not None)
-        verdict = known.verdict(position)
-        assert verdict is not None
-        return verdict
+            known.baton.pause(self.rank, lambda: known.decision(position) is not None)
+        decision = known.decision(position)
+        assert decision is not None
+        return decision
 
-    def passed_position(self, group: str) -> int | None:
-        return self._rendezvous.passed_from
+    def launched_position(self, group: str) -> int | None:
+        return self._rendezvous.launched_from
 
     def set(self, key: str, value: bytes) -> None:
         self._rendezvous.keys[key] = value
 
-    def add(self, key: str, amount: int = 1) -> int:
-        value = int(self._rendezvous.keys.get(key, b"0")) + amount
-        self._rendezvous.keys[key] = str(value).encode()
-        return value
+    def announce_left(self, name: str, position: int) -> None:
+        self._rendezvous.left[self.world_ranks[self.rank]] = position
+
+    def left_ranks(self, name: str) -> dict[int, int]:
+        return dict(self._rendezvous.left)
 
     def get(self, key: str, *, timeout_seconds: float) -> bytes:
         if key not in self._rendezvous.keys:

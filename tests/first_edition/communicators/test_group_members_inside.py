@@ -14,8 +14,8 @@ from gradsync.communicators.collectives.non_member import NonMember
 from gradsync.communicators.local import LocalCommunicator
 from gradsync.communicators.world import group_or_world
 from gradsync.rendezvous import protocol
-from gradsync.rendezvous.forgetting import Forgetting
-from gradsync.rendezvous.generation import Generation
+from gradsync.rendezvous.protocol import Generation
+from gradsync.rendezvous.store import Departures
 from places import SHM
 
 # -- Who is not -----------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_groups_that_are_dropped_leave_no_barrier(monkeypatch: pytest.MonkeyPatc
         return generations[-1]
 
     monkeypatch.setattr(protocol, "Generation", keep)
-    monkeypatch.setattr(Forgetting, "rank_left", lambda forgetting, rank: None)  # what is left then, was left over
+    monkeypatch.setattr(Departures, "rank_left", lambda departures, rank: None)  # what is left then, was left over
     SHM.run(2, make_and_drop, 5)
     [generation] = generations
-    assert {name for name, _ in generation._barriers._barriers if "#" in name} == set()
+    assert {name for name, *_ in generation.barriers._barriers if "#" in name} == set()

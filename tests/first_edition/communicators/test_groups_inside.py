@@ -12,9 +12,9 @@ import gradsync as gs
 from contract import expect
 from gradsync.communicators.collectives.groups import Family, _listed
 from gradsync.rendezvous import protocol
-from gradsync.rendezvous.forgetting import Forgetting
-from gradsync.rendezvous.generation import Generation
-from gradsync.rendezvous.scopes import is_under
+from gradsync.rendezvous.frames import is_under
+from gradsync.rendezvous.protocol import Generation
+from gradsync.rendezvous.store import Departures
 from places import SHM, STAND_IN, Place, on
 
 
@@ -55,15 +55,14 @@ def test_the_server_forgets_them(place: Place, world_size: int, monkeypatch: pyt
         return generations[-1]
 
     monkeypatch.setattr(protocol, "Generation", keep)
-    monkeypatch.setattr(Forgetting, "rank_left", lambda forgetting, rank: None)  # what is left then, was left over
+    monkeypatch.setattr(Departures, "rank_left", lambda departures, rank: None)  # what is left then, was left over
     place.run(world_size, come_and_go, 20)
     [generation] = generations
-    keys = [key for key in generation._keys._values if is_under(key, "world") and "#" in key]
+    keys = [key for key in generation.keys._values if is_under(key, "world") and "#" in key]
     assert keys == []
-    assert {name for name, _ in generation._barriers._barriers if "#" in name} == set()
-    assert {name for name in generation._ids._ids if "#" in name} == set()
-    assert {name for name in generation._agreements._groups if "#" in name} == set()
-    assert generation._forgetting._done == {}
+    assert {name for name, *_ in generation.barriers._barriers if "#" in name} == set()
+    assert {name for name in generation.agreements._groups if "#" in name} == set()
+    assert generation.departures._left == {}
 
 
 def fail_in_the_making(comm: Any) -> str:

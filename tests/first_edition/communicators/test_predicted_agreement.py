@@ -226,12 +226,12 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(verdicts, "WARN_AFTER_SECONDS", 0.0)
     reports: list[Any] = []
 
-    def report_absence(*report: Any) -> Any:
+    def report_stuck(*report: Any) -> Any:
         reports.append(report)
         raise gs.CollectiveTimeout("the verdict")
 
     client.report_waiting = lambda *report: reports.append(report)  # type: ignore[attr-defined]
-    client.report_absence = report_absence  # type: ignore[attr-defined]
+    client.report_stuck = report_stuck  # type: ignore[attr-defined]
     with pytest.raises(gs.CollectiveTimeout, match="the verdict"):
         mine.next(agreement(1))
     warned, given_up = reports

@@ -9,7 +9,7 @@ import pytest
 from gradsync.communicators import status
 from gradsync.communicators.agreement import agreement_on
 from gradsync.diagnostics.recorder import FlightRecorder
-from gradsync.rendezvous.messages import MAX_TOLD_GROUPS
+from gradsync.rendezvous.frames import MAX_TOLD_GROUPS
 
 BARRIER = agreement_on("barrier", (), None, "")
 

@@ -19,10 +19,10 @@ from gradsync.communicators.nccl import store_path
 from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.diagnostics.recorder import FlightRecorder
-from gradsync.rendezvous import keys
+from gradsync.rendezvous import store
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.keys import Keys
 from gradsync.rendezvous.server import RendezvousServer
+from gradsync.rendezvous.store import Keys
 
 SECRET = bytes(range(32))
 MOVING: Agreement = agreement_on("objects.test", (), None, "")
@@ -100,10 +100,10 @@ def test_bytes_arrive_in_any_windows_and_pieces(sizes: list[int], window: int, p
 
 def test_the_server_holds_a_window_at_most_and_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: list[int] = []
-    store = Keys._store
+    stores = Keys._store
 
     def watched(keys: Keys, key: str, value: bytes) -> bool:
-        done = store(keys, key, value)
+        done = stores(keys, key, value)
         stored.append(keys._stored_bytes)
         left[:] = keys._values
         return done
@@ -128,15 +128,17 @@ def test_the_server_holds_a_window_at_most_and_nothing_afterwards(monkeypatch: p
 
 def test_a_full_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when many groups move large objects at once: here somebody else fills the store, and makes room later."""
-    monkeypatch.setattr(keys, "MAX_STORED_BYTES", 300_000)
+    monkeypatch.setattr(store, "MAX_STORED_BYTES", 300_000)
     refused = threading.Event()
-    is_refused = keys._full
+    stores = Keys._store
 
-    def watch(key: str, value_bytes: int) -> str:
-        refused.set()
-        return is_refused(key, value_bytes)
+    def watch(keys: Keys, key: str, value: bytes) -> bool:
+        done = stores(keys, key, value)
+        if not done:
+            refused.set()
+        return done
 
-    monkeypatch.setattr(keys, "_full", watch)
+    monkeypatch.setattr(Keys, "_store", watch)
     whole = np.concatenate([part(rank, 150_000) for rank in range(2)])
 
     def work(path: StorePath, client: RendezvousClient) -> Any:
@@ -156,7 +158,7 @@ def test_a_full_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_stays_full_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "MAX_STORED_BYTES", 100_000)
+    monkeypatch.setattr(store, "MAX_STORED_BYTES", 100_000)
 
     def work(path: StorePath, client: RendezvousClient) -> Any:
         return path.all_gather(part(client.rank, 150_000), [0, 150_000, 300_000], MOVING)

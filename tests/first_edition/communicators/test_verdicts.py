@@ -45,7 +45,7 @@ class Client:
     def report_waiting(self, *report: Any) -> None:
         self.reports.append(report)
 
-    def report_absence(self, *report: Any) -> NoReturn:
+    def report_stuck(self, *report: Any) -> NoReturn:
         self.reports.append(report)
         raise gs.CollectiveTimeout("the verdict", missing_ranks=(1,))
 

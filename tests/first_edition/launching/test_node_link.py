@@ -16,17 +16,15 @@ class SilentOther:
         self._closed = threading.Event()
         self._values = {"first": FirstWord(1, False).to_bytes()}
 
-    def get(self, key, *, timeout_seconds):
+    def get(self, key, *, from_rank=None, timeout_seconds):
         while key not in self._values:
             if self._closed.wait(0.01):
                 raise link.CommunicatorClosed("closed")
         return self._values[key]
 
-    def set(self, key, value):
-        self._values[key] = value
-
-    def add(self, key):
-        return 2
+    def set(self, key, value, *, replace=True):
+        if replace or key not in self._values:
+            self._values[key] = value
 
     def has_failed(self):
         return False

@@ -57,7 +57,7 @@ def test_a_node_that_cannot_be_is_refused(wrong):
 
     good = {
         "node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": None, "n_ranks": 2, "restart": 0,
-        "max_restarts": 0, "generations": 0,
+        "max_restarts": 0,
     }  # fmt: skip
     assert NodeRecord.from_bytes(1, json.dumps(good).encode()).n_ranks == 2
     with pytest.raises(RendezvousError, match="what node 1 tells"):

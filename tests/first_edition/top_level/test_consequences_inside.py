@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 import gradsync as gs
 from gradsync import process_group
-from gradsync.rendezvous.client_connection import ClientConnection
 from rank_processes import run_ranks_for_outcomes
 
 
@@ -16,7 +13,7 @@ def lose_the_server(comm: Any) -> None:
     """Rank 1 cannot hear the server any more, and says so; what it sends would still arrive there."""
     comm.barrier()
     if comm.rank == 1:
-        reader = process_group._client._requests._connection._reader
+        reader = process_group._client._connection._reader
         reader.feed(b"\0" * 100)
     while True:
         comm.barrier()
@@ -33,12 +30,3 @@ def test_a_rank_that_has_lost_the_server_does_not_leave_with_a_goodbye() -> None
     assert culprits_of(outcomes) == [1, None, 1]
     for outcome in (outcomes[0], outcomes[2]):
         assert "lost without a goodbye" in str(outcome.error) or "rank 1" in str(outcome.error)
-
-
-def test_the_own_address_needs_no_descriptor_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as stream:
-        connection = ClientConnection(stream, "server:1")
-        stream.close()
-        assert connection.own_host == "127.0.0.1"

@@ -9,26 +9,27 @@ from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.diagnostics.dump import FORMAT
 from gradsync.launching.nodes.node_report import FirstWord, NodeReport
-from gradsync.rendezvous.handshake import ClientHandshake, ServerHandshake
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
+from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame
 
 
 def seeds() -> dict[str, list[bytes]]:
     """Returns them by target."""
-    hello = ClientHandshake(SECRET, bytes(32)).hello()
+    hello = ClientHandshake(SECRET, bytes(RANDOM_BYTES)).hello()
     challenge = ServerHandshake(SECRET, RUN, bytes(32)).receive(_whole(hello))
     assert isinstance(challenge, bytes)
     client = Session(**KEYS, is_server=False)
     bodies = [bytes([kind]) + msgpack.packb(fields) for kind, *fields in _samples()]
-    script = [[rank, 0, 4, rank, RANKS, 1000] for rank in range(RANKS)]
+    script = [[rank, 0, PROTOCOL_VERSION, rank, RANKS, 0] for rank in range(RANKS)]
+    script += [[rank, REQUESTS.index(FrameType.INTRODUCE), "m", "h", 7, None, 0] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
     record = {"node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": "eth0", "n_ranks": 2}
-    record |= {"restart": 0, "max_restarts": 0, "generations": 0, "server": "10.0.0.1:4000", "nonce": "00ff"}
+    record |= {"restart": 0, "max_restarts": 0, "server": "10.0.0.1:4000", "nonce": "00ff"}
     error = {"text": "Traceback", "summary": "ValueError", "is_consequence": False, "missed_rank": None}
     told = json.dumps(error).encode()
     return {
-        "frames": [b"\x00" + hello, b"\xff" + client.seal(FrameType.BYE), b"\x03" + hello[:30]],
+        "frames": [b"\x00" + hello, b"\xff" + client.seal(FrameType.LEAVE, "", None, 0), b"\x03" + hello[:30]],
         "sealed_bodies": bodies,
         "message_fields": [body[1:] for body in bodies],
         "server_handshake": [hello, hello + pack_frame(FrameType.PROOF, 1, b"") + bytes(32)],
@@ -67,23 +68,28 @@ def seeds() -> dict[str, list[bytes]]:
 def _samples() -> list[list[object]]:
     """A message of most kinds."""
     return [
-        [FrameType.JOIN, 4, 0, 3, 1000],
-        [FrameType.INTRODUCE, "m", "h", 7],
-        [FrameType.SET, "k", b"v"],
-        [FrameType.GET, "k", 1000],
-        [FrameType.ADD, "n", 1],
-        [FrameType.BARRIER, "b", [0, 1], 1000],
-        [FrameType.PUT_ID, "g", 0, None, bytes(128)],
-        [FrameType.GET_ID, "g", 0, None, 1000],
-        [FrameType.AGREE, "g", 0, 7, None, 1000],
-        [FrameType.PASSED, "g", 0, 7, "text"],
+        [FrameType.JOIN, PROTOCOL_VERSION, 0, 3, 0],
+        [FrameType.INTRODUCE, "m", "h", 7, None, 0],
+        [FrameType.INTRODUCE, "m", "h", 7, 2, 5],
+        [FrameType.SET, "k", b"v", True],
+        [FrameType.GET, "k", 1],
+        [FrameType.BARRIER, "b", [0, 1]],
+        [FrameType.EXCHANGE, "x", [0, 1], b"v"],
+        [FrameType.CANCEL, 2],
+        [FrameType.AGREE, "g", 0, 7, None],
+        [FrameType.LAUNCHED, "g", 0, 7, "text"],
         [FrameType.HEARTBEAT, {"g": 1}],
-        [FrameType.ABSENT, "g", None, 1, "all_reduce", 5000, [1]],
-        [FrameType.STATUS, 1, {"g": 1}, "report"],
+        [FrameType.STUCK, "g", None, 1, "all_reduce", 5000, [1], True],
+        [FrameType.STATUS, 1, {"g": [1, [[1, 7, "all_reduce", True]]]}, "report"],
         [FrameType.REPORT_FAILURE, "reason", None],
-        [FrameType.FORGET, "g", None],
-        [FrameType.BYE],
-        [FrameType.REPLY, 2, 5],
+        [FrameType.LEAVE, "g", None, 3],
+        [FrameType.LEFT_RANKS, "g", None],
+        [FrameType.LEAVE, "", None, 0],
+        [FrameType.REPLY, 2, b"v"],
+        [FrameType.JOINED, 2, 1, 0, 3, 0],
+        [FrameType.VALUES, 2, True, [b"v", b"w"]],
+        [FrameType.POSITIONS, 2, [0, 1], [5, 7]],
+        [FrameType.TIMED_OUT, 2, [1], "rank 1/3"],
         [FrameType.FAILED, 0, 0, 1, "phase", [], "text"],
     ]
 

@@ -31,10 +31,23 @@ from gradsync.launching.in_rank.report_pipe import FrameReader as ReportReader
 from gradsync.launching.nodes.meeting import NodeRecord
 from gradsync.launching.nodes.node_report import FirstWord, NodeReport
 from gradsync.launching.rank_process import _error_told
-from gradsync.rendezvous.events import Close, Event, Lost, Probed, Received, Tick
-from gradsync.rendezvous.finding import Finding
-from gradsync.rendezvous.handshake import ClientHandshake, ServerHandshake
-from gradsync.rendezvous.messages import SCHEMAS, FieldError, FrameType, Message, check_fields
+from gradsync.rendezvous.frames import (
+    SCHEMAS,
+    Close,
+    Ended,
+    Event,
+    FieldError,
+    FrameType,
+    Looked,
+    Lost,
+    Message,
+    Received,
+    Started,
+    Tick,
+    check_fields,
+)
+from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
+from gradsync.rendezvous.liveness import ProcessState, process_key
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.secret_files import _read as read_meeting
 from gradsync.rendezvous.sockets import look_up
@@ -77,7 +90,7 @@ def sealed_bodies(data: bytes) -> None:
     for is_server in (True, False):
         session = Session(**KEYS, is_server=is_server)
         signed = pack_frame(data[0] if data else 0, 2, data[1:MAX_FRAME_BYTES])
-        frame = Frame(signed[4], 2, signed[13:], session._sign_received(signed), signed)
+        frame = Frame(signed[4], 2, signed + session._sign_received(signed))
         with contextlib.suppress(RendezvousError):
             message = session.open(frame)
             check_fields(message.type, message.fields)
@@ -94,7 +107,7 @@ def server_handshake(data: bytes) -> None:
 
 def client_handshake(data: bytes) -> None:
     """What a stranger answers to a client."""
-    handshake, reader = ClientHandshake(SECRET, bytes(32)), FrameReader()
+    handshake, reader = ClientHandshake(SECRET, bytes(RANDOM_BYTES)), FrameReader()
     reader.feed(data)
     with contextlib.suppress(RendezvousError):
         while (frame := reader.next_frame()) is not None:
@@ -139,7 +152,8 @@ class _Script:
 
     def _event(self, slot: int, what: int, fields: tuple[object, ...]) -> Event | None:
         connection = self._connections[slot]
-        others: list[Event] = [Tick(), Lost(connection, "gone"), *(Probed(connection, found) for found in Finding)]
+        others: list[Event] = [Tick(), Lost(connection, "gone"), Started(slot % RANKS, 7), Ended(slot % RANKS, "ended")]
+        others += [Looked(peer, state) for peer in (connection, process_key(slot % RANKS)) for state in ProcessState]
         what %= len(REQUESTS) + len(others)
         if what >= len(REQUESTS):
             event = others[what - len(REQUESTS)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from recorded_sessions import Direction, Recorded, Side
 
 from gradsync.rendezvous.handshake import NONCE_BYTES
-from gradsync.rendezvous.mac import MAC_BYTES
+from gradsync.rendezvous.wire import MAC_BYTES
 
 _LENGTH_BYTES = 4
 _SEQUENCE = slice(5, 13)  # in a frame; `wire` has the layout
@@ -156,7 +156,7 @@ def swap_nonces(scene: Scene, frames: list[bytes]) -> list[bytes]:
 
 
 def replay_to_a_fresh_connection(scene: Scene) -> Attack:
-    fresh = replace(scene.own.receiver, nonce=scene.rng.randbytes(NONCE_BYTES))
+    fresh = replace(scene.own.receiver, nonce=scene.rng.randbytes(len(scene.own.receiver.nonce)))
     return Attack(fresh, b"".join(scene.own.frames), b"")
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsync.errors import RendezvousError
-from gradsync.rendezvous.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
-from gradsync.rendezvous.messages import PROTOCOL_VERSION, TO_GENERATION, FrameType
+from gradsync.rendezvous.frames import PROTOCOL_VERSION, THE_WORLD, TO_GENERATION, FrameType
+from gradsync.rendezvous.handshake import NONCE_BYTES, RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Session
 
 _SECRET_BYTES = 32
@@ -24,12 +24,14 @@ class Side:
         secret, run_id: of its run; a client learns the run id.
         nonce: its own.
         is_server: which side.
+        generation: for which the client comes; a server learns it.
     """
 
     secret: bytes
     run_id: str
     nonce: bytes
     is_server: bool
+    generation: int = 0
 
     def take(self, stream: bytes) -> tuple[int, RendezvousError | None]:
         """Reads a stream from its first byte, as the connections do.
@@ -44,7 +46,7 @@ class Side:
         handshake, session = self._handshake(), None
         try:
             while (frame := reader.next_frame()) is not None:
-                taken_bytes += len(frame.signed) + len(frame.mac)
+                taken_bytes += len(frame.raw)
                 if session is not None:
                     session.open(frame)
                 elif (session := _session_after(handshake, frame)) is not None:
@@ -65,7 +67,7 @@ class Side:
     def _handshake(self) -> ServerHandshake | ClientHandshake:
         if self.is_server:
             return ServerHandshake(self.secret, self.run_id, self.nonce)
-        return ClientHandshake(self.secret, self.nonce)
+        return ClientHandshake(self.secret, self.nonce, self.generation)
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ class Recorded:
 
 def record(secret: bytes, run_id: str, generation: int, rng: random.Random) -> Recorded:
     """Runs a handshake and sends messages of every kind both ways."""
-    client_side = Side(secret, run_id, rng.randbytes(NONCE_BYTES), is_server=False)
+    client_side = Side(secret, run_id, rng.randbytes(RANDOM_BYTES), is_server=False, generation=generation)
     server_side = Side(secret, run_id, rng.randbytes(NONCE_BYTES), is_server=True)
-    client = ClientHandshake(secret, client_side.nonce)
+    client = ClientHandshake(secret, client_side.nonce, generation)
     server = ServerHandshake(secret, run_id, server_side.nonce)
     hello = client.hello()
     challenge = server.receive(_frame_of(hello))
@@ -105,7 +107,7 @@ def record(secret: bytes, run_id: str, generation: int, rng: random.Random) -> R
     proof, of_client = client.receive(_frame_of(challenge))
     of_server = server.receive(_frame_of(proof))
     assert isinstance(of_server, Session)
-    requests = [of_client.seal(kind, *fields) for kind, *fields in _requests(rng)]
+    requests = [of_client.seal(kind, *fields) for kind, *fields in _requests(generation, rng)]
     answers = [of_server.seal(kind, *fields) for kind, *fields in _answers(generation, rng)]
     return Recorded(
         Direction(server_side, (hello, proof, *requests)),
@@ -136,30 +138,30 @@ def _frame_of(data: bytes) -> Frame:
     return frame
 
 
-def _requests(rng: random.Random) -> list[tuple[Any, ...]]:
+def _requests(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
     """What a rank sends from joining to leaving; the same message twice, so that only its place tells them apart."""
-    add = (FrameType.ADD, "steps", 1)
+    delete = (FrameType.DELETE, "steps")
     return [
-        (FrameType.JOIN, PROTOCOL_VERSION, 0, 2, 120_000),
-        (FrameType.INTRODUCE, "machine", "host", 4200),
-        (FrameType.SET, "key", rng.randbytes(rng.randrange(100))),
-        (FrameType.BARRIER, "begin", None, 1000),
-        add,
-        add,
+        (FrameType.JOIN, PROTOCOL_VERSION, 0, 2, generation),
+        (FrameType.INTRODUCE, "machine", "host", 4200, None, 0),
+        (FrameType.SET, "key", rng.randbytes(rng.randrange(100)), True),
+        (FrameType.BARRIER, "begin", None),
+        delete,
+        delete,
         (FrameType.HEARTBEAT, {"world": rng.randrange(1000)}),
-        (FrameType.AGREE, "world", 7, rng.randrange(2**64), None, 1000),
-        (FrameType.BYE,),
+        (FrameType.AGREE, "world", 7, rng.randrange(2**64), None),
+        (FrameType.LEAVE, THE_WORLD, None, 0),
     ]
 
 
 def _answers(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
     return [
         (FrameType.SEATED, 2, "machine", 4100),
-        (FrameType.REPLY, 2, generation),
+        (FrameType.JOINED, 2, generation, 0, 2, 0),
         (FrameType.REPLY, 4, None),
         (FrameType.PULSE,),
         (FrameType.PULSE,),
-        (FrameType.REPLY, 5, rng.randrange(1000)),
-        (FrameType.VERDICT, 9, 0, 7),
+        (FrameType.REPLY, 5, rng.randbytes(8)),
+        (FrameType.DECISION, 9, 0, 7),
         (FrameType.FAILED, TO_GENERATION, 0, 1, "barrier", [], "rank 1/2 died"),
     ]

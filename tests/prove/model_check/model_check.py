@@ -2,7 +2,7 @@
 
     python tests/prove/model_check/model_check.py
     python tests/prove/model_check/model_check.py --only barrier absence
-    python tests/prove/model_check/model_check.py --json benchmarks/results/proof_model_check.json
+    python tests/prove/model_check/model_check.py --json FILE
 
 What a state is, which moves there are and what has to hold is in `exploration`. A counterexample is a shortest one; it
 is told move by move, and the exit code is 1.

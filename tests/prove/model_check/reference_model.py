@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.frames import FrameType
 
 WORLD_SIZE = 3
-ROOT = 0  # of the one id
 
 
 class Waiting(NamedTuple):
@@ -38,10 +37,9 @@ class ReferenceModel:
         self.left: list[int] = []
         self.culprit: int | None = None
         self.values: dict[str, bytes] = {}
-        self.reads: dict[str, dict[Waiting, int]] = defaultdict(dict)  # with the rank that reads
+        self.reads: dict[str, dict[Waiting, tuple[int, int | None]]] = defaultdict(dict)  # by whom, and from whom
         self.arrived: dict[str, dict[int, Waiting]] = defaultdict(dict)
-        self.unique_id: bytes | None = None
-        self.id_waits: dict[Waiting, int] = {}
+        self.exchanged: dict[int, tuple[Waiting, bytes]] = {}
 
     def take(self) -> dict[int, list[Told]]:
         """Returns what was to be told since the last call, by connection."""
@@ -51,41 +49,33 @@ class ReferenceModel:
     def waits(self) -> list[tuple[int, Waiting]]:
         """Returns the waits of the present generation, with their ranks."""
         found = [(rank, wait) for arrived in self.arrived.values() for rank, wait in arrived.items()]
-        found += [(rank, wait) for reads in self.reads.values() for wait, rank in reads.items()]
-        return found + [(rank, wait) for wait, rank in self.id_waits.items()]
+        found += [(rank, wait) for reads in self.reads.values() for wait, (rank, _) in reads.items()]
+        return found + [(rank, wait) for rank, (wait, _) in self.exchanged.items()]
 
     def join(self, rank: int, wait: Waiting) -> None:
         self._tell(wait, FrameType.SEATED)
         self.joining[rank] = wait
         self._form()
 
-    def set(self, wait: Waiting, key: str, value: bytes) -> None:
+    def set(self, wait: Waiting, key: str, value: bytes, *, replaces: bool) -> None:
         if self._goes_on(wait):
-            self.values[key] = value
-            self._tell(wait, FrameType.REPLY, None)
-            self._answer_reads(key)
+            is_stored = replaces or key not in self.values
+            self._tell(wait, FrameType.REPLY, is_stored)
+            if is_stored:
+                self.values[key] = value
+                self._answer_reads(key)
 
-    def add(self, wait: Waiting, key: str, amount: int) -> None:
-        if not self._goes_on(wait):
-            return
-        try:
-            total = int(self.values.get(key, b"0")) + amount
-        except ValueError:
-            self._tell(wait, FrameType.REFUSED)
-            return
-        self.values[key] = b"%d" % total
-        self._tell(wait, FrameType.REPLY, total)
-        self._answer_reads(key)
-
-    def get(self, rank: int, wait: Waiting, key: str) -> None:
+    def get(self, rank: int, wait: Waiting, key: str, from_rank: int | None) -> None:
         if not self._goes_on(wait):
             return
         if key in self.values:
             self._tell(wait, FrameType.REPLY, self.values[key])
+        elif from_rank in self.left:
+            self._tell(wait, FrameType.FAILED, from_rank)
         elif self._one_remains:
             self._tell(wait, FrameType.FAILED, self.left[-1])
         else:
-            self.reads[key][wait] = rank
+            self.reads[key][wait] = rank, from_rank
 
     def delete(self, wait: Waiting, key: str) -> None:
         if self._goes_on(wait):
@@ -104,36 +94,41 @@ class ReferenceModel:
         elif missed := [rank for rank in sorted(self.left) if rank not in arrived]:
             self._end(arrived, FrameType.FAILED, missed[0])
 
-    def put_id(self, wait: Waiting, value: bytes) -> None:
+    def exchange(self, rank: int, wait: Waiting, value: bytes) -> None:
         if not self._goes_on(wait):
             return
-        if self.unique_id is not None:
+        if rank in self.exchanged:
             self._tell(wait, FrameType.REFUSED)
             return
-        self.unique_id = value
-        self._tell(wait, FrameType.REPLY, None)
-        self._end_id_waits(FrameType.REPLY, value)
-
-    def get_id(self, rank: int, wait: Waiting) -> None:
-        if not self._goes_on(wait):
-            return
-        if self.unique_id is not None:
-            self._tell(wait, FrameType.REPLY, self.unique_id)
-        elif ROOT in self.left:
-            self._tell(wait, FrameType.FAILED, ROOT)
-        else:
-            self.id_waits[wait] = rank
+        self.exchanged[rank] = wait, value
+        if len(self.exchanged) == WORLD_SIZE:
+            values = [value for _, (_, value) in sorted(self.exchanged.items())]
+            self._end({rank: wait for rank, (wait, _) in self.exchanged.items()}, FrameType.VALUES, values)
+            self.exchanged.clear()
+        elif missed := [rank for rank in sorted(self.left) if rank not in self.exchanged]:
+            self._end({rank: wait for rank, (wait, _) in self.exchanged.items()}, FrameType.FAILED, missed[0])
+            self.exchanged.clear()
 
     def cancel(self, wait: Waiting) -> None:
-        for reads in (*self.reads.values(), self.id_waits):
+        """Comes to a deadline."""
+        if wait in [other for _, other in self.waits()]:
+            self._withdraw(wait)
+            self._tell(wait, FrameType.TIMED_OUT)
+        for rank in [rank for rank, other in self.joining.items() if other == wait]:
+            self._tell(wait, FrameType.TIMED_OUT)
+            del self.joining[rank]
+
+    def _withdraw(self, wait: Waiting) -> None:
+        for reads in self.reads.values():
             reads.pop(wait, None)
         for arrived in self.arrived.values():
             for rank in [rank for rank, other in arrived.items() if other == wait]:
                 del arrived[rank]
+        self.exchanged = {rank: mine for rank, mine in self.exchanged.items() if mine[0] != wait}
 
     def leave(self, rank: int) -> None:
         for _, wait in [found for found in self.waits() if found[0] == rank]:
-            self.cancel(wait)
+            self._withdraw(wait)
         del self.present[rank]
         if self.culprit is None:
             self.left.append(rank)
@@ -145,22 +140,8 @@ class ReferenceModel:
         self._fail(rank, told=list(self.present.values()))
         self._form()
 
-    def report(self, rank: int, wait: Waiting, culprit: int | None) -> None:
-        self._tell(wait, FrameType.REPLY, None)
-        own = [other for other_rank, other in self.waits() if other_rank == rank]
-        if self.culprit is None:
-            named = rank if culprit is None else culprit
-            for other in own:
-                self._tell(other, FrameType.FAILED, named)
-            self._fail(named, told=[c for r, c in self.present.items() if r != rank])
-
-    def let_all_waits_end(self) -> None:
-        """Longer than any deadline; says only that each ends: whom it names is tested elsewhere."""
-        for wait in [*(wait for _, wait in self.waits()), *self.joining.values()]:
-            self._tell(wait, FrameType.TIMED_OUT)
-        for _, wait in self.waits():
-            self.cancel(wait)
-        self.joining.clear()
+    def report(self, rank: int, culprit: int | None) -> None:
+        self._fail(rank if culprit is None else culprit, told=list(self.present.values()))
 
     @property
     def _one_remains(self) -> bool:
@@ -180,30 +161,25 @@ class ReferenceModel:
         self.culprit = culprit
         self.reads.clear()
         self.arrived.clear()
-        self.id_waits.clear()
+        self.exchanged.clear()
         for connection in told:
             self._tell(Waiting(connection, 0), FrameType.FAILED, culprit)
 
     def _fail_what_needs(self, rank: int) -> None:
         for arrived in self.arrived.values():
             self._end(arrived, FrameType.FAILED, rank)
-        if rank == ROOT and self.unique_id is None:
-            self._end_id_waits(FrameType.FAILED, rank)
-        if self._one_remains:
-            for reads in self.reads.values():
-                for wait in reads:
+        self._end({rank: wait for rank, (wait, _) in self.exchanged.items()}, FrameType.FAILED, rank)
+        self.exchanged.clear()
+        for reads in self.reads.values():
+            for wait, (_, from_rank) in list(reads.items()):
+                if from_rank == rank or self._one_remains:
                     self._tell(wait, FrameType.FAILED, rank)
-            self.reads.clear()
+                    del reads[wait]
 
     def _end(self, arrived: dict[int, Waiting], *what: Any) -> None:
         for wait in arrived.values():
             self._tell(wait, *what)
         arrived.clear()
-
-    def _end_id_waits(self, *what: Any) -> None:
-        for wait in self.id_waits:
-            self._tell(wait, *what)
-        self.id_waits.clear()
 
     def _answer_reads(self, key: str) -> None:
         for wait in self.reads.pop(key, {}):
@@ -216,5 +192,5 @@ class ReferenceModel:
         self.number += 1
         for rank, wait in self.joining.items():
             self.present[rank] = wait.connection
-            self._tell(wait, FrameType.REPLY, self.number)
+            self._tell(wait, FrameType.JOINED, self.number)
         self.joining.clear()

@@ -19,20 +19,18 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from reference_model import ROOT, WORLD_SIZE, ReferenceModel, Told, Waiting
+from reference_model import WORLD_SIZE, ReferenceModel, Told, Waiting
 
-from gradsync.rendezvous.keys import Keys
-from gradsync.rendezvous.messages import UNIQUE_ID_BYTES, FrameType
-from gradsync.rendezvous.places import Barriers
+from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.protocol import RendezvousCore
+from gradsync.rendezvous.store import Barriers, Keys
 
-TIMEOUT_MS = 10_000
 RANKS = st.integers(0, WORLD_SIZE - 1)
 QUIET_STEPS = 8  # between two that end something: else most requests would meet a generation that has failed
 KEYS = st.sampled_from(["a", "b"])
 VALUES = st.sampled_from([b"", b"7", b"-3", b"text"])
 # Where what a message tells beside its sequence begins, of the types of which the model tells more.
-_VALUE_AT = {FrameType.REPLY: 2, FrameType.FAILED: 3}
+_VALUE_AT = {FrameType.REPLY: 2, FrameType.FAILED: 3, FrameType.JOINED: 2, FrameType.VALUES: 3}
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -52,7 +50,7 @@ class CoreMachine(RuleBasedStateMachine):
         if rank in self.model.present or rank in self.model.joining or self._would_meet_a_failure(rank):
             return
         self.next_connection += 1
-        sequence = self.bench.join(self.next_connection, rank, TIMEOUT_MS)
+        sequence = self.bench.join(self.next_connection, rank)
         self.model.join(rank, Waiting(self.next_connection, sequence))
 
     @rule()
@@ -60,20 +58,16 @@ class CoreMachine(RuleBasedStateMachine):
         for rank in range(WORLD_SIZE):
             self.join(rank)
 
-    @rule(rank=RANKS, key=KEYS, value=VALUES)
-    def set(self, rank: int, key: str, value: bytes) -> None:
+    @rule(rank=RANKS, key=KEYS, value=VALUES, replaces=st.booleans())
+    def set(self, rank: int, key: str, value: bytes, replaces: bool) -> None:
         if rank in self.model.present:
-            self.model.set(self._send(rank, FrameType.SET, key, value), key, value)
+            sent = self._send(rank, FrameType.SET, key, value, replaces)
+            self.model.set(sent, key, value, replaces=replaces)
 
-    @rule(rank=RANKS, key=KEYS, amount=st.integers(-5, 5))
-    def add(self, rank: int, key: str, amount: int) -> None:
+    @rule(rank=RANKS, key=KEYS, from_rank=st.none() | RANKS)
+    def get(self, rank: int, key: str, from_rank: int | None) -> None:
         if rank in self.model.present:
-            self.model.add(self._send(rank, FrameType.ADD, key, amount), key, amount)
-
-    @rule(rank=RANKS, key=KEYS)
-    def get(self, rank: int, key: str) -> None:
-        if rank in self.model.present:
-            self.model.get(rank, self._send(rank, FrameType.GET, key, TIMEOUT_MS), key)
+            self.model.get(rank, self._send(rank, FrameType.GET, key, from_rank), key, from_rank)
 
     @rule(rank=RANKS, key=KEYS)
     def delete(self, rank: int, key: str) -> None:
@@ -83,29 +77,35 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(rank=RANKS, name=KEYS)
     def barrier(self, rank: int, name: str) -> None:
         if rank in self.model.present:
-            self.model.barrier(rank, self._send(rank, FrameType.BARRIER, name, None, TIMEOUT_MS), name)
+            self.model.barrier(rank, self._send(rank, FrameType.BARRIER, name, None), name)
 
     @rule(name=KEYS)
     def barrier_of_all(self, name: str) -> None:
         for rank in range(WORLD_SIZE):
             self.barrier(rank, name)
 
-    @precondition(lambda self: ROOT in self.model.present)
-    @rule(byte=st.integers(0, 255))
-    def put_id(self, byte: int) -> None:
-        value = bytes([byte]) * UNIQUE_ID_BYTES
-        self.model.put_id(self._send(ROOT, FrameType.PUT_ID, "g", ROOT, None, value), value)
-
-    @rule(rank=RANKS)
-    def get_id(self, rank: int) -> None:
+    @rule(rank=RANKS, value=VALUES)
+    def exchange(self, rank: int, value: bytes) -> None:
         if rank in self.model.present:
-            self.model.get_id(rank, self._send(rank, FrameType.GET_ID, "g", ROOT, None, TIMEOUT_MS))
+            self.model.exchange(rank, self._send(rank, FrameType.EXCHANGE, "x", None, value), value)
+
+    @rule()
+    def exchange_of_all(self) -> None:
+        for rank in range(WORLD_SIZE):
+            self.exchange(rank, b"%d" % rank)
 
     @precondition(lambda self: self.model.waits())
     @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    def come_to_a_deadline(self, data: st.DataObject) -> None:
         _, wait = data.draw(st.sampled_from(self.model.waits()))
-        self.bench.send(wait.connection, FrameType.CANCEL, wait.sequence)
+        self.bench.cancel(wait.connection, wait.sequence)
+        self.model.cancel(wait)
+
+    @precondition(lambda self: self.model.joining)
+    @rule(data=st.data())
+    def stop_waiting_to_join(self, data: st.DataObject) -> None:
+        wait = data.draw(st.sampled_from(sorted(self.model.joining.values())))
+        self.bench.cancel(wait.connection, wait.sequence)
         self.model.cancel(wait)
 
     @precondition(lambda self: self.quiet_steps >= QUIET_STEPS)
@@ -113,7 +113,7 @@ class CoreMachine(RuleBasedStateMachine):
     def leave(self, rank: int) -> None:
         if rank in self.model.present:
             connection = self.model.present[rank]
-            self.bench.send(connection, FrameType.BYE)
+            self.bench.leave(connection)
             self.bench.lose(connection)  # it closes in answer
             self.model.leave(rank)
             self.quiet_steps = 0
@@ -130,13 +130,9 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(rank=RANKS, culprit=st.none() | RANKS)
     def report(self, rank: int, culprit: int | None) -> None:
         if rank in self.model.present:
-            self.model.report(rank, self._send(rank, FrameType.REPORT_FAILURE, "it failed", culprit), culprit)
+            self._send(rank, FrameType.REPORT_FAILURE, "it failed", culprit)
+            self.model.report(rank, culprit)
             self.quiet_steps = 0
-
-    @rule()
-    def let_all_waits_end(self) -> None:
-        self.bench.wait(2 * TIMEOUT_MS / 1000)
-        self.model.let_all_waits_end()
 
     @invariant()
     def both_tell_the_same(self) -> None:
@@ -172,7 +168,7 @@ TestCoreMachine.settings = SETTINGS
 
 def _the_barrier_forgets_one(patch: pytest.MonkeyPatch) -> None:
     original = Barriers._release
-    patch.setattr(Barriers, "_release", lambda self, barrier: original(self, barrier)[1:])
+    patch.setattr(Barriers, "_release", lambda self, barrier, **how: original(self, barrier, **how)[1:])
 
 
 def _a_deleted_key_is_kept(patch: pytest.MonkeyPatch) -> None:
@@ -180,13 +176,13 @@ def _a_deleted_key_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_second_failure_is_told(patch: pytest.MonkeyPatch) -> None:
-    original = RendezvousCore._poison
+    original = RendezvousCore._fail_generation
 
     def poison(self: RendezvousCore, generation: Any, failure: Any, **options: Any) -> Any:
         generation.failure = None
         return original(self, generation, failure, **options)
 
-    patch.setattr(RendezvousCore, "_poison", poison)
+    patch.setattr(RendezvousCore, "_fail_generation", poison)
 
 
 @pytest.mark.parametrize("mutation", [_the_barrier_forgets_one, _a_deleted_key_is_kept, _a_second_failure_is_told])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gradsync as gs
 from gradsync import environment
-from gradsync.rendezvous import event_loop, server_connection, wire
+from gradsync.rendezvous import server, wire
 
 PAGE = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
 SECRET = re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)[0]  # the others: partitions/test_listeners.py
@@ -46,10 +46,10 @@ def test_limits_are_those_of_the_code() -> None:
         "a frame before the proof": f"{wire.MAX_HANDSHAKE_FRAME_BYTES} bytes",
         "a frame after it": f"{wire.MAX_FRAME_BYTES // 1024} KiB",
         "from connecting to the first message that holds": (
-            f"{event_loop.HANDSHAKE_SECONDS:g} s, however often a stranger speaks"
+            f"{server.HANDSHAKE_SECONDS:g} s, however often a stranger speaks"
         ),
-        "strangers at once": f"{event_loop.MAX_STRANGERS}, and one for each rank; the oldest goes first",
-        "what a peer may leave unread": f"{server_connection.MAX_OUTPUT_BYTES // 2**20} MiB",
+        "strangers at once": f"{server.MAX_STRANGERS}, and one for each rank; the oldest goes first",
+        "what a peer may leave unread": f"{server.MAX_OUTPUT_BYTES // 2**20} MiB",
     }
 
 

@@ -2,7 +2,7 @@
 
     python tests/prove/simulation/simulation_run.py --seeds 10000
     python tests/prove/simulation/simulation_run.py --seed 42 --trace   # one seed, with all that happens
-    python tests/prove/simulation/simulation_run.py --seeds 100000 --json benchmarks/results/proof_simulation.json
+    python tests/prove/simulation/simulation_run.py --seeds 100000 --json FILE
 
 The exit code is 1 where a check fails; the line that says so names the seed.
 """
@@ -125,7 +125,11 @@ def main() -> int:
     options = parse_options()
     if options.seed is not None:
         return play_one(options.seed, is_traced=options.trace)
-    made, began, summary = provenance("tests/prove/simulation/simulation_run.py"), time.perf_counter(), Summary()
+    made, began, summary = (
+        provenance("tests/prove/simulation"),
+        time.perf_counter(),
+        Summary(),
+    )
     for part in play_side_by_side(range(options.first, options.first + options.seeds), options.jobs):
         summary.merge(part)
         for seed, what in part.violations:

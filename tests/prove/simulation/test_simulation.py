@@ -16,16 +16,12 @@ from simulation.run import play
 from simulation.scenario import HARMLESS, draw
 from simulation_run import play_all
 
-from gradsync.rendezvous import inbox, liveness, roster, verdict_texts
-from gradsync.rendezvous.event_loop import EventLoop
-from gradsync.rendezvous.inbox import Inbox
-from gradsync.rendezvous.joining import Joining
-from gradsync.rendezvous.keys import Keys
-from gradsync.rendezvous.messages import FrameType
-from gradsync.rendezvous.places import Barriers
+from gradsync.rendezvous import connection, roster
+from gradsync.rendezvous.connection import Connection
+from gradsync.rendezvous.liveness import Judgement, Peer, Peers
 from gradsync.rendezvous.protocol import RendezvousCore
-from gradsync.rendezvous.request_channel import RequestChannel
-from gradsync.rendezvous.silence import Judgement, Silence
+from gradsync.rendezvous.server import EventLoop
+from gradsync.rendezvous.store import Barriers, Keys
 from gradsync.rendezvous.wire import FrameReader
 
 SEEDS = 1000
@@ -67,34 +63,44 @@ def complained_of(seeds: int = 200) -> Iterator[str]:
 
 
 def _one_member_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    original = RendezvousCore._poison
-    patch.setattr(RendezvousCore, "_poison", lambda self, *args, **options: original(self, *args, **options)[1:])
+    original = RendezvousCore._fail_generation
+    patch.setattr(RendezvousCore, "_fail_generation", lambda self, *args: original(self, *args)[1:])
 
 
 def _the_next_rank_is_blamed(patch: pytest.MonkeyPatch) -> None:
-    original = verdict_texts.death
+    original = roster.Roster.death
 
-    def blame(roster: Any, rank: int, cause: str) -> Any:
-        return original(roster, (rank + 1) % len(roster.members), cause)
+    def blame(self: Any, rank: int, cause: str) -> Any:
+        return original(self, (rank + 1) % len(self.members), cause)
 
-    patch.setattr(verdict_texts, "death", blame)
+    patch.setattr(roster.Roster, "death", blame)
 
 
 def _a_silent_rank_is_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Silence, "judge", lambda self, now, finding: Judgement.LOST)
-    patch.setattr("gradsync.rendezvous.silence.SILENT_AFTER_SECONDS", 0.2)
+    patch.setattr(Peer, "judge", lambda self, now, state: Judgement.LOST)
+    patch.setattr("gradsync.rendezvous.liveness.SILENT_AFTER_SECONDS", 0.2)
 
 
 def _nobody_looks_at_silent_ranks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RendezvousCore, "_introduce", lambda *_: [])
+    original = Peers.begin
+    patch.setattr(Peers, "begin", lambda self, key, now: original(self, key, now) if key < 0 else None)
 
 
 def _nobody_looks_at_ranks_that_have_not_come(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Joining, "_looks", lambda *_: [])
+    patch.setattr(RendezvousCore, "_watch", lambda *_: None)
 
 
-def _who_stops_reading_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Inbox, "_end_reading", lambda self: setattr(self, "_is_read", False))
+def _some_answers_wake_nobody(patch: pytest.MonkeyPatch) -> None:
+    original = Connection._end
+
+    def end(self: Connection, sequence: int, answer: Any) -> None:
+        pending = self._pending.get(sequence)
+        if pending is not None and answer is not None and sequence % 3 == 0:
+            pending.answer = answer
+        else:
+            original(self, sequence, answer)
+
+    patch.setattr(Connection, "_end", end)
 
 
 def _a_rest_of_the_bytes_is_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -102,8 +108,8 @@ def _a_rest_of_the_bytes_is_dropped(patch: pytest.MonkeyPatch) -> None:
 
     def next_frame(self: FrameReader) -> Any:
         frame = original(self)
-        if frame is not None and len(self._buffer) < 20:
-            self._buffer.clear()
+        if frame is not None and len(self._buffer) - self._taken < 20:
+            self._taken = len(self._buffer)
         return frame
 
     patch.setattr(FrameReader, "next_frame", next_frame)
@@ -111,16 +117,19 @@ def _a_rest_of_the_bytes_is_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def _a_barrier_releases_the_last_one_only(patch: pytest.MonkeyPatch) -> None:
     original = Barriers._release
-    patch.setattr(Barriers, "_release", lambda self, barrier: original(self, barrier)[-1:])
+
+    def release(self: Barriers, barrier: Any, *, is_exchange: bool) -> Any:
+        return original(self, barrier, is_exchange=is_exchange)[-1:]
+
+    patch.setattr(Barriers, "_release", release)
 
 
 def _a_read_is_not_answered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Keys, "_answer_waiting", lambda *_: [])
+    patch.setattr(Keys, "_answer_reads", lambda *_: [])
 
 
 def _closing_leaves_the_thread(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(liveness.Liveness, "end", lambda self: None)
-    patch.setattr(RequestChannel, "close", lambda self: self._connection.post(FrameType.BYE))
+    patch.setattr(Connection, "close", lambda self: None)
 
 
 def _the_wall_clock_is_asked(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +143,7 @@ def _the_wall_clock_is_asked(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_failure_is_a_plain_error(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(inbox, "failure_of", lambda message, who: ValueError(who))
+    patch.setattr(connection, "failure_of", lambda message, label, operation="": ValueError(label))
 
 
 def _departed_ranks_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -147,7 +156,7 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     _a_silent_rank_is_given_up: "nothing_fails_unless_something_is_wrong",
     _nobody_looks_at_silent_ranks: "survivors_hear_of_it_in_time",
     _nobody_looks_at_ranks_that_have_not_come: "survivors_are_told_of_a_rank",
-    _who_stops_reading_wakes_nobody: "nobody_waits_without_need",
+    _some_answers_wake_nobody: "nobody_waits_without_need",
     _a_rest_of_the_bytes_is_dropped: "nothing_fails_unless_something_is_wrong",
     _a_barrier_releases_the_last_one_only: "nothing_fails_unless_something_is_wrong",
     _a_read_is_not_answered: "nothing_fails_unless_something_is_wrong",

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from gradsync.errors import RendezvousTimeout, name_ranks
 
 if TYPE_CHECKING:
-    from gradsync.rendezvous.group_client import CommunicatorClient
+    from gradsync.rendezvous.client import RendezvousClient
 
 _LOOK_AROUND_EVERY_SECONDS = 0.25
 
 
 def meet_members(
-    client: CommunicatorClient,
+    client: RendezvousClient,
     members: Sequence[int],
     name: str,
     timeout_seconds: float,
@@ -37,9 +37,7 @@ def meet_members(
         RankFailed: one has died.
     """
     # A place of its own, which the server forgets when all have left it, however the group itself may end.
-    from gradsync.rendezvous.group_client import GroupClient  # here: one rank meets nobody
-
-    meeting = GroupClient(client, members, f"{name}/members")
+    meeting = client.group(members, f"{name}/members")
     began = time.monotonic()
     try:
         while True:

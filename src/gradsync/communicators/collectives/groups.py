@@ -32,7 +32,7 @@ from gradsync.machine import machine_identity
 
 if TYPE_CHECKING:
     from gradsync.communicators.base import Communicator
-    from gradsync.rendezvous.group_client import CommunicatorClient
+    from gradsync.rendezvous.client import RendezvousClient
 
 NO_COLOR = -1  # what _split_group is told of a rank that joins no group
 _LISTED_CHARACTERS = 40  # of a group's members in its name
@@ -91,7 +91,7 @@ class Family:
 class Groups(CollectiveBase):
     """The methods that make groups."""
 
-    _client: CommunicatorClient | None = None  # this rank's connection to the rendezvous server, of this group
+    _client: RendezvousClient | None = None  # this rank's connection to the rendezvous server, of this group
     _timeout_seconds: float  # how long a collective waits for a rank; where there is a client
 
     @cached_property
@@ -249,11 +249,7 @@ class Groups(CollectiveBase):
 
     def _leave_group(self) -> None:
         """Lets the server forget what a group's communicator has put there, at its end."""
-        if self._client is None:
-            return
-        from gradsync.rendezvous.group_client import GroupClient  # here: one rank meets nobody
-
-        if isinstance(self._client, GroupClient) and self._client.name == self.recorder.group:
+        if self._client is not None and self._client.name == self.recorder.group:
             self._client.close()
 
     def _checked_members(self, ranks: Iterable[int]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, Message
 from gradsync.communicators.base import Communicator
-from gradsync.communicators.closing_notices import ClosingNotices
 from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.mpi.agreements import MpiAgreements
@@ -27,12 +27,12 @@ from gradsync.communicators.mpi.reduction import MpiReduction
 from gradsync.communicators.mpi.transport import MpiTransport
 from gradsync.communicators.mpi.waiting import MpiWaiting
 from gradsync.communicators.pieces import cuts, pieces_between
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.verdicts import Verdicts, raise_if_left
 from gradsync.diagnostics import tracing
 from gradsync.errors import GradsyncError
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
-from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+from gradsync.rendezvous.client import RendezvousClient
 
 # Up to here arrays of a list are packed together; larger ones travel by themselves: packing would cost more.
 _SMALL_BYTES = 256 * 1024
@@ -40,7 +40,7 @@ _BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is broadcast at 
 
 
 def connect_mpi(
-    client: CommunicatorClient,
+    client: RendezvousClient,
     *,
     group: str = "world",
     timeout_seconds: float = 120.0,
@@ -80,17 +80,18 @@ class MpiCommunicator(Communicator):
 
     backend = "mpi"
 
-    _client: CommunicatorClient
+    _client: RendezvousClient
 
-    def __init__(self, mpi: Any, comm: Any, client: CommunicatorClient, group: str, timeout_seconds: float) -> None:
+    def __init__(self, mpi: Any, comm: Any, client: RendezvousClient, group: str, timeout_seconds: float) -> None:
         super().__init__(client.rank, client.world_size, group, ranks=client.world_ranks, label=client.label)
         self._client = client
         self._mpi = mpi
         self._comm = comm
         self._timeout_seconds = timeout_seconds
         self._verdicts = Verdicts(client, self.recorder)
-        self._closings = ClosingNotices(client, f"mpi/{group}/closed", self.label)
-        self._waiting = MpiWaiting(mpi, self.ranks, timeout_seconds, self._verdicts, self._closings)
+        self._departures = f"mpi/{group}/closed"
+        self._raise_if_left = partial(raise_if_left, client, self._departures, self.label)
+        self._waiting = MpiWaiting(mpi, self.ranks, timeout_seconds, self._verdicts, self._raise_if_left)
         self._errors = _MpiErrors(mpi, self.label, self._waiting)
         self._transport = MpiTransport(mpi, comm, self._waiting)
         self._messages = MpiMessages(self._transport, self.ranks, self.label, self._agree)
@@ -221,7 +222,7 @@ class MpiCommunicator(Communicator):
     # -- Groups ------------------------------------------------------------------------------------------------
 
     def _connect_group(self, members: tuple[int, ...], name: str) -> MpiCommunicator:
-        client = GroupClient(self._client, members, name)
+        client = self._client.group(members, name)
         seconds = self._timeout_seconds
         try:
             comm = make_communicator(self._mpi, client, name, seconds)
@@ -231,7 +232,7 @@ class MpiCommunicator(Communicator):
             raise
 
     def _look_for_ended(self, missing: list[int]) -> None:
-        self._closings.look(float("inf"), [self.ranks[rank] for rank in missing])
+        self._raise_if_left(float("inf"), [self.ranks[rank] for rank in missing])
 
     def _make_host_path(self) -> OwnPath:
         return OwnPath(self)
@@ -239,7 +240,7 @@ class MpiCommunicator(Communicator):
     # -- Ending ------------------------------------------------------------------------------------------------
 
     def _announce_close(self) -> None:
-        self._closings.announce(self._waiting.begun)
+        self._client.announce_left(self._departures, self._waiting.begun)
 
     def _announce_abort(self, reason: str, culprit: int | None) -> None:
         """Tells the server, which tells all ranks; of MPI's waits nothing else ends them."""

@@ -10,10 +10,10 @@ from gradsync.communicators.mpi.library import to_mpi_error
 from gradsync.communicators.mpi.unfinished import keep_for_ever
 from gradsync.errors import CollectiveTimeout
 from gradsync.machine import run_with_timeout
-from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.rendezvous.client import RendezvousClient
 
 
-def make_communicator(mpi: Any, client: CommunicatorClient, name: str, timeout_seconds: float) -> Any:
+def make_communicator(mpi: Any, client: RendezvousClient, name: str, timeout_seconds: float) -> Any:
     """Returns a communicator of MPI of the client's ranks, in their order. Every one of them must call it.
 
     MPI's call waits for all of them and cannot be interrupted: they enter it when all stand before it.

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from gradsync.communicators.closing_notices import ClosingNotices
 from gradsync.communicators.mpi.unfinished import keep_for_ever
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import GradsyncError
@@ -55,7 +54,7 @@ class MpiWaiting:
         ranks: the numbers of all ranks in the world, by which errors and the server name them.
         timeout_seconds: how long to wait before CollectiveTimeout.
         verdicts: the server's.
-        closings: what ranks have told that closed the communicator.
+        raise_if_left: raises where a rank has closed the communicator before a collective's number; see verdicts.
 
     Attributes:
         begun: how many collectives this rank has begun.
@@ -63,13 +62,18 @@ class MpiWaiting:
     """
 
     def __init__(
-        self, mpi: Any, ranks: Sequence[int], timeout_seconds: float, verdicts: Verdicts, closings: ClosingNotices
+        self,
+        mpi: Any,
+        ranks: Sequence[int],
+        timeout_seconds: float,
+        verdicts: Verdicts,
+        raise_if_left: Callable[..., None],
     ) -> None:
         self._test_all = mpi.Request.Testall
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
         self._verdicts = verdicts
-        self._closings = closings
+        self._raise_if_left = raise_if_left
         self.begun = 0
         self.was_cut_off = False
 
@@ -138,9 +142,9 @@ class MpiWaiting:
         """Raises RankFailed where a rank that is waited for has closed the communicator."""
         try:
             if wait.unheard is None:
-                self._closings.look(self.begun - 1)
+                self._raise_if_left(self.begun - 1)
             else:
-                self._closings.look(math.inf, [self._ranks[rank] for rank in wait.unheard()])
+                self._raise_if_left(math.inf, [self._ranks[rank] for rank in wait.unheard()])
             return
         except GradsyncError as error:
             reason = error

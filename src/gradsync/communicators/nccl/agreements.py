@@ -17,7 +17,7 @@ from gradsync.communicators.agreement import Agreement, on_behalf
 from gradsync.communicators.nccl.predicted_agreement import PredictedAgreement
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.errors import PlanMismatch
-from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+from gradsync.rendezvous.client import RendezvousClient
 
 _TOGETHER_SECONDS = 0.02  # how long a message waits to be launched with the other one of an exchange
 
@@ -71,7 +71,7 @@ class NcclAgreements:
     """
 
     def __init__(
-        self, client: CommunicatorClient, group: str, label: str, timeout_seconds: float, verdicts: Verdicts
+        self, client: RendezvousClient, group: str, label: str, timeout_seconds: float, verdicts: Verdicts
     ) -> None:
         self._client = client
         self._group = group
@@ -79,7 +79,7 @@ class NcclAgreements:
         self._timeout_seconds = timeout_seconds
         self._verdicts = verdicts
         self._of_all = PredictedAgreement(client, group, label, timeout_seconds, verdicts)
-        self._pairs: dict[tuple[int, int], GroupClient] = {}
+        self._pairs: dict[tuple[int, int], RendezvousClient] = {}
         self._of_messages: dict[tuple[int, int], PredictedAgreement] = {}  # by sender and receiver
         self._asks_always = False
 
@@ -205,7 +205,7 @@ class NcclAgreements:
             low, high = sorted(way)
             pair = self._pairs.get((low, high))
             if pair is None:
-                pair = self._pairs[low, high] = GroupClient(self._client, (low, high), f"{self._group}/{low}-{high}")
+                pair = self._pairs[low, high] = self._client.group((low, high), f"{self._group}/{low}-{high}")
             peer = high if self._client.rank == low else low
             self._of_messages[way] = _OfMessages(
                 pair,
@@ -239,7 +239,7 @@ class _OfMessages(PredictedAgreement):
 
     def __init__(
         self,
-        client: GroupClient,
+        client: RendezvousClient,
         group: str,
         label: str,
         timeout_seconds: float,

@@ -29,7 +29,7 @@ from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.diagnostics import tracing
 from gradsync.errors import GradsyncError, PlanMismatch
 from gradsync.reduction import ReduceOp
-from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.rendezvous.client import RendezvousClient
 
 
 class NcclCollectives(Communicator):
@@ -47,9 +47,9 @@ class NcclCollectives(Communicator):
 
     runs_beside_host = True
     arrays: DeviceArrays
-    _client: CommunicatorClient
+    _client: RendezvousClient
 
-    def __init__(self, handle: NcclHandle, client: CommunicatorClient, group: str, timeout_seconds: float) -> None:
+    def __init__(self, handle: NcclHandle, client: RendezvousClient, group: str, timeout_seconds: float) -> None:
         super().__init__(client.rank, client.world_size, group, ranks=client.world_ranks, label=client.label)
         self.force_packing = False
         self.device = f"cuda:{handle.device_id}"

@@ -27,7 +27,7 @@ from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.nccl.watcher import Watcher
 from gradsync.communicators.nccl.work_marks import WorkMarks
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
-from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+from gradsync.rendezvous.client import RendezvousClient
 
 _DRAIN_SECONDS = 10.0  # how long close() lets queued collectives end
 _TELL_SECONDS = 1.0  # and how long it waits for the server to hear of a failure
@@ -51,7 +51,7 @@ class NcclCommunicator(NcclCollectives):
 
     backend = "nccl"
 
-    def __init__(self, handle: NcclHandle, client: CommunicatorClient, group: str, timeout_seconds: float) -> None:
+    def __init__(self, handle: NcclHandle, client: RendezvousClient, group: str, timeout_seconds: float) -> None:
         super().__init__(handle, client, group, timeout_seconds)
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
@@ -79,7 +79,7 @@ class NcclCommunicator(NcclCollectives):
 
     @classmethod
     def take_over(
-        cls, handle: NcclHandle, client: CommunicatorClient, group: str, timeout_seconds: float
+        cls, handle: NcclHandle, client: RendezvousClient, group: str, timeout_seconds: float
     ) -> NcclCommunicator:
         """Makes a communicator, or ends the handle."""
         try:
@@ -114,7 +114,7 @@ class NcclCommunicator(NcclCollectives):
 
     def _connect_group(self, members: tuple[int, ...], name: str) -> NcclCommunicator:
         deadline = time.monotonic() + self._timeout_seconds
-        client = GroupClient(self._client, members, name)
+        client = self._client.group(members, name)
         try:
             handle = join_group(client, self._handle.library, self._device.id, name, deadline)
             return self.take_over(handle, client, name, self._timeout_seconds)
@@ -135,7 +135,7 @@ class NcclCommunicator(NcclCollectives):
             raise
         if not members:
             return None
-        client = GroupClient(self._client, members, name)
+        client = self._client.group(members, name)
         handle = NcclHandle(library, raw, self._device.id, client.label)
         return self.take_over(handle, client, name, self._timeout_seconds)
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.machine import boot_id
-from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES
 
 if TYPE_CHECKING:
     from gradsync.communicators.nccl.communicator import NcclCommunicator
@@ -87,7 +88,7 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
 
 
 def connect_nccl(
-    client: CommunicatorClient,
+    client: RendezvousClient,
     *,
     local_rank: int,
     device: str | None = None,
@@ -140,19 +141,18 @@ def _clock(deadline: float) -> Callable[[], float]:
 
 
 def _check_devices(
-    client: CommunicatorClient, device_id: int, group: str, left: Callable[[], float], *, allow_shared_gpu: bool
+    client: RendezvousClient, device_id: int, group: str, left: Callable[[], float], *, allow_shared_gpu: bool
 ) -> None:
     """Finds ranks on one GPU before NCCL does, in words that help, on every rank."""
-    mine = device_identity(device_id)
-    client.set(f"nccl/{group}/device/{client.rank}", mine.encode())
-    by_device: dict[str, list[int]] = {}
-    for rank in range(client.world_size):
-        where = client.get(f"nccl/{group}/device/{rank}", timeout_seconds=left()).decode()
+    mine = device_identity(device_id).encode()[: MAX_EXCHANGED_BYTES // client.world_size]
+    by_device: dict[bytes, list[int]] = {}
+    for rank, where in enumerate(client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=left())):
         by_device.setdefault(where, []).append(rank)
     shared = {where: ranks for where, ranks in by_device.items() if len(ranks) > 1}
     if shared and not allow_shared_gpu:
         where, ranks = next(iter(shared.items()))
-        host, _, bus = where.split(" ")
+        bus, _, rest = where.decode(errors="replace").partition(" ")
+        host = rest.partition(" ")[2]
         raise BackendUnavailable(
             f"{client.label}: ranks {ranks} share the GPU {bus} of {host}: give each its own "
             "(CUDA_VISIBLE_DEVICES, or device=), or pass allow_shared_gpu=True (for tests: slow)"
@@ -160,11 +160,14 @@ def _check_devices(
 
 
 def device_identity(device_id: int) -> str:
-    """Returns what tells this GPU from all others of all hosts: host name, boot id and PCI bus id."""
+    """Returns what tells this GPU from all others of all hosts: PCI bus id, boot id and host name.
+
+    In this order: the beginning does so too, where thousands of ranks have room for no more.
+    """
     import cupy
 
     bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
-    return f"{socket.gethostname()} {boot_id()} {bus if isinstance(bus, str) else bus.decode()}"
+    return f"{bus if isinstance(bus, str) else bus.decode()} {boot_id()} {socket.gethostname()}"
 
 
 def _let_ranks_share(version: int, rank: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from gradsync.communicators.nccl.agreements import NcclAgreements
 from gradsync.communicators.nccl.watcher import Watcher
 from gradsync.errors import GradsyncError
-from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+from gradsync.rendezvous.client import RendezvousClient
 
 
 def call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None:
@@ -19,7 +19,7 @@ def call_if_alive(method: weakref.WeakMethod[Any], error: GradsyncError) -> None
         bound(error)
 
 
-def tell_others(client: CommunicatorClient, reason: str | None, culprit: int | None, told: threading.Event) -> None:
+def tell_others(client: RendezvousClient, reason: str | None, culprit: int | None, told: threading.Event) -> None:
     """Reports a failure that only this rank knows of; the event says that the server has heard it."""
     try:
         if reason is not None and client.world_size > 1:
@@ -28,9 +28,9 @@ def tell_others(client: CommunicatorClient, reason: str | None, culprit: int | N
         told.set()
 
 
-def end_rest(watcher: Watcher, agreements: NcclAgreements, client: CommunicatorClient) -> None:
+def end_rest(watcher: Watcher, agreements: NcclAgreements, client: RendezvousClient) -> None:
     """Ends what a collected communicator has left behind, beside NCCL's own."""
     watcher.stop()
     agreements.close()
-    if isinstance(client, GroupClient):
+    if client.name:  # of a group: the world goes on
         client.close()

@@ -14,11 +14,11 @@ from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.errors import CollectiveTimeout, RendezvousTimeout
 from gradsync.machine import run_with_timeout
-from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.rendezvous.client import RendezvousClient
 
 
 def join_group(
-    client: CommunicatorClient, library: NcclLibrary, device_id: int, group: str, deadline: float
+    client: RendezvousClient, library: NcclLibrary, device_id: int, group: str, deadline: float
 ) -> NcclHandle:
     """Returns this rank's end of a new communicator of the client's ranks; every one of them must call it.
 
@@ -39,17 +39,16 @@ def join_group(
     def left() -> float:
         return max(0.0, deadline - time.monotonic())
 
-    unique_id = client.unique_id(
-        f"nccl/{group}", root=0, make_id=library.make_unique_id if client.rank == 0 else None, timeout_seconds=left()
-    )
+    key = f"nccl/{group}/id"
+    if client.rank == 0:
+        client.set(key, library.make_unique_id())
+    unique_id = client.get(key, from_rank=0, timeout_seconds=left())
     client.barrier(f"nccl/{group}/ready", timeout_seconds=left())
     raw = _init_rank(client, library, unique_id, device_id, left())
     return NcclHandle(library, raw, device_id, client.label)
 
 
-def _init_rank(
-    client: CommunicatorClient, library: NcclLibrary, unique_id: bytes, device_id: int, seconds: float
-) -> Any:
+def _init_rank(client: RendezvousClient, library: NcclLibrary, unique_id: bytes, device_id: int, seconds: float) -> Any:
     """Returns CuPy's communicator."""
     label = client.label
 
@@ -67,7 +66,7 @@ def _init_rank(
         ) from error
 
 
-def split_group(client: CommunicatorClient, handle: NcclHandle, color: int, key: int, timeout_seconds: float) -> Any:
+def split_group(client: RendezvousClient, handle: NcclHandle, color: int, key: int, timeout_seconds: float) -> Any:
     """Splits a communicator, on which nothing runs: cheaper than join_group. Every rank of it must call it.
 
     Args:

@@ -19,12 +19,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from gradsync.communicators.agreement import Agreement, Description, mismatch, place_of_caller
-from gradsync.communicators.closing_notices import ClosingNotices
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.verdicts import Verdicts, raise_if_left
 from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, caller
-from gradsync.rendezvous.agreements import PassedEvent, Verdict, event_key
-from gradsync.rendezvous.group_client import CommunicatorClient
-from gradsync.rendezvous.messages import MAX_EVENT_BYTES
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
 
 _CONTEXT_EVENTS = 4  # how many events predict the next one
 _MAX_CONTEXTS = 65_536
@@ -78,7 +76,7 @@ class PredictedAgreement:
     """
 
     def __init__(
-        self, client: CommunicatorClient, group: str, label: str, timeout_seconds: float, verdicts: Verdicts
+        self, client: RendezvousClient, group: str, label: str, timeout_seconds: float, verdicts: Verdicts
     ) -> None:
         self._client = client
         self._verdicts = verdicts
@@ -86,7 +84,7 @@ class PredictedAgreement:
         self._label = label
         self._timeout_seconds = timeout_seconds
         self._own_rank = client.world_ranks[client.rank]
-        self._closings = ClosingNotices(client, f"nccl/{group}/closed", label)
+        self._departures = f"nccl/{group}/closed"
         self._lock = threading.Lock()  # between the thread that launches and the one that hears the server
         self._history = History()
         self._position = 0  # of the next event
@@ -117,8 +115,8 @@ class PredictedAgreement:
         if self.repeats(agreement):
             return
         position = self._position
-        verdict = self._ask(position, agreement.digest)
-        if verdict is Verdict.SAME:
+        decision = self._ask(position, agreement.digest)
+        if decision is Decision.AGREED:
             with self._lock:
                 self._advance(agreement.digest, None)
             return
@@ -126,7 +124,7 @@ class PredictedAgreement:
             self._position += 1
             self._launched.append(None)
             self._history.break_off()
-        raise self._disagreement(position, agreement, broken=verdict is Verdict.PASSED)
+        raise self._disagreement(position, agreement, broken=decision is Decision.LAUNCHED)
 
     def repeats(self, agreement: Agreement) -> bool:
         """Enters the event where it is the predicted one, without asking; returns whether it was.
@@ -153,7 +151,7 @@ class PredictedAgreement:
 
     def announce_closed(self) -> None:
         """Tells the other ranks, should they wait for this one, how far it has come."""
-        self._closings.announce(self._position)
+        self._client.announce_left(self._departures, self._position)
 
     def look_for_closed_ranks(self, position: float, ranks: Iterable[int] | None = None) -> None:
         """Raises RankFailed when another rank has closed the communicator before it had passed this event.
@@ -162,7 +160,7 @@ class PredictedAgreement:
             position: of the event.
             ranks: whom to look for, by their numbers in the world; None is all.
         """
-        self._closings.look(position, ranks)
+        raise_if_left(self._client, self._departures, self._label, position, ranks)
 
     def close(self) -> None:
         """Stops listening."""
@@ -182,7 +180,7 @@ class PredictedAgreement:
         age = self._position - position
         return self._launched[-age] if age <= len(self._launched) else _forgotten(position)
 
-    def _on_asked(self, position: int) -> PassedEvent | None:
+    def _on_asked(self, position: int) -> LaunchedEvent | None:
         """Hears that another rank asks about an event; tells what was launched there, if that has happened."""
         with self._lock:
             if position >= self._position:
@@ -196,9 +194,9 @@ class PredictedAgreement:
             found = caller(self._launching_thread)  # not the line of the call, which has returned, but one near it
             place = "" if found is None else f"launched; by now at {found}"
             self._told = position, f"{place}\n{launched.describe()}"
-            return PassedEvent(launched.digest, self._told[1])
+            return LaunchedEvent(launched.digest, self._told[1])
 
-    def _ask(self, position: int, digest: int) -> Verdict:
+    def _ask(self, position: int, digest: int) -> Decision:
         began = time.monotonic()
         while True:
             left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
@@ -215,7 +213,7 @@ class PredictedAgreement:
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Makes the error for a question; it may be that this rank had gone astray before."""
-        began_at = self._client.passed_position(self._group) if broken else None
+        began_at = self._client.launched_position(self._group) if broken else None
         if began_at is not None and began_at < position:
             with self._lock:
                 position, agreement = began_at, self._launched_at(began_at)

@@ -21,8 +21,8 @@ from gradsync.communicators.host_path import HostPath
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import GradsyncError, RendezvousError, RendezvousTimeout
 from gradsync.reduction import Array
-from gradsync.rendezvous.group_client import CommunicatorClient
-from gradsync.rendezvous.messages import MAX_VALUE_BYTES
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.frames import MAX_VALUE_BYTES
 
 WINDOW_BYTES = 4 * 1024 * 1024  # of all senders together
 _LOOK_AROUND_EVERY_SECONDS = 0.5
@@ -45,7 +45,7 @@ class StorePath(HostPath):
 
     def __init__(
         self,
-        client: CommunicatorClient,
+        client: RendezvousClient,
         group: str,
         verdicts: Verdicts,
         timeout_seconds: float,

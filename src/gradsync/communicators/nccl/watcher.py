@@ -23,7 +23,7 @@ from gradsync.communicators.nccl.predicted_agreement import TEXTS_WITHIN_SECONDS
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.diagnostics import Entry
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
-from gradsync.rendezvous.group_client import CommunicatorClient
+from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
@@ -47,7 +47,7 @@ class Watcher:
     def __init__(
         self,
         handle: NcclHandle,
-        client: CommunicatorClient,
+        client: RendezvousClient,
         verdicts: Verdicts,
         agreements: NcclAgreements,
         *,

@@ -51,7 +51,7 @@ from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news
 from gradsync.errors import BackendUnavailable, GradsyncError
 from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
-from gradsync.rendezvous.group_client import CommunicatorClient, GroupClient
+from gradsync.rendezvous.client import RendezvousClient
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -66,12 +66,12 @@ class SharedMemoryCommunicator(Communicator):
 
     backend = "shm"
 
-    _client: CommunicatorClient
+    _client: RendezvousClient
 
     def __init__(
         self,
         descriptor: int,
-        client: CommunicatorClient,
+        client: RendezvousClient,
         group: str,
         timeout_seconds: float,
     ) -> None:
@@ -189,7 +189,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._movement.share_numbers(numbers, agreement)
 
     def _connect_group(self, members: tuple[int, ...], name: str) -> SharedMemoryCommunicator:
-        client, seconds = GroupClient(self._client, members, name), self._timeout_seconds
+        client, seconds = self._client.group(members, name), self._timeout_seconds
         return connect_shared_memory(client, group=name, timeout_seconds=seconds, collective_timeout_seconds=seconds)
 
     def _look_for_ended(self, missing: list[int]) -> None:
@@ -227,7 +227,7 @@ class SharedMemoryCommunicator(Communicator):
 
 
 def connect_shared_memory(
-    client: CommunicatorClient,
+    client: RendezvousClient,
     *,
     group: str = "world",
     timeout_seconds: float = 120.0,
@@ -258,7 +258,7 @@ def connect_shared_memory(
             os.close(descriptor)
             raise
     else:
-        ticket = client.get(key, timeout_seconds=timeout_seconds)
+        ticket = client.get(key, from_rank=0, timeout_seconds=timeout_seconds)
         try:
             descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
         except BackendUnavailable:
@@ -272,7 +272,7 @@ def connect_shared_memory(
     return communicator
 
 
-def _offer(client: CommunicatorClient, key: str, descriptor: int, deadline: float) -> None:
+def _offer(client: RendezvousClient, key: str, descriptor: int, deadline: float) -> None:
     offer = SegmentOffer()
     try:
         client.set(key, offer.ticket)

@@ -37,7 +37,7 @@ def hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServer
     bound_host = options.node_address or _resolve(host, port, notices)
     with _listening(options, bound_host, port) as listener:
         server = RendezvousServer(
-            options.nnodes, secret=options.secret, listener=listener, called="node", host_rank=options.node_rank
+            options.nnodes, secret=options.secret, listener=listener, noun="node", host_rank=options.node_rank
         )
         server.start()
         try:

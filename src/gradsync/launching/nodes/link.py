@@ -162,8 +162,7 @@ class NodeLink:
         """Says that the ranks here fail, unless a launcher has said so before: one is enough to end all."""
         word = FirstWord(self._node, only_suffers, report)
         with contextlib.suppress(GradsyncError):  # who listens hears of it
-            if self._client.add("first/said") == 1:
-                self._client.set("first", word.to_bytes())
+            self._client.set("first", word.to_bytes(), replace=False)
 
     def _gather(self, report: NodeReport) -> None:
         try:
@@ -171,7 +170,9 @@ class NodeLink:
                 self._tell_first(report.only_suffers)
             self._client.set(f"report/{self._node}", report.to_bytes())
             for record in self._nodes:
-                told = self._client.get(f"report/{record.node}", timeout_seconds=_AS_LONG_AS_IT_TAKES_SECONDS)
+                told = self._client.get(
+                    f"report/{record.node}", from_rank=record.node, timeout_seconds=_AS_LONG_AS_IT_TAKES_SECONDS
+                )
                 self._reports.append(NodeReport.from_bytes(told))
         except CommunicatorClosed:
             return
@@ -203,6 +204,6 @@ class NodeLink:
 
 
 def _silent_seconds(why: str) -> float:
-    """Returns for how long a lost launcher had been silent, as `Finding.of_lost` tells it; 0 where its end was seen."""
+    """Returns for how long a lost launcher had been silent, as the rendezvous tells it; 0 where its end was seen."""
     found = re.search(r"not heard of for ([\d.]+) s", why)
     return 0.0 if found is None else float(found[1])

@@ -24,7 +24,7 @@ from gradsync.launching.notices import Notices
 from gradsync.launching.told import from_told
 from gradsync.machine import interface_of
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.client_connection import StreamEnded
+from gradsync.rendezvous.connection import StreamEnded
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.sockets import look_up
 
@@ -47,7 +47,6 @@ class NodeRecord:
         n_ranks: how many ranks it starts.
         restart: how often it would have started them again then.
         max_restarts: how often at most.
-        generations: how many generations of the ranks it knows of.
         server: where the ranks meet; from node 0 only, like the next two.
         master_port: MASTER_PORT.
         nonce: in hexadecimal; with the secret of the run it makes that of the ranks.
@@ -61,7 +60,6 @@ class NodeRecord:
     n_ranks: int
     restart: int
     max_restarts: int
-    generations: int
     server: str = ""
     master_port: int = 0
     nonce: str = ""
@@ -110,11 +108,6 @@ class Meeting:
         return max(record.restart for record in self.nodes)
 
     @property
-    def earlier_generations(self) -> int:
-        """How many generations the ranks have formed before."""
-        return max(record.generations for record in self.nodes)
-
-    @property
     def rank_start(self) -> int:
         """The first rank of this machine."""
         return sum(record.n_ranks for record in self.nodes[: self.own.node])
@@ -145,7 +138,6 @@ class Offer:
     n_ranks: int
     max_restarts: int
     restart: int = 0
-    generations: int = 0
 
 
 def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | None, notices: Notices) -> Meeting:
@@ -169,10 +161,9 @@ def meet(options: NodeOptions, address: str, offer: Offer, ports: StartPorts | N
     client = _join(options, address, notices, is_again=offer.restart > 0)
     try:
         own = _own_record(options, named or client.own_host, offer, ports)
-        client.set(f"node/{own.node}", json.dumps(asdict(own)).encode())
-        told = [client.get(f"node/{node}", timeout_seconds=_TELLING_SECONDS) for node in range(options.nnodes)]
+        record = json.dumps(asdict(own), separators=(",", ":"))  # short: thousands of nodes have room for one each
+        told = client.exchange("nodes", record.encode(), timeout_seconds=_TELLING_SECONDS)
         nodes = tuple(NodeRecord.from_bytes(node, text) for node, text in enumerate(told))
-        client.barrier("met", timeout_seconds=_TELLING_SECONDS)  # from here on each one knows what is wrong, if it is
         _check_alike(nodes)
     except InvalidArgument:
         client.close()
@@ -204,7 +195,6 @@ def _own_record(options: NodeOptions, address: str, offer: Offer, ports: StartPo
         offer.n_ranks,
         offer.restart,
         offer.max_restarts,
-        offer.generations,
         *((ports.address, ports.master_port, ports.nonce.hex()) if ports is not None else ()),
     )
 
@@ -231,7 +221,7 @@ def _join(options: NodeOptions, address: str, notices: Notices, *, is_again: boo
                 rank=options.node_rank,
                 world_size=options.nnodes,
                 timeout_seconds=min(left_seconds, _NOTICE_SECONDS) if options.node_rank else left_seconds,
-                called="node",
+                noun="node",
             )
         except AuthenticationError as error:
             raise AuthenticationError(f"{error}; --secret-file needs to hold the same on every machine") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gradsync.arguments import check_seconds, parse_address
 from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET_FILE, read_secret_option, take_secret
 from gradsync.errors import InvalidArgument
-from gradsync.rendezvous.messages import MAX_RANKS
+from gradsync.rendezvous.frames import MAX_RANKS
 
 
 @dataclass(frozen=True)

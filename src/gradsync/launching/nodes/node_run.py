@@ -73,11 +73,10 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 class _End(NamedTuple):
-    """How a start ended: the verdict, how often there had been one before, generations so far, and the report."""
+    """How a start ended: the verdict, how often there had been one before, and the report."""
 
     verdict: Verdict
     restart: int
-    generations: int
     report: str
 
 
@@ -102,7 +101,7 @@ class _NodeRun:
         """Starts the ranks as often as need be."""
         offer = Offer(self._job.n_ranks, self._job.max_restarts)
         while True:
-            verdict, restart, generations, report = self._start(offer)
+            verdict, restart, report = self._start(offer)
             if verdict.cause is None:
                 self._leave(verdict)
                 return 0
@@ -111,7 +110,7 @@ class _NodeRun:
             if is_last:
                 self._leave(verdict)
                 return verdict.cause.exit_code
-            offer = replace(offer, restart=restart + 1, generations=generations)
+            offer = replace(offer, restart=restart + 1)
             how_often = f"restart {offer.restart} of at most {self._job.max_restarts}"
             when = f", once node {verdict.cause.node} is back" if verdict.is_lost else ""
             self._notices.tell(f"gradsync: starting all ranks again{when} ({how_often})")
@@ -131,12 +130,10 @@ class _NodeRun:
             link = stack.enter_context(NodeLink(meeting, signals, self._notices))
             job = self._job_of(meeting)
             self._tell_place(meeting, job)
-            ranks_server = stack.enter_context(self._serving(meeting, job, ports))
+            stack.enter_context(self._serving(job, ports))
             outcome = self._supervise(job, meeting, signals, link)
             verdict = link.settle(report_of(meeting.own.node, outcome))
-        # Where another node hosts, the count is not known: a start forms one at least.
-        formed = meeting.earlier_generations + 1 if ranks_server is None else ranks_server.generation
-        return _End(verdict, meeting.restart, formed, _report(verdict, outcome, meeting))
+        return _End(verdict, meeting.restart, _report(verdict, outcome, meeting))
 
     def _meet(self, offer: Offer, ports: StartPorts | None) -> Meeting:
         address = self._options.rendezvous if self._server is None else self._server.address
@@ -171,19 +168,13 @@ class _NodeRun:
         )
 
     @contextlib.contextmanager
-    def _serving(self, meeting: Meeting, job: Job, ports: StartPorts | None) -> Iterator[RendezvousServer | None]:
+    def _serving(self, job: Job, ports: StartPorts | None) -> Iterator[None]:
         """Runs the ranks' rendezvous server on node 0, until the ranks of all machines have ended."""
         if ports is None or job.endpoint is None:
-            yield None
+            yield
             return
-        server = RendezvousServer(
-            job.world_size,
-            secret=job.endpoint.secret,
-            listener=ports.listener,
-            earlier_generations=meeting.earlier_generations,
-        )
-        with server:
-            yield server
+        with RendezvousServer(job.world_size, secret=job.endpoint.secret, listener=ports.listener):
+            yield
 
     def _supervise(self, job: Job, meeting: Meeting, signals: SignalInbox, link: NodeLink) -> Outcome:
         supervisor = Supervisor(

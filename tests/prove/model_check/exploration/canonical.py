@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from gradsync.rendezvous.waiting import Request, WaitTable
+from gradsync.rendezvous.store import Request
 
 _ATOMS = frozenset({int, str, bytes, bool, type(None)})
 _FORGOTTEN_AFTER_MS = 10_000  # no clock of the core looks further back than the longest silence that it tells of
@@ -96,14 +96,9 @@ def _reader_of(value: Any) -> Callable[[Any], Collection[Any]]:
     return operator.attrgetter(*names)
 
 
-def _fields_of_waits(waits: WaitTable) -> list[Any]:
-    """The open waits in the order in which they end: closed ones stay in the heap for a while, and mean nothing."""
-    return [wait for _, _, wait in sorted(waits._heap, key=lambda entry: entry[:2]) if wait.open]
-
-
 def _fields_of_request(request: Request) -> list[Any]:
-    """When a request came means nothing once it waits: its wait has the deadline."""
+    """When a request came means nothing once it waits."""
     return [request.connection, request.rank, request.sequence]
 
 
-_FIELDS_OF: dict[type, Callable[[Any], Collection[Any]]] = {WaitTable: _fields_of_waits, Request: _fields_of_request}
+_FIELDS_OF: dict[type, Callable[[Any], Collection[Any]]] = {Request: _fields_of_request}

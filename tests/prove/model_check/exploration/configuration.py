@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from exploration.steps import LONG_MS, Step
+from exploration.steps import Step
 
 Move = tuple[str, int]
 
@@ -17,11 +17,10 @@ class Configuration:
     Attributes:
         name, about: for those who read the results.
         programs: each rank's steps once its generation has formed; they begin anew when it joins again.
-        join_ms: how long each rank waits for the others.
         rare: how often each of the rare moves may come in one run; what is not named never comes.
         attempts: how often a rank may try to join.
         host: the rank that hosts the server.
-        listens: whether ranks introduce themselves, so that their silence counts.
+        listens: whether ranks name their process, so that their silence counts.
         has_frames: whether messages travel as frames, each of which arrives in a move of its own.
         is_formed: whether all have joined, in the order of their ranks, in the state that it begins in.
     """
@@ -29,7 +28,6 @@ class Configuration:
     name: str
     about: str
     programs: tuple[tuple[Step, ...], ...]
-    join_ms: tuple[int, ...] = (LONG_MS, LONG_MS, LONG_MS)
     rare: Mapping[str, int] = field(default_factory=dict)
     attempts: int = 1
     host: int | None = None

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 from exploration.invariants import TURN_INVARIANTS
 from exploration.ledger import Turn
 from exploration.world import World
-from gradsync.rendezvous.events import Action, Close, Event, Lost, Probe, Probed, Received, Send
-from gradsync.rendezvous.finding import Finding
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.frames import Action, Close, Event, FrameType, Look, Looked, Lost, Received, Send
+from gradsync.rendezvous.liveness import ProcessState
 
 
 class Violation(Exception):
@@ -77,8 +76,8 @@ class CoreSide:
         return turn
 
     def _carry_out(self, world: World, action: Action) -> Iterator[Event]:
-        if isinstance(action, Probe):
-            yield Probed(action.connection, _look_at(world, action.connection))
+        if isinstance(action, Look):
+            yield Looked(action.peer, _look_at(world, action.peer))
         elif isinstance(action, Close):
             self._ranks.hear_end(world, action.connection)
             yield Lost(action.connection, "closed by the server")
@@ -86,11 +85,11 @@ class CoreSide:
             self._ranks.hear(world, action.connection, action.type, action.fields)
 
 
-def _look_at(world: World, connection: int) -> Finding:
+def _look_at(world: World, connection: int) -> ProcessState:
     model = world.rank_of(connection)
     if model is None:
-        return Finding.GONE
-    return Finding.STOPPED if model.is_stopped else Finding.RUNNING
+        return ProcessState.GONE
+    return ProcessState.STOPPED if model.is_stopped else ProcessState.RUNNING
 
 
 def _in_words(what: Event | Action) -> str:

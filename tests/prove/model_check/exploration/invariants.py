@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from exploration.ledger import ANSWERS, Era, Turn
-from gradsync.rendezvous.agreements import Verdict
-from gradsync.rendezvous.events import Close, Received, Send
-from gradsync.rendezvous.messages import ABSENCE, FrameType, Message
+from gradsync.rendezvous.frames import STUCK, Close, Decision, FrameType, Message, Received, Send
 from gradsync.rendezvous.roster import LEFT_PHASE
 
 
@@ -51,7 +49,7 @@ def who_sits_was_awaited(turn: Turn) -> str | None:
 
 def a_generation_forms_of_all_ranks_at_once(turn: Turn) -> str | None:
     """All members hear the number of their generation in the same turn: each rank once, one number, none before."""
-    formed = sorted((s.connection, s.fields[1]) for s in turn.answers if s.type is FrameType.REPLY and _joins(turn, s))
+    formed = sorted((s.connection, s.fields[1]) for s in turn.answers if s.type is FrameType.JOINED and _joins(turn, s))
     if not formed:
         return None
     members = {connection: turn.rank_at(connection) for connection, _ in formed}
@@ -66,7 +64,7 @@ def a_generation_forms_of_all_ranks_at_once(turn: Turn) -> str | None:
 
 
 def each_present_member_is_told_a_failure_once(turn: Turn) -> str | None:
-    """In the turn in which a generation fails, exactly its present members are told, but for who has reported it."""
+    """In the turn in which a generation fails, exactly its present members are told, who has reported it too."""
     pushed = sorted(push.connection for push in turn.pushes)
     again = turn.ledger.told.intersection(pushed)
     if again or len(set(pushed)) != len(pushed):
@@ -113,15 +111,15 @@ def all_are_told_the_same(turn: Turn) -> str | None:
 
 
 def requests_of_a_failed_generation_fail(turn: Turn) -> str | None:
-    """A request that comes after the failure is answered at once, with that failure; another report is taken."""
+    """A request that comes after the failure is answered at once, with that failure."""
     if not isinstance(turn.event, Received) or turn.era is None or not turn.era.has_failed or turn.due:
         return None
     connection, message = turn.event.connection, turn.event.message
     if message.sequence not in turn.ledger.open.get(connection, {}):
         return None
     answers = [s.type for s in turn.sends if s.connection == connection and s.type in ANSWERS]
-    expected = FrameType.REPLY if message.type is FrameType.REPORT_FAILURE else FrameType.FAILED
-    return None if answers == [expected] else f"{message.type.name} was answered with {answers}, expected {expected!r}"
+    is_right = answers == [FrameType.FAILED]
+    return None if is_right else f"{message.type.name} was answered with {answers}, expected FAILED"
 
 
 def only_who_has_left_is_missed_as_left(turn: Turn) -> str | None:
@@ -141,7 +139,7 @@ def a_barrier_releases_all_or_none(turn: Turn) -> str | None:
     for answer in turn.answers:
         asked = turn.asked(answer)
         if answer.type is FrameType.REPLY and asked is not None and asked.type is FrameType.BARRIER:
-            name, ranks, _ = asked.fields
+            name, ranks = asked.fields
             released = ended.setdefault((name, None if ranks is None else tuple(ranks)), [])
             released.append(turn.rank_at(answer.connection))
     for (name, ranks), released in ended.items():
@@ -154,10 +152,10 @@ def a_barrier_releases_all_or_none(turn: Turn) -> str | None:
 
 
 def a_verdict_is_true(turn: Turn) -> str | None:
-    """SAME: all do the same. DIFFERENT: all wait, and differ. PASSED: one is ahead with another. And it stays."""
+    """AGREED: all do the same. MISMATCH: all wait, and differ. LAUNCHED: one is ahead with another. And it stays."""
     for answer in turn.answers:
         asked, era = turn.asked(answer), turn.era_at(answer.connection)
-        if answer.type is not FrameType.VERDICT or asked is None or era is None:
+        if answer.type is not FrameType.DECISION or asked is None or era is None:
             continue
         _, verdict, position = answer.fields
         words = era.words.get((asked.fields[0], position), {})
@@ -165,32 +163,47 @@ def a_verdict_is_true(turn: Turn) -> str | None:
         is_all, has_passed = len(words) == len(era.members), any(word.has_passed for word in words.values())
         known = era.decided.get((asked.fields[0], asked.fields[1]))
         is_true = {
-            Verdict.SAME: known == verdict or (is_all and len(digests) == 1),
-            Verdict.DIFFERENT: known == verdict or (is_all and len(digests) > 1 and not has_passed),
-            Verdict.PASSED: position <= asked.fields[1] and has_passed and len(digests) > 1,
-        }[Verdict(verdict)]
+            Decision.AGREED: known == verdict or (is_all and len(digests) == 1),
+            Decision.MISMATCH: known == verdict or (is_all and len(digests) > 1 and not has_passed),
+            Decision.LAUNCHED: position <= asked.fields[1] and has_passed and len(digests) > 1,
+        }[Decision(verdict)]
         if not is_true or known not in (None, verdict):
-            return f"verdict {Verdict(verdict).name} at {position} of {words}, known before: {known}"
+            return f"verdict {Decision(verdict).name} at {position} of {words}, known before: {known}"
     return None
 
 
 def values_are_those_that_were_set(turn: Turn) -> str | None:
-    """A read brings what was set last, a counter grows by what was added, an id is the one of its root."""
+    """A read brings what was set last, and an exchange what each rank has brought."""
     for answer in turn.answers:
         asked, era = turn.asked(answer), turn.era_at(answer.connection)
-        if answer.type is not FrameType.REPLY or asked is None or era is None or asked.type not in _WITH_VALUES:
+        if asked is None or era is None or asked.type not in (FrameType.GET, FrameType.DELETE, FrameType.EXCHANGE):
             continue
-        key = asked.fields[0]
-        before, after = era.values.get(key), _value_after(turn, era, key)
-        handed_in = _message(turn).fields[3] if _message(turn).type is FrameType.PUT_ID else None
-        expected = {
-            FrameType.GET: after,
-            FrameType.ADD: None if after is None else int(after),
-            FrameType.DELETE: before is not None,
-            FrameType.GET_ID: era.ids.get(key, handed_in),
-        }[asked.type]
-        if answer.fields[1] != expected:
-            return f"{asked.type.name} of {key!r} was answered with {answer.fields[1]!r}, expected {expected!r}"
+        if answer.type is FrameType.VALUES:
+            brought, expected = answer.fields[2], _brought(turn, era)
+        elif answer.type is FrameType.REPLY:
+            key = asked.fields[0]
+            brought = answer.fields[1]
+            expected = _value_after(turn, era, key) if asked.type is FrameType.GET else key in era.values
+        else:
+            continue
+        if brought != expected:
+            return f"{asked.type.name} of {asked.fields[0]!r} was answered with {brought!r}, expected {expected!r}"
+    return None
+
+
+def a_cancel_is_answered(turn: Turn) -> str | None:
+    """Whoever comes to its deadline is answered in the same turn, and told of ranks that keep it waiting."""
+    if not isinstance(turn.event, Received) or turn.event.message.type is not FrameType.CANCEL or turn.era is None:
+        return None
+    connection, sequence = turn.event.connection, turn.event.message.fields[0]
+    asked = turn.ledger.open.get(connection, {}).get(sequence)
+    if asked is None:
+        return None
+    [*answers] = [a for a in turn.answers if (a.connection, a.fields[0]) == (connection, sequence)]
+    if not answers:
+        return f"{asked.type.name} was cancelled, and not answered"
+    if answers[0].type is FrameType.TIMED_OUT and turn.rank in answers[0].fields[1]:
+        return f"rank {turn.rank} is told that it waits for itself"
     return None
 
 
@@ -199,7 +212,7 @@ def nobody_who_came_is_absent(turn: Turn) -> str | None:
     for push in turn.pushes:
         _, kind, _, _, missing, _ = push.fields
         era = turn.era_at(push.connection)
-        if kind != ABSENCE or era is None:
+        if kind != STUCK or era is None:
             continue
         furthest = max(era.begun.values(), default=0)
         wrongly = [rank for rank in missing if era.begun.get(rank, 0) >= furthest]
@@ -222,11 +235,9 @@ TURN_INVARIANTS: tuple[Callable[[Turn], str | None], ...] = (
     a_barrier_releases_all_or_none,
     a_verdict_is_true,
     values_are_those_that_were_set,
+    a_cancel_is_answered,
     nobody_who_came_is_absent,
 )
-
-
-_WITH_VALUES = (FrameType.GET, FrameType.ADD, FrameType.DELETE, FrameType.GET_ID)
 
 
 def _joins(turn: Turn, answer: Send) -> bool:
@@ -243,11 +254,15 @@ def _message(turn: Turn) -> Message:
 def _value_after(turn: Turn, era: Era, key: str) -> bytes | None:
     """Returns what a key holds once this turn's message has been taken in."""
     message, before = _message(turn), era.values.get(key)
-    if message.type is FrameType.SET and message.fields[0] == key:
+    if message.type is FrameType.SET and message.fields[0] == key and (before is None or message.fields[2]):
         return bytes(message.fields[1])
-    if message.type is FrameType.ADD and message.fields[0] == key:
-        return b"%d" % (int(before or b"0") + message.fields[1])
     return before
+
+
+def _brought(turn: Turn, era: Era) -> list[bytes]:
+    """Returns what the ranks that wait in an exchange have brought, and who has come last."""
+    asked = {r: m for r, c in era.members.items() for m in turn.ledger.open.get(c, {}).values()}
+    return [m.fields[2] for _, m in sorted(asked.items()) if m.type is FrameType.EXCHANGE]
 
 
 def _told(send: Send) -> str:

@@ -8,23 +8,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradsync.rendezvous.events import Action, Close, Event, Lost, Probed, Received, Send
-from gradsync.rendezvous.messages import TO_GENERATION, FrameType, Message
+from gradsync.rendezvous.frames import (
+    THE_WORLD,
+    TO_GENERATION,
+    Action,
+    Close,
+    Event,
+    FrameType,
+    Looked,
+    Lost,
+    Message,
+    Received,
+    Send,
+)
 from gradsync.rendezvous.roster import LEFT_PHASE
 
-ANSWERS = (FrameType.REPLY, FrameType.REFUSED, FrameType.TIMED_OUT, FrameType.FAILED, FrameType.VERDICT)
+ANSWERS = (
+    *(FrameType.REPLY, FrameType.REFUSED, FrameType.TIMED_OUT, FrameType.FAILED, FrameType.DECISION),
+    *(FrameType.JOINED, FrameType.VALUES, FrameType.POSITIONS),
+)
 ASKS = (
-    FrameType.JOIN,
-    FrameType.SET,
-    FrameType.GET,
-    FrameType.ADD,
-    FrameType.DELETE,
-    FrameType.BARRIER,
-    FrameType.PUT_ID,
-    FrameType.GET_ID,
-    FrameType.REPORT_FAILURE,
-    FrameType.AGREE,
-    FrameType.ABSENT,
+    *(FrameType.JOIN, FrameType.SET, FrameType.GET, FrameType.DELETE, FrameType.BARRIER, FrameType.EXCHANGE),
+    *(FrameType.AGREE, FrameType.LEFT_RANKS),
 )
 
 
@@ -50,7 +55,6 @@ class Era:
     words: dict[tuple[str, int], dict[int, Word]] = field(default_factory=dict)
     decided: dict[tuple[str, int], int] = field(default_factory=dict)
     values: dict[str, bytes] = field(default_factory=dict)
-    ids: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def has_failed(self) -> bool:
@@ -88,8 +92,8 @@ class Turn:
 
     @property
     def pushes(self) -> list[Send]:
-        """The messages that tell a failure to a whole generation, but for an answer to a claim of absence."""
-        return [send for send in self.sends if _is_push(send) and not self._answers_claim(send)]
+        """The messages that tell a failure to a whole generation."""
+        return [send for send in self.sends if _is_push(send)]
 
     def asked(self, answer: Send) -> Message | None:
         """Returns the open request that an answer is for."""
@@ -109,11 +113,6 @@ class Turn:
             return int(event.message.fields[1])
         return None
 
-    def _answers_claim(self, push: Send) -> bool:
-        event = self.event
-        is_claim = isinstance(event, Received) and event.message.type is FrameType.ABSENT
-        return is_claim and not self.due and push.connection == event.connection
-
 
 @dataclass(slots=True)
 class Ledger:
@@ -130,15 +129,15 @@ class Ledger:
     def take(self, event: Event, actions: list[Action]) -> Turn:
         """Takes in an event, and returns the turn that it began."""
         turn = Turn(event, actions, self)
-        connection = getattr(event, "connection", None)
+        connection = event.peer if isinstance(event, Looked) else getattr(event, "connection", None)
         if connection in self.seats:
             turn.era, turn.rank = self.seats[connection]
         if isinstance(event, Received):
             self._take_message(turn, event.connection, event.message)
         elif isinstance(event, Lost):
             self._take_loss(turn, event.connection)
-        elif isinstance(event, Probed):
-            if turn.rank is not None and event.finding.is_fatal:
+        elif isinstance(event, Looked):
+            if turn.rank is not None and event.state.is_fatal:
                 turn.suspects = {turn.rank}
         else:
             turn.suspects = {rank for era in self.eras if era.has_claim for rank in era.members}
@@ -171,17 +170,12 @@ class Ledger:
             self.open.setdefault(connection, {})[message.sequence] = message
         if turn.era is None or turn.rank is None:
             return
-        if message.type is FrameType.CANCEL:
-            asked = self.open.get(connection, {}).get(message.fields[0])
-            if asked is not None and asked.type is not FrameType.JOIN:
-                self._close(connection, asked.sequence)
-                self._withdraw_word(turn.era, turn.rank, asked)
-        elif message.type is FrameType.BYE:
+        if message.type is FrameType.LEAVE and message.fields[0] == THE_WORLD:
             self._leave(turn.era, turn.rank, connection)
         elif message.type is FrameType.REPORT_FAILURE:
             culprit = message.fields[1]
             blamed = culprit if culprit in turn.era.members else turn.rank
-            self._blame(turn, turn.era, blamed, but_not=connection)
+            self._blame(turn, turn.era, blamed)
         elif not turn.era.has_failed and turn.era.number is not None:
             _take_word(turn.era, turn.rank, message)
 
@@ -200,11 +194,11 @@ class Ledger:
         else:
             era.left.add(rank)
 
-    def _blame(self, turn: Turn, era: Era, rank: int, *, but_not: int | None = None) -> None:
+    def _blame(self, turn: Turn, era: Era, rank: int) -> None:
         if era.has_failed:
             return
         era.blamed = rank
-        turn.due = self.present(era) - {but_not}
+        turn.due = self.present(era)
 
     def _settle_send(self, turn: Turn, send: Send) -> None:
         if send.type is FrameType.SEATED:
@@ -239,11 +233,11 @@ class Ledger:
         if send.type in (FrameType.TIMED_OUT, FrameType.FAILED):
             self._withdraw_word(era, rank, asked)
         if asked.type is FrameType.JOIN:
-            if send.type is FrameType.REPLY:
+            if send.type is FrameType.JOINED:
                 self.numbers = era.number = send.fields[1]
             elif send.type is FrameType.TIMED_OUT:
                 del era.members[rank]
-        elif send.type is FrameType.VERDICT:
+        elif send.type is FrameType.DECISION:
             era.decided[asked.fields[0], asked.fields[1]] = send.fields[1]
         elif send.type is FrameType.REPLY:
             _settle_reply(era, asked, send.fields[1])
@@ -269,26 +263,22 @@ class Ledger:
 
 def _take_word(era: Era, rank: int, message: Message) -> None:
     """Takes in what a member of a running generation says of itself."""
-    if message.type in (FrameType.WAITING, FrameType.ABSENT):
+    if message.type is FrameType.STUCK:
         era.begun[rank] = max(message.fields[2], era.begun.get(rank, 0))
-        era.has_claim = era.has_claim or message.type is FrameType.ABSENT
-    elif message.type in (FrameType.AGREE, FrameType.PASSED):
+        era.has_claim = era.has_claim or message.fields[6]
+    elif message.type in (FrameType.AGREE, FrameType.LAUNCHED):
         place = message.fields[0], message.fields[1]
-        word = Word(message.fields[2], message.type is FrameType.PASSED)
+        word = Word(message.fields[2], message.type is FrameType.LAUNCHED)
         era.words.setdefault(place, {}).setdefault(rank, word)
 
 
 def _settle_reply(era: Era, asked: Message, value: Any) -> None:
     """Takes in that a request was granted."""
     key = asked.fields[0] if asked.fields else None
-    if asked.type is FrameType.SET:
+    if asked.type is FrameType.SET and value:
         era.values[key] = asked.fields[1]
-    elif asked.type is FrameType.ADD:
-        era.values[key] = b"%d" % value
     elif asked.type is FrameType.DELETE:
         era.values.pop(key, None)
-    elif asked.type is FrameType.PUT_ID:
-        era.ids[key] = asked.fields[3]
 
 
 def _is_push(send: Send) -> bool:

@@ -12,13 +12,11 @@ from exploration.moves import DELIVERIES, next_step, open_moves
 from exploration.state_invariants import STATE_INVARIANTS
 from exploration.steps import Ask, Launch, agree, introduce, join, report
 from exploration.world import FIRST_PID, Life, RankModel, Wire, World, new_core
-from gradsync.rendezvous.events import Lost, Received, Tick
-from gradsync.rendezvous.messages import TO_GENERATION, FrameType, Message
+from gradsync.rendezvous.frames import THE_WORLD, TO_GENERATION, FrameType, Lost, Message, Received, Tick
 
 _LATE_SECONDS = 2.0  # that the server did not run, beyond what its clocks make allowance for
 _IMPOSTOR = 90  # its connection's number is its rank's beside this
-_MOST_MOMENTS = 200  # of that time at which the core wants to be woken
-_LONGEST_LIFE_SECONDS = 30.0  # by which the clock alone has to end every wait
+_LAST_SEQUENCE = 10**6  # of a message that is nobody's
 
 
 class Model:
@@ -69,18 +67,19 @@ class Model:
             if complaint:
                 raise Violation(f"{invariant.__name__}: {complaint}")
 
-    def check_that_time_ends_every_wait(self, world: World) -> None:
-        """Lets nothing but time go on, in a state of its own, until no request is open.
+    def check_that_deadlines_end_every_wait(self, world: World) -> None:
+        """Has each rank cancel what it waits for, in a state of its own.
 
         Raises:
-            Violation: a request stays open, or an invariant does not hold on the way.
+            Violation: a request stays open.
         """
-        until, moments = world.now + _LONGEST_LIFE_SECONDS, 0
-        while world.ledger.open:
-            due, moments = world.core.next_deadline(), moments + 1
-            if due is None or due > until or moments > _MOST_MOMENTS:
-                raise Violation(f"nobody_waits_for_ever: time alone does not end {world.ledger.open}")
-            self._time(world, 0)
+        for connection, by_sequence in list(world.ledger.open.items()):
+            for sequence in list(by_sequence):
+                if sequence in world.ledger.open.get(connection, {}):
+                    message = Message(FrameType.CANCEL, _LAST_SEQUENCE, (sequence,))
+                    self._core.happen(world, Received(connection, message))
+        if world.ledger.open:
+            raise Violation(f"nobody_waits_for_ever: cancels do not end {world.ledger.open}")
 
     # Steps of a rank.
 
@@ -91,7 +90,10 @@ class Model:
         if self.configuration.has_frames:
             world.wires[fresh.connection] = Wire()
         size = len(world.ranks)
-        self._ask(world, fresh, join(rank, size, self.configuration.join_ms[rank]))
+        self._ask(world, fresh, join(rank, size))
+        if fresh.is_connected:  # right behind it
+            who = introduce(FIRST_PID + rank if self.configuration.listens else 0)
+            self._say(world, fresh, who.type, who.fields)
 
     def _step(self, world: World, rank: int) -> None:
         model = world.ranks[rank]
@@ -108,7 +110,7 @@ class Model:
         """Goes ahead without a word, unless another rank has asked about this very position."""
         place = step.group, step.position
         if place in model.asked:
-            self._ask(world, model, agree(step.position, step.digest, group=step.group, timeout_ms=step.timeout_ms))
+            self._ask(world, model, agree(step.position, step.digest, group=step.group))
         else:
             model.launched[place] = step.digest
 
@@ -116,31 +118,35 @@ class Model:
         model = world.ranks[rank]
         place = model.unread.pop(0)
         if place in model.launched:
-            self._say(world, model, FrameType.PASSED, (*place, model.launched[place], "what it did"))
+            self._say(world, model, FrameType.LAUNCHED, (*place, model.launched[place], "what it did"))
         else:
             model.asked.add(place)
 
     def _answer(self, world: World, rank: int) -> None:
         model = world.ranks[rank]
-        self._say(world, model, FrameType.STATUS, (model.inquiries.pop(0), _progress(world, model), "busy"))
+        self._say(
+            world,
+            model,
+            FrameType.STATUS,
+            (model.inquiries.pop(0), {g: (n, []) for g, n in _progress(world, model).items()}, "busy"),
+        )
 
     def _goodbye(self, world: World, rank: int) -> None:
         model = world.ranks[rank]
-        self._say(world, model, FrameType.BYE, ())
+        self._say(world, model, FrameType.LEAVE, (THE_WORLD, None, 0))
         model.life = Life.LEFT
 
     _leave = _goodbye
 
     def _cancel(self, world: World, rank: int) -> None:
-        """Gives up a request, which may have been answered: the rank has not read that yet."""
+        """Comes to its deadline; it may have been answered, and the rank has not read that yet."""
         model = world.ranks[rank]
-        given_up, model.last_asked, model.waits_for = model.last_asked, None, None
-        if model.life is Life.WAITING:
-            model.life = Life.READY
+        given_up, model.last_asked = model.last_asked, None
         self._say(world, model, FrameType.CANCEL, (given_up,))
 
     def _report(self, world: World, rank: int) -> None:
-        self._ask(world, world.ranks[rank], report("it went wrong"))
+        said = report("it went wrong")
+        self._say(world, world.ranks[rank], said.type, said.fields)
 
     def _beat(self, world: World, rank: int) -> None:
         model = world.ranks[rank]
@@ -148,7 +154,7 @@ class Model:
 
     def _ask(self, world: World, model: RankModel, ask: Ask) -> None:
         model.waits_for = model.next_sequence
-        model.last_asked = None if ask.type is FrameType.JOIN else model.waits_for
+        model.last_asked = model.waits_for
         model.life = Life.OVER if model.life is Life.OVER else Life.WAITING
         self._say(world, model, ask.type, ask.fields)
 
@@ -190,7 +196,7 @@ class Model:
     def _impostor(self, world: World, rank: int) -> None:
         """Another connection joins as a rank that is there already."""
         connection = _IMPOSTOR + rank
-        ask = join(rank, len(world.ranks), self.configuration.join_ms[rank])
+        ask = join(rank, len(world.ranks))
         self._core.happen(world, Received(connection, Message(ask.type, 2, ask.fields)))
         if connection in world.ledger.seats:  # it came as the next generation's, or after the other had gone
             self._core.happen(world, Lost(connection, "connection closed"))
@@ -251,12 +257,9 @@ class Model:
         model = world.rank_of(connection)
         if model is None:
             return
-        if frame_type is FrameType.SEATED and self.configuration.listens:
-            who = introduce(FIRST_PID + model.rank)
-            self._say(world, model, who.type, who.fields)
-        elif frame_type is FrameType.ASKED:
+        if frame_type is FrameType.ASKED:
             model.unread.append((fields[0], fields[1]))
-        elif frame_type is FrameType.INQUIRE:
+        elif frame_type is FrameType.STATUS_REQUEST:
             model.inquiries.append(fields[0])
         elif frame_type is FrameType.FAILED and fields[0] == TO_GENERATION:
             model.life, model.waits_for = Life.OVER, None
@@ -267,7 +270,7 @@ class Model:
 def _take_answer(model: RankModel, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
     model.waits_for = None
     is_joining = not model.joined
-    if is_joining and frame_type is FrameType.REPLY:
+    if is_joining and frame_type is FrameType.JOINED:
         model.joined = fields[1]
     if model.life is Life.WAITING:
         model.life = Life.READY

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from exploration.world import Wire, World
-from gradsync.rendezvous.messages import FrameType, Message
+from gradsync.rendezvous.frames import FrameType, Message
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameError, FrameReader, Session
 
 TAMPERINGS = ("drop", "repeat", "exchange")

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from exploration.network import read_frame, session
-from gradsync.rendezvous.messages import FrameType
+from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader
 
 _GENUINE = 3
@@ -21,12 +21,12 @@ _CONNECTION, _OTHER_CONNECTION = 1, 2
 def frames() -> list[bytes]:
     """The genuine ones, in order; then a reflected one, one of another connection, an altered one, one cut short."""
     own = session(_CONNECTION, is_server=False, sends=_FIRST_SEQUENCE, receives=0)
-    genuine = [own.seal(FrameType.SET, f"key {number}", b"value") for number in range(_GENUINE)]
+    genuine = [own.seal(FrameType.SET, f"key {number}", b"value", True) for number in range(_GENUINE)]
     reflected = session(_CONNECTION, is_server=True, sends=_FIRST_SEQUENCE, receives=0).seal(FrameType.PULSE)
     foreign = session(_OTHER_CONNECTION, is_server=False, sends=_FIRST_SEQUENCE, receives=0)
     altered = genuine[0][:20] + bytes([genuine[0][20] ^ 1]) + genuine[0][21:]
     renumbered = genuine[1][:12] + bytes([_FIRST_SEQUENCE]) + genuine[1][13:]
-    return [*genuine, reflected, foreign.seal(FrameType.SET, "key 0", b"value"), altered, renumbered]
+    return [*genuine, reflected, foreign.seal(FrameType.SET, "key 0", b"value", True), altered, renumbered]
 
 
 def wrongly_taken(length: int) -> Iterator[str]:
@@ -56,6 +56,6 @@ def wrongly_cut() -> Iterator[str]:
         for part in (stream[:one], stream[one:two], stream[two:]):
             reader.feed(part)
             while (frame := reader.next_frame()) is not None:
-                found.append(frame.signed + frame.mac)
+                found.append(frame.raw)
         if found != [first, second]:
             yield f"cut at {one} and {two}: {found}"

@@ -114,7 +114,7 @@ class Search:
                         continue
                     self._came_by[state] = (origin, move)
                     new_level.append((state, world.packed()))
-                    self._model.check_that_time_ends_every_wait(world)
+                    self._model.check_that_deadlines_end_every_wait(world)
                 except Violation as violation:
                     return [], Counterexample((*self._way_to(origin), move), str(violation))
         return new_level, None

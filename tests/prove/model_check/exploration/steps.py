@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gradsync.rendezvous.messages import PROTOCOL_VERSION, UNIQUE_ID_BYTES, FrameType
+from gradsync.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, FrameType
 
-SHORT_MS, LONG_MS = 400, 1000  # beside each other and beside the silences of the core: every order of ends comes up
-ID = bytes(UNIQUE_ID_BYTES)
+ID = bytes(128)
 
 
 class Ask(NamedTuple):
@@ -30,7 +29,6 @@ class Launch(NamedTuple):
     group: str
     position: int
     digest: int
-    timeout_ms: int = LONG_MS
 
 
 class Leave(NamedTuple):
@@ -41,60 +39,58 @@ Step = Ask | Tell | Launch | Leave
 LEAVE = Leave()
 
 
-def join(rank: int, world_size: int, timeout_ms: int) -> Ask:
-    return Ask(FrameType.JOIN, (PROTOCOL_VERSION, rank, world_size, timeout_ms))
+def join(rank: int, world_size: int) -> Ask:
+    return Ask(FrameType.JOIN, (PROTOCOL_VERSION, rank, world_size, NEXT_GENERATION))
 
 
-def barrier(name: str = "b", *, ranks: tuple[int, ...] | None = None, timeout_ms: int = LONG_MS) -> Ask:
-    return Ask(FrameType.BARRIER, (name, _listed(ranks), timeout_ms))
+def barrier(name: str = "b", *, ranks: tuple[int, ...] | None = None) -> Ask:
+    return Ask(FrameType.BARRIER, (name, _listed(ranks)))
 
 
-def agree(position: int, digest: int, *, group: str = "g", timeout_ms: int = LONG_MS) -> Ask:
-    return Ask(FrameType.AGREE, (group, position, digest, None, timeout_ms))
+def exchange(value: bytes) -> Ask:
+    return Ask(FrameType.EXCHANGE, ("x", None, value))
 
 
-def put_id(root: int) -> Ask:
-    return Ask(FrameType.PUT_ID, ("g", root, None, ID))
+def agree(position: int, digest: int, *, group: str = "g") -> Ask:
+    return Ask(FrameType.AGREE, (group, position, digest, None))
 
 
-def get_id(root: int, *, timeout_ms: int = LONG_MS) -> Ask:
-    return Ask(FrameType.GET_ID, ("g", root, None, timeout_ms))
+def set_key(key: str, value: bytes, *, replaces: bool = True) -> Ask:
+    return Ask(FrameType.SET, (key, value, replaces))
 
 
-def set_key(key: str, value: bytes) -> Ask:
-    return Ask(FrameType.SET, (key, value))
-
-
-def get_key(key: str, *, timeout_ms: int = LONG_MS) -> Ask:
-    return Ask(FrameType.GET, (key, timeout_ms))
-
-
-def add(key: str, amount: int = 1) -> Ask:
-    return Ask(FrameType.ADD, (key, amount))
+def get_key(key: str, from_rank: int | None = None) -> Ask:
+    return Ask(FrameType.GET, (key, from_rank))
 
 
 def delete(key: str) -> Ask:
     return Ask(FrameType.DELETE, (key,))
 
 
-def forget(scope: str) -> Tell:
-    return Tell(FrameType.FORGET, (scope, None))
+def leave(name: str) -> Tell:
+    return Tell(FrameType.LEAVE, (name, None, 0))
 
 
-def report(reason: str, culprit: int | None = None) -> Ask:
-    return Ask(FrameType.REPORT_FAILURE, (reason, culprit))
+def left_ranks(name: str) -> Ask:
+    return Ask(FrameType.LEFT_RANKS, (name, None))
+
+
+def report(reason: str, culprit: int | None = None) -> Tell:
+    return Tell(FrameType.REPORT_FAILURE, (reason, culprit))
 
 
 def introduce(pid: int) -> Tell:
-    return Tell(FrameType.INTRODUCE, ("machine", "host", pid))
+    return Tell(FrameType.INTRODUCE, ("machine", "host", pid, None, 0))
 
 
 def waiting(position: int, missing: tuple[int, ...] | None = None) -> Tell:
-    return Tell(FrameType.WAITING, ("g", None, position, f"all_reduce #{position}", 400, _listed(missing)))
+    fields = ("g", None, position, f"all_reduce #{position}", 400, _listed(missing), False)
+    return Tell(FrameType.STUCK, fields)
 
 
-def absent(position: int, missing: tuple[int, ...] | None = None) -> Ask:
-    return Ask(FrameType.ABSENT, ("g", None, position, f"all_reduce #{position}", 1000, _listed(missing)))
+def absent(position: int, missing: tuple[int, ...] | None = None) -> Tell:
+    fields = ("g", None, position, f"all_reduce #{position}", 1000, _listed(missing), True)
+    return Tell(FrameType.STUCK, fields)
 
 
 def _listed(ranks: tuple[int, ...] | None) -> list[int] | None:

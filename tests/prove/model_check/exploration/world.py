@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import pickle
 from dataclasses import dataclass, field
-from typing import Any
 
 from exploration.ledger import Ledger
 from gradsync.rendezvous.protocol import RendezvousCore
@@ -66,17 +65,6 @@ class Wire:
     taken_by_client: int = 1
 
 
-class Order:
-    """Counts the waits of a core, as `itertools.count` does, which cannot be copied everywhere."""
-
-    def __init__(self) -> None:
-        self.next_number = 0
-
-    def __next__(self) -> int:
-        self.next_number += 1
-        return self.next_number
-
-
 @dataclass(slots=True)
 class World:
     """A state: everything that what happens next depends on, and what the invariants have to remember."""
@@ -106,6 +94,6 @@ class World:
 
 def new_core(world_size: int, *, formed: int = 0, host: int | None = None) -> RendezvousCore:
     """Returns a core that can be copied."""
-    core: Any = RendezvousCore(world_size, machine=MACHINE, pid=SERVER_PID, earlier_generations=formed, host=host)
-    core._waits._order = Order()
+    core = RendezvousCore(world_size, machine=MACHINE, pid=SERVER_PID, host=host)
+    core.formed_count = formed
     return core

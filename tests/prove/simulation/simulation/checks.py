@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError, RendezvousTimeout
-from gradsync.rendezvous.agreements import Verdict
+from gradsync.rendezvous.frames import Decision
 from gradsync.rendezvous.roster import LEFT_PHASE
 from simulation.rank import Diary
 from simulation.run import Outcome
@@ -187,10 +187,12 @@ def _who_has_to_hear(outcome: Outcome) -> Iterator[tuple[int, Diary]]:
 
 def _fit(name: str, values: list[object]) -> bool:
     what, _, number = name.rpartition(" ")
-    if what == "add":
-        return len(set(values)) == len(values)  # a rank that failed may have added before it did
+    if what == "exchange":
+        return all(value == [b"%d" % rank for rank in range(len(value))] for value in values)  # type: ignore[arg-type]
+    if what == "left_ranks":
+        return len(values) == 1
     if what == "agree":
-        return set(values) == {Verdict.SAME}
+        return set(values) == {Decision.AGREED}
     if what == "get":
         return set(values) == {number.encode()}
     if what == "unique_id":

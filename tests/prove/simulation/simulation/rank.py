@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradsync.rendezvous.agreements import Verdict
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.group_client import GroupClient
+from gradsync.rendezvous.frames import Decision
 from simulation.scenario import Fault, Scenario, Step
 from simulation.substitution import Machine
 
@@ -136,7 +135,7 @@ class SimulatedRank:
         self._call(f"barrier {step.number}", CALL_SECONDS, lambda: client.barrier("all", timeout_seconds=CALL_SECONDS))
 
     def _agree(self, client: RendezvousClient, step: Step) -> None:
-        def agree() -> Verdict:
+        def agree() -> Decision:
             return client.agree("world", step.number, 7, timeout_seconds=CALL_SECONDS)
 
         self._call(f"agree {step.number}", CALL_SECONDS, agree)
@@ -144,12 +143,15 @@ class SimulatedRank:
     def _unique_id(self, client: RendezvousClient, step: Step) -> None:
         root = step.number % self._scenario.world_size
 
-        def unique_id() -> bytes:
+        group = f"id {step.number}"
+        if self._rank == root:
             made = bytes([step.number]) * 128
-            group = f"id {step.number}"
-            return client.unique_id(group, root=root, make_id=lambda: made, timeout_seconds=CALL_SECONDS)
+            self._call(f"set id {step.number}", AT_ONCE_SECONDS, lambda: client.set(group, made))
 
-        self._call(f"unique_id {step.number}", CALL_SECONDS, unique_id)
+        def get() -> bytes:
+            return client.get(group, from_rank=root, timeout_seconds=CALL_SECONDS)
+
+        self._call(f"unique_id {step.number}", CALL_SECONDS, get)
 
     def _keys(self, client: RendezvousClient, step: Step) -> None:
         key, setter = f"key {step.number}", step.number % self._scenario.world_size
@@ -157,15 +159,28 @@ class SimulatedRank:
             self._call(f"set {step.number}", AT_ONCE_SECONDS, lambda: client.set(key, b"%d" % step.number))
         self._call(f"get {step.number}", CALL_SECONDS, lambda: client.get(key, timeout_seconds=CALL_SECONDS))
 
-    def _counter(self, client: RendezvousClient, step: Step) -> None:
-        self._call(f"add {step.number}", AT_ONCE_SECONDS, lambda: client.add(f"count {step.number}"))
+    def _exchange(self, client: RendezvousClient, step: Step) -> None:
+        def exchange() -> list[bytes]:
+            return client.exchange(f"exchange {step.number}", b"%d" % self._rank, timeout_seconds=CALL_SECONDS)
+
+        self._call(f"exchange {step.number}", CALL_SECONDS, exchange)
+
+    def _leaving(self, client: RendezvousClient, step: Step) -> None:
+        """Every rank but the first leaves a communicator, one after the other; the first one asks who has."""
+        name = f"communicator {step.number}"
+        if self._rank:
+            client.announce_left(name, step.number)
+        self._barrier(client, step)
+        if not self._rank:
+            left = self._call(f"left_ranks {step.number}", AT_ONCE_SECONDS, lambda: client.left_ranks(name))
+            assert left == dict.fromkeys(range(1, self._scenario.world_size), step.number), left
 
     def _group(self, client: RendezvousClient, step: Step) -> None:
         """A group of all but rank 0, or of all, whose members meet under its name and are done with it."""
         first = step.number % 2 if self._scenario.world_size > 2 else 0
         members = list(range(first, self._scenario.world_size))[::-1]
         if self._rank in members:
-            group = GroupClient(client, members, f"group {step.number}")
+            group = client.group(members, f"group {step.number}")
             self._call(
                 f"group barrier {step.number}", CALL_SECONDS, lambda: group.barrier(timeout_seconds=CALL_SECONDS)
             )
@@ -206,7 +221,7 @@ class SimulatedRank:
             waited = self._machine.scheduler.now - began
             claim = ("world", self._begun, f"all_reduce #{self._begun}", waited, None)
             if waited > self._patience:
-                self._call("report_absence", 1.0, lambda claim=claim: client.report_absence(*claim))
+                self._call("report_stuck", 1.0, lambda claim=claim: client.report_stuck(*claim))
             if waited > 0.5 and not is_told:
                 is_told = True
                 client.report_waiting(*claim)

@@ -152,7 +152,7 @@ class _Run:
             "seats": core._seats,
             "generations": core._generations,
             "waits": core._waits._by_connection,
-            "clocks": core._silences._silences,
+            "clocks": core._peers._peers,
         }
         self._outcome.leftovers += [f"the server's core has kept {name}" for name, kept in left.items() if kept]
         if core.next_deadline() is not None:

@@ -16,7 +16,18 @@ _WEATHERS = (
     Weather(most_bytes=1, latency_seconds=0.0005),
 )
 _WEIGHTS = (43, 30, 15, 10, 2)
-KINDS = ("barrier", "agree", "unique id", "keys", "counter", "group", "compute", "collective", "two threads")
+KINDS = (
+    "barrier",
+    "agree",
+    "unique id",
+    "keys",
+    "exchange",
+    "leaving",
+    "group",
+    "compute",
+    "collective",
+    "two threads",
+)
 # Faults, and how often each is drawn. Of the first ones nobody is to notice anything.
 _FAULTS = {
     "none": 20,

@@ -1,1 +1,0 @@
-"""Rooms that are being rebuilt; nothing public imports them yet."""

@@ -1,0 +1,248 @@
+"""Agreement on the next collective, by position: asked for by NCCL communicators, decided here.
+
+NCCL cannot carry a digest of what the ranks are about to reduce, so its communicators ask the rendezvous server. Each
+communicator is a group that numbers its collectives: position 0, 1, 2, ... A rank whose next collective is the one
+that the common history predicts launches it without asking; any other rank asks, with the digest of its collective,
+and waits for the decision.
+
+Part of the server's core, without I/O. A rank that asks waits until every member has reported the digest of what it
+does at that position: by asking too, or by saying that it has launched already, and what. The first question is
+forwarded to the other members, so that one which would not ask by itself does, or answers.
+
+A member that launched something else than another one asks about cannot take it back: from that position on everybody
+gets LAUNCHED, at once. A member that launched the same is as good as one that asked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gradsync.rendezvous.frames import REFUSED, Decision, FrameType, Send, event_key, is_under
+from gradsync.rendezvous.roster import Members, Roster, list_members
+from gradsync.rendezvous.store import Keys, Request, Wait, WaitTable
+
+MAX_GROUPS = 16_384
+MAX_OPEN_POSITIONS = 16_384  # of one group
+_REMEMBERED_VERDICTS = 16  # of one group, for members who had stopped waiting when the decision came
+
+
+def _decide(request: Request, decision: Decision, position: int) -> Send:
+    """Answers with a decision, and the position that brought it."""
+    return Send(request.connection, FrameType.DECISION, (request.sequence, int(decision), position))
+
+
+class Agreement:
+    """One position of one group, on which its members have begun to agree.
+
+    Args:
+        group: the group; the agreement stands among its positions while any member has reported.
+        position: which of its collectives.
+    """
+
+    def __init__(self, group: Group, position: int) -> None:
+        self.group = group
+        self.position = position
+        self.waits: dict[int, Wait] = {}  # of the members who ask
+        self.digests: dict[int, int] = {}  # of these, and of the members who have launched already
+        self.is_forwarded = False  # whether the other members know of the question
+        self._reports: Counter[int] = Counter()  # how many members have reported each digest
+        self._cancelled: set[int] = set()  # asked, and stopped waiting
+
+    def ask(self, wait: Wait, digest: int) -> None:
+        """Records a member that waits for the decision."""
+        self.waits[wait.request.rank] = wait
+        self.report(wait.request.rank, digest)
+        self._cancelled.discard(wait.request.rank)
+
+    def report(self, rank: int, digest: int) -> None:
+        """Records what a member does."""
+        self.digests[rank] = digest
+        self._reports[digest] += 1
+
+    def withdraw(self, wait: Wait) -> None:
+        """Takes a question back: the agreement goes on as if that rank had not come yet."""
+        del self.waits[wait.request.rank]
+        digest = self.digests.pop(wait.request.rank)
+        self._reports[digest] -= 1
+        if not self._reports[digest]:
+            del self._reports[digest]
+        self._cancelled.add(wait.request.rank)
+        if not self.digests:
+            del self.group.positions[self.position]
+
+    def absent_ranks(self) -> Iterator[int]:
+        """Returns the members who have not reported, one after the other."""
+        return (rank for rank in self.group.ranks if rank not in self.digests)
+
+    def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
+        """Returns the members who never reported; when there are none, those that stopped waiting."""
+        absent = tuple(self.absent_ranks())
+        return tuple(rank for rank in absent if rank not in self._cancelled) or absent
+
+    def launched_ranks(self) -> tuple[int, ...]:
+        """Returns the members who have launched already."""
+        return tuple(rank for rank in self.digests if rank not in self.waits)
+
+    def decision(self) -> Decision | None:
+        """Returns the decision, or None while it is open.
+
+        Members who differ wait for the last one nevertheless: it may have launched already.
+        """
+        differ = len(self._reports) > 1
+        if differ and len(self.digests) > len(self.waits):
+            return Decision.LAUNCHED
+        if len(self.digests) < len(self.group.ranks):
+            return None
+        return Decision.MISMATCH if differ else Decision.AGREED
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The members of one group, and the positions on which they have begun to agree."""
+
+    name: str
+    ranks: Members
+    positions: dict[int, Agreement] = field(default_factory=dict)
+    launched_from: int | None = None  # the lowest position that got the decision LAUNCHED
+    decided: dict[int, Decision] = field(default_factory=dict)  # the last positions with another decision
+
+    def remember(self, position: int, decision: Decision) -> None:
+        """Keeps a decision for who asks again, and forgets the oldest."""
+        self.decided[position] = decision
+        if len(self.decided) > _REMEMBERED_VERDICTS:
+            del self.decided[next(iter(self.decided))]
+
+    def open(self, position: int) -> Agreement | None:
+        """Returns the agreement on a position, a new one where there is none; None when too many are open."""
+        agreement = self.positions.get(position)
+        if agreement is None and len(self.positions) < MAX_OPEN_POSITIONS:
+            agreement = self.positions[position] = Agreement(self, position)
+        return agreement
+
+
+class AgreementService:
+    """The agreements of a generation, by group and position.
+
+    Args:
+        roster: the members.
+        waits: the server's table of open waits.
+        keys: where the descriptions of those who have launched already are stored, within the keys' bounds.
+    """
+
+    def __init__(self, roster: Roster, waits: WaitTable, keys: Keys) -> None:
+        self._roster = roster
+        self._waits = waits
+        self._keys = keys
+        self._groups: dict[str, Group] = {}
+
+    def ask(self, request: Request, name: str, ranks: Members, position: int, digest: int) -> list[Send]:
+        """Lets a member ask whether all do the same at a position; the last report brings the decision for all."""
+        group = self._find(request, name, ranks)
+        if isinstance(group, Send):
+            return [group]
+        if group.launched_from is not None and position >= group.launched_from:
+            return [_decide(request, Decision.LAUNCHED, group.launched_from)]
+        if position in group.decided:
+            return [_decide(request, group.decided[position], position)]
+        agreement = group.open(position)
+        if agreement is None:
+            text = f"group {name!r} has more than {MAX_OPEN_POSITIONS} positions that are not agreed on yet"
+            return [request.refuse(text, REFUSED)]
+        if request.rank in agreement.digests:
+            return [self._refuse_second(request, agreement)]
+        agreement.ask(self._waits.add(request, agreement), digest)
+        return [*self._forward(agreement), *self._settle(agreement)]
+
+    def report_launched(self, rank: int, name: str, position: int, digest: int, description: str) -> list[Send]:
+        """Takes in that a member has launched already, and what. It needs no answer, so it is never refused.
+
+        The word of a rank that is no member, or that waits at this very position, means nothing and is left out.
+        """
+        group = self._groups.get(name)
+        if group is None or rank not in group.ranks or position in group.decided:
+            return []
+        is_open = group.launched_from is None or position < group.launched_from
+        agreement = group.open(position) if is_open else None
+        if agreement is not None and rank in agreement.digests:
+            return []
+        sends = self._keys.publish(event_key(name, position, rank), description.encode())
+        if agreement is not None:
+            agreement.report(rank, digest)
+            sends += self._settle(agreement)
+        return sends
+
+    def forget(self, prefix: str) -> None:
+        """Drops the groups under a name that nobody uses any more."""
+        for name in [name for name in self._groups if is_under(name, prefix)]:
+            del self._groups[name]
+
+    def rank_left(self, rank: int) -> list[Send]:
+        """Fails the agreements that still need a rank which has left."""
+        groups = [group for group in self._groups.values() if rank in group.ranks]
+        agreements = [a for group in groups for a in group.positions.values() if rank not in a.digests]
+        return [send for agreement in agreements for send in self._fail(agreement, rank)]
+
+    def _find(self, request: Request, name: str, ranks: Members) -> Group | Send:
+        """Returns the group, or the refusal of a request that does not fit it."""
+        group = self._groups.get(name)
+        if group is None:
+            if len(self._groups) >= MAX_GROUPS:
+                return request.refuse(f"more than {MAX_GROUPS} groups in one generation", REFUSED)
+            group = self._groups[name] = Group(name, ranks)
+        if group.ranks != ranks:
+            who, listed = self._roster.label(request.rank), list_members(group.ranks)
+            return request.refuse(f"group {name!r} has ranks {listed}, {who} asked with ranks {list_members(ranks)}")
+        return group
+
+    def _refuse_second(self, request: Request, agreement: Agreement) -> Send:
+        what = "already waits" if request.rank in agreement.waits else "said that it has launched, and cannot ask,"
+        where = f"at position {agreement.position} of group {agreement.group.name!r}"
+        return request.refuse(f"{self._roster.label(request.rank)} {what} {where}")
+
+    def _forward(self, agreement: Agreement) -> list[Send]:
+        """Forwards the question to the other members, once."""
+        if agreement.is_forwarded:
+            return []
+        agreement.is_forwarded = True
+        fields = (agreement.group.name, agreement.position)
+        absent = set(agreement.absent_ranks())
+        return [Send(m.connection, FrameType.ASKED, fields) for rank, m in self._roster.present() if rank in absent]
+
+    def _settle(self, agreement: Agreement) -> list[Send]:
+        """Gives the decision, where it is known or cannot come any more."""
+        decision = agreement.decision()
+        if decision is Decision.LAUNCHED:
+            return self._break_off(agreement.group, agreement.position)
+        if decision is not None:
+            return self._finish(agreement, decision, agreement.position)
+        left = self._roster.first_left(agreement.absent_ranks())
+        return [] if left is None else self._fail(agreement, left)
+
+    def _break_off(self, group: Group, position: int) -> list[Send]:
+        """Gives LAUNCHED to all who ask about this position or a later one, now or ever."""
+        group.launched_from = position
+        agreements = [a for a in group.positions.values() if a.position >= position]
+        return [send for agreement in agreements for send in self._finish(agreement, Decision.LAUNCHED, position)]
+
+    def _finish(self, agreement: Agreement, decision: Decision, position: int) -> list[Send]:
+        del agreement.group.positions[agreement.position]
+        if decision is not Decision.LAUNCHED:
+            agreement.group.remember(agreement.position, decision)
+        if decision is Decision.AGREED:  # nobody will ask for the descriptions
+            for rank in agreement.launched_ranks():
+                self._keys.discard(event_key(agreement.group.name, agreement.position, rank))
+        waits, agreement.waits = agreement.waits, {}  # they refer to each other: only so they go at once
+        for wait in waits.values():
+            self._waits.close(wait)
+        return [_decide(wait.request, decision, position) for wait in waits.values()]
+
+    def _fail(self, agreement: Agreement, left: int) -> list[Send]:
+        need = f"position {agreement.position} of group {agreement.group.name!r} needs its word"
+        failure = self._roster.left_failure(left, need)
+        waits = list(agreement.waits.values())
+        for wait in waits:
+            self._waits.close(wait)
+            agreement.withdraw(wait)
+        return [wait.request.fail(failure) for wait in waits]

@@ -1,0 +1,439 @@
+"""Frame types, their schemas, and the events and actions of the server's core.
+
+The vocabulary of the rendezvous. `wire` checks every message against its schema, in both directions; the core and the
+client handle what passed. A new frame type needs a number and a schema here, and a handler in `protocol` or
+`connection`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gradsync.rendezvous.liveness import ProcessState
+
+PROTOCOL_VERSION = 7
+
+MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
+MAX_EXCHANGED_BYTES = 512 * 1024  # of all members' values together: each member gets them all
+MAX_NAME_BYTES = 1024
+MAX_GROUP_BYTES = MAX_NAME_BYTES - 64  # the name of a group that agrees becomes part of its events' keys
+MAX_EVENT_BYTES = 48 * 1024
+MAX_PHASE_BYTES = 16
+MAX_REASON_BYTES = 4096
+MAX_TEXT_BYTES = 8192
+MAX_FAILURE_BYTES = 48 * 1024  # a stuck collective is reported with the stacks of the ranks
+MAX_REPORT_BYTES = 16 * 1024
+MAX_WHAT_BYTES = 1024
+MAX_MACHINE_BYTES = 256
+MAX_TOLD_GROUPS = 16
+MAX_TOLD_CALLS = 128
+MAX_CALL_BYTES = 200
+MAX_WAITED_MS = 10**12
+MAX_RANKS = 16_384
+
+OF_MESSAGES = 0  # in place of a collective's number, which counts from 1: the rank waits in a message
+TO_GENERATION = 0  # as a request sequence: a push to all members, in answer to no request
+THE_WORLD = ""  # as the name in LEAVE: the rank leaves the generation
+NEXT_GENERATION = 0  # in JOIN: whichever forms next
+INVALID = 0  # kinds of refusal: the caller's mistake ...
+REFUSED = 1  # ... or a state of the run that forbids it
+DEATH = 0  # kinds of failure: a rank died, failed or left ...
+STUCK = 1  # ... or did not come to a collective in time ...
+SILENCE = 2  # ... or was found stopped, gone or out of reach
+
+
+class FieldError(ValueError):
+    """A message's field does not fit its schema; the text says which, what it needs, and what came."""
+
+
+class FrameType(enum.IntEnum):
+    """What a frame says. 1-15: handshake; 16-63: client to server; from 64: server to client."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+
+    JOIN = 16
+    SET = 17
+    GET = 18
+    DELETE = 20
+    BARRIER = 21
+    EXCHANGE = 22
+    REPORT_FAILURE = 25
+    CANCEL = 26
+    LEAVE = 27
+    AGREE = 28
+    LAUNCHED = 29
+    INTRODUCE = 30
+    HEARTBEAT = 31
+    STUCK = 33
+    STATUS = 34
+    LEFT_RANKS = 35
+
+    REPLY = 64
+    REFUSED = 65
+    TIMED_OUT = 66
+    FAILED = 67
+    SEATED = 68
+    ASKED = 69
+    DECISION = 70
+    PULSE = 71
+    STATUS_REQUEST = 72
+    JOINED = 73
+    VALUES = 74
+    POSITIONS = 75
+
+    @property
+    def from_server(self) -> bool:
+        """Whether only the server may send this type."""
+        return self >= FrameType.REPLY
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a message: its name, what it needs in words, and the check."""
+
+    name: str
+    needed: str
+    accepts: Callable[[Any], bool]
+
+
+def _integer(name: str, low: int, high: int, *, optional: bool = False) -> Field:
+    if optional:
+        return Field(
+            name,
+            f"an integer from {low} to {high}, or nil",
+            lambda v: v is None or (type(v) is int and low <= v <= high),
+        )
+    return Field(name, f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
+
+
+def _text(name: str, max_bytes: int) -> Field:
+    def accepts(value: Any) -> bool:
+        # A character takes at most 4 bytes: short texts need no encoding to be known to fit.
+        return type(value) is str and (len(value) * 4 <= max_bytes or _utf8_length(value) <= max_bytes)
+
+    return Field(name, f"text of at most {max_bytes} bytes in UTF-8", accepts)
+
+
+def _utf8_length(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _flag(name: str) -> Field:
+    return Field(name, "a boolean", lambda v: type(v) is bool)
+
+
+def _is_value(value: Any) -> bool:
+    return type(value) is bytes and len(value) <= MAX_VALUE_BYTES
+
+
+def _is_rank_list(value: Any) -> bool:
+    if type(value) not in (list, tuple) or len(value) > MAX_RANKS:
+        return False
+    previous = -1
+    for rank in value:
+        if type(rank) is not int or not previous < rank < MAX_RANKS:
+            return False
+        previous = rank
+    return True
+
+
+def _ranks(name: str, *, optional: bool) -> Field:
+    if not optional:
+        return Field(name, "distinct ranks in ascending order", _is_rank_list)
+    return Field(name, "distinct ranks in ascending order, or nil", lambda v: v is None or _is_rank_list(v))
+
+
+def _is_result(value: Any) -> bool:
+    return value is None or type(value) is bool or _is_value(value)
+
+
+def _is_progress(value: Any) -> bool:
+    if type(value) is not dict or len(value) > MAX_TOLD_GROUPS:
+        return False
+    return all(_GROUP.accepts(group) and _POSITION.accepts(begun) for group, begun in value.items())
+
+
+def _is_status(value: Any) -> bool:
+    """Returns whether a value gives, by group, how many collectives were begun, and the last calls."""
+    if type(value) is not dict or len(value) > MAX_TOLD_GROUPS or not all(map(_GROUP.accepts, value)):
+        return False
+    calls = 0
+    for of_group in value.values():
+        if type(of_group) not in (list, tuple) or len(of_group) != 2 or not _POSITION.accepts(of_group[0]):
+            return False
+        if type(of_group[1]) not in (list, tuple) or not all(map(_is_call, of_group[1])):
+            return False
+        calls += len(of_group[1])
+    return calls <= MAX_TOLD_CALLS
+
+
+def _is_call(value: Any) -> bool:
+    return (
+        type(value) in (list, tuple)
+        and len(value) == len(_CALL)
+        and all(rule.accepts(part) for rule, part in zip(_CALL, value, strict=True))
+    )
+
+
+def _are_values(value: Any) -> bool:
+    return type(value) in (list, tuple) and len(value) <= MAX_RANKS and all(map(_is_value, value))
+
+
+def _are_positions(value: Any) -> bool:
+    return type(value) in (list, tuple) and len(value) <= MAX_RANKS and all(map(_POSITION.accepts, value))
+
+
+_KEY = _text("key", MAX_NAME_BYTES)
+_NAME = _text("name", MAX_NAME_BYTES)
+_RANK = _integer("rank", 0, MAX_RANKS - 1)
+_SIZE = _integer("world_size", 1, MAX_RANKS)
+_MEMBERS = _ranks("ranks", optional=True)
+_REQUEST = _integer("request sequence", 0, 2**63 - 1)
+_GROUP = _text("group", MAX_GROUP_BYTES)
+_POSITION = _integer("position", 0, 2**63 - 1)
+_DIGEST = _integer("digest", 0, 2**64 - 1)
+_PROGRESS = Field("progress", f"at most {MAX_TOLD_GROUPS} groups with the collectives begun in each", _is_progress)
+_INQUIRY = _integer("inquiry", 0, 2**63 - 1)
+_VALUE = Field("value", f"bytes of length 0 to {MAX_VALUE_BYTES}", _is_value)
+# Number, digest, what it is, and whether the rank is inside.
+_CALL = (_POSITION, _DIGEST, _text("call", MAX_CALL_BYTES), _flag("runs"))
+_STATUS = Field(
+    "status",
+    f"at most {MAX_TOLD_GROUPS} groups, each with the collectives begun and its last calls, {MAX_TOLD_CALLS} together",
+    _is_status,
+)
+_MACHINE = _text("machine", MAX_MACHINE_BYTES)
+_PID = _integer("pid", 0, 2**31)
+
+SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
+    # The form of JOIN is the same in every protocol version: versions meet here, and are compared first. Up to
+    # version 6 its last field was a deadline.
+    FrameType.JOIN: (
+        _integer("protocol version", 0, 2**31),
+        _integer("rank", 0, 2**31),
+        _integer("world_size", 0, 2**31),
+        _integer("generation", 0, 10**12),
+    ),
+    FrameType.SET: (_KEY, _VALUE, _flag("replaces")),
+    FrameType.GET: (_KEY, _integer("from_rank", 0, MAX_RANKS - 1, optional=True)),
+    FrameType.DELETE: (_KEY,),
+    FrameType.BARRIER: (_NAME, _MEMBERS),
+    FrameType.EXCHANGE: (_NAME, _MEMBERS, _VALUE),
+    FrameType.REPORT_FAILURE: (
+        _text("reason", MAX_REASON_BYTES),
+        _integer("culprit", 0, MAX_RANKS - 1, optional=True),
+    ),
+    FrameType.CANCEL: (_REQUEST,),
+    FrameType.LEAVE: (_NAME, _MEMBERS, _POSITION),
+    FrameType.LEFT_RANKS: (_NAME, _MEMBERS),
+    FrameType.AGREE: (_GROUP, _POSITION, _DIGEST, _MEMBERS),
+    FrameType.LAUNCHED: (_GROUP, _POSITION, _DIGEST, _text("description", MAX_EVENT_BYTES)),
+    FrameType.INTRODUCE: (
+        _MACHINE,
+        _text("host", MAX_MACHINE_BYTES),
+        _PID,
+        _integer("min_ranks", 1, MAX_RANKS, optional=True),
+        _integer("steps", 0, 2**63 - 1),
+    ),
+    FrameType.HEARTBEAT: (_PROGRESS,),
+    FrameType.STUCK: (
+        _GROUP,
+        _MEMBERS,
+        _POSITION,
+        _text("what", MAX_WHAT_BYTES),
+        _integer("waited_ms", 0, MAX_WAITED_MS),
+        _ranks("missing ranks", optional=True),
+        _flag("is over"),
+    ),
+    FrameType.STATUS: (_INQUIRY, _STATUS, _text("report", MAX_REPORT_BYTES)),
+    FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean or bytes", _is_result)),
+    FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
+    FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks", optional=False), _text("text", MAX_TEXT_BYTES)),
+    FrameType.SEATED: (_REQUEST, _MACHINE, _PID),
+    FrameType.JOINED: (_REQUEST, _integer("generation", 1, 10**12), _RANK, _SIZE, _RANK),
+    FrameType.ASKED: (_GROUP, _POSITION),
+    FrameType.DECISION: (_REQUEST, _integer("decision", 0, 2), _POSITION),
+    FrameType.VALUES: (_REQUEST, _flag("is last"), Field("values", "a list of values", _are_values)),
+    FrameType.POSITIONS: (
+        _REQUEST,
+        _ranks("ranks", optional=False),
+        Field("positions", "a position for each rank", _are_positions),
+    ),
+    FrameType.PULSE: (),
+    FrameType.STATUS_REQUEST: (_INQUIRY,),
+    FrameType.FAILED: (
+        _REQUEST,
+        _integer("kind", 0, 2),
+        _RANK,
+        _text("phase", MAX_PHASE_BYTES),
+        _ranks("missing ranks", optional=False),
+        _text("text", MAX_FAILURE_BYTES),
+    ),
+}
+
+
+class Decision(enum.IntEnum):
+    """What the server decides about one position of a group, the same for every rank that asked."""
+
+    AGREED = 0  # every member is about to do the same: go on
+    MISMATCH = 1  # the members differ, and none has launched
+    LAUNCHED = 2  # a member has launched something else than another one is about to do
+
+
+class LaunchedEvent(NamedTuple):
+    """What a rank launched at a position that another one asks about.
+
+    Attributes:
+        digest: of the collective, an unsigned integer of 64 bits.
+        description: the collective in words, for the other ranks' error; cut to 48 KiB.
+    """
+
+    digest: int
+    description: str
+
+
+def event_key(group: str, position: int, rank: int) -> str:
+    """Returns the key under which a rank's description of its collective stands when the ranks differ.
+
+    The server stores it there for a rank that has launched; a rank that asked sets it itself, for the others.
+    """
+    return f"{group}/agree/{position}/{rank}"
+
+
+def is_under(name: str, prefix: str) -> bool:
+    """Whether a name is the prefix itself, or begins with "prefix/"."""
+    return name == prefix or name.startswith(f"{prefix}/")
+
+
+@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples what that costs
+class Message:
+    """One authenticated message, never changed. Its fields stay out of the repr: they may hold an id, a capability."""
+
+    type: FrameType
+    sequence: int
+    fields: tuple[Any, ...] = field(repr=False)
+
+
+def clip_text(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Returns the text shortened to so many bytes in UTF-8, with what cannot be encoded replaced."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - 4].decode("utf-8", "ignore") + " ..."
+
+
+def check_fields(frame_type: FrameType, fields: tuple[Any, ...]) -> None:
+    """Checks a message's fields against the schema of its type.
+
+    Raises:
+        FieldError: a field is missing, too many, or not of the kind its schema needs.
+    """
+    schema = SCHEMAS[frame_type]
+    if len(fields) != len(schema):
+        raise FieldError(f"{frame_type.name} needs {len(schema)} fields, got {len(fields)}")
+    for rule, value in zip(schema, fields):  # noqa: B905 - as many of both; `strict` takes as long as a check
+        if not rule.accepts(value):
+            raise FieldError(f"{rule.name} needs to be {rule.needed}, got {_describe(value)}")
+
+
+def _describe(value: Any) -> str:
+    """Names a refused value without showing its content, which may be secret or long."""
+    if type(value) is int:
+        return str(value) if -(2**64) <= value <= 2**64 else "a larger integer"
+    if isinstance(value, (bytes, str, list, tuple)):
+        return f"{type(value).__name__} of length {len(value)}"
+    return type(value).__name__
+
+
+# What goes into the server's core and what comes out: plain data. The server turns sockets and the clock into events
+# and carries the actions out; the core decides.
+
+
+@dataclass(slots=True)  # not frozen, nor is Send: see Message
+class Received:
+    """An authenticated message came in."""
+
+    connection: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A connection ended; `cause` says how, in words."""
+
+    connection: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The process of a rank runs on the server's machine, as its launcher knows; the rank may not have joined."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The process of a rank has ended, as its launcher knows; `how` in words: "ended with exit code 0"."""
+
+    rank: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The answer to a Look."""
+
+    peer: int
+    state: ProcessState
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; what is due is to be done."""
+
+
+@dataclass(slots=True)
+class Send:
+    """Send this message. The fields stay out of the repr: they may hold an id, which is a capability."""
+
+    connection: int
+    type: FrameType
+    fields: tuple[Any, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close this connection once everything sent to it has been written."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Look at this peer's process and connection, and answer with Looked at once.
+
+    Attributes:
+        peer: its connection; of a process that has not joined a negative number, see `liveness.process_key`.
+        pid: its process where that runs on the server's machine, else None.
+    """
+
+    peer: int
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Tell the operator (the log)."""
+
+    text: str
+
+
+Event = Received | Lost | Started | Ended | Looked | Tick
+Action = Send | Close | Look | Notice

@@ -1,0 +1,406 @@
+"""What the ranks of one generation share: keys, with reads that wait; barriers and exchanges; who has left which group.
+
+Part of the server's core, without I/O. Each request method returns the messages to send now. One that cannot be
+answered yet opens a wait. No wait has a deadline here: the client cancels at its own, and the answer to that names the
+ranks that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from gradsync.rendezvous.frames import (
+    INVALID,
+    MAX_EXCHANGED_BYTES,
+    MAX_VALUE_BYTES,
+    REFUSED,
+    FrameType,
+    Send,
+    clip_text,
+    is_under,
+)
+from gradsync.rendezvous.roster import Failure, Members, Roster, list_members
+
+MAX_STORED_BYTES = 64 * 1024**2
+MAX_BARRIERS = 65_536
+_MAX_NAMES_LEFT = 16_384  # of groups that some members have left; more stay until the generation ends
+
+
+@dataclass(slots=True)  # not frozen: one is made for every message, and freezing triples what that costs
+class Request:
+    """One request of one rank, never changed, and the ways to answer it."""
+
+    connection: int
+    rank: int
+    sequence: int
+    now: float
+
+    def reply(self, value: bool | bytes | None = None) -> Send:
+        """Answers with a value."""
+        return Send(self.connection, FrameType.REPLY, (self.sequence, value))
+
+    def refuse(self, text: str, kind: int = INVALID) -> Send:
+        """Answers that the request cannot be granted."""
+        return Send(self.connection, FrameType.REFUSED, (self.sequence, kind, clip_text(text)))
+
+    def fail(self, failure: Failure) -> Send:
+        """Answers that the request can no longer be granted, because another rank is gone."""
+        return failure.send(self.connection, self.sequence)
+
+    def time_out(self, missing_ranks: Iterable[int], whereabouts: str) -> Send:
+        """Answers a cancel: the caller's deadline came first."""
+        return Send(self.connection, FrameType.TIMED_OUT, (self.sequence, tuple(missing_ranks), clip_text(whereabouts)))
+
+
+class Place(Protocol):
+    """What a request waits at: a key, a barrier, an agreement, or the forming of a generation."""
+
+    def withdraw(self, wait: Wait) -> None:
+        """Forgets this wait, as if it had never come."""
+
+    def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
+        """Returns the ranks that hold it up, where they are known; `wait` is still among those that wait.
+
+        Ranks that came and stopped waiting are named only when no others are missing: waits with the same deadline
+        end one after the other, and the later must not blame the earlier.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """A request that waits at a place; `from_rank` is the rank that a read waits for, where it says so."""
+
+    request: Request
+    place: Place
+    from_rank: int | None = None
+
+
+class WaitTable:
+    """All open waits, by connection and sequence."""
+
+    def __init__(self) -> None:
+        self._by_connection: dict[int, dict[int, Wait]] = {}
+
+    def add(self, request: Request, place: Place, from_rank: int | None = None) -> Wait:
+        """Opens a wait."""
+        wait = Wait(request, place, from_rank)
+        self._by_connection.setdefault(request.connection, {})[request.sequence] = wait
+        return wait
+
+    def close(self, wait: Wait) -> None:
+        """Ends a wait: it was answered or withdrawn. Closing it again does nothing."""
+        waits = self._by_connection.get(wait.request.connection)
+        if waits is not None and waits.get(wait.request.sequence) is wait:
+            del waits[wait.request.sequence]
+            if not waits:
+                del self._by_connection[wait.request.connection]
+
+    def find(self, connection: int, sequence: int) -> Wait | None:
+        """Returns the open wait of this request, if it still waits."""
+        return self._by_connection.get(connection, {}).get(sequence)
+
+    def close_all(self, connection: int) -> list[Wait]:
+        """Ends the open waits of one connection and returns them, in the order of their requests."""
+        return list(self._by_connection.pop(connection, {}).values())
+
+    def count(self, connection: int) -> int:
+        """Returns how many waits a connection has open."""
+        return len(self._by_connection.get(connection, ()))
+
+
+class _KeyReads:
+    """The reads that wait for one key; in `table` under that key while there are any."""
+
+    def __init__(self, key: str, table: dict[str, _KeyReads]) -> None:
+        self.waits: list[Wait] = []
+        self._key = key
+        self._table = table
+
+    def withdraw(self, wait: Wait) -> None:
+        """Forgets this read."""
+        self.waits.remove(wait)
+        if not self.waits:
+            del self._table[self._key]
+
+    def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
+        """Returns the rank that is to set the key, where the reader has said so."""
+        return () if wait.from_rank is None else (wait.from_rank,)
+
+
+class Keys:
+    """Values by key, with waiting reads."""
+
+    def __init__(self, roster: Roster, waits: WaitTable) -> None:
+        self._roster = roster
+        self._waits = waits
+        self._values: dict[str, bytes] = {}
+        self._reads: dict[str, _KeyReads] = {}
+        self._stored_bytes = 0
+
+    def set(self, request: Request, key: str, value: bytes, *, replaces: bool) -> list[Send]:
+        """Stores a value, unless there is one that it is not to replace; answers whether it was stored."""
+        if not replaces and key in self._values:
+            return [request.reply(False)]
+        if not self._store(key, value):
+            text = f"no room for key {key!r} ({len(value)} bytes): the rendezvous stores at most {MAX_STORED_BYTES} "
+            return [request.refuse(f"{text}bytes in one generation; delete keys that are no longer needed", REFUSED)]
+        return [request.reply(True), *self._answer_reads(key)]
+
+    def get(self, request: Request, key: str, from_rank: int | None) -> list[Send]:
+        """Answers with the value, now or once it is set."""
+        value = self._values.get(key)
+        if value is not None:
+            return [request.reply(value)]
+        if from_rank is not None and from_rank >= self._roster.world_size:
+            return [request.refuse(f"get {key!r} from rank {from_rank} of {self._roster.world_size}")]
+        gone = self._who_cannot_set(from_rank)
+        if gone is not None:
+            return [self._fail(request, key, gone)]
+        reads = self._reads.setdefault(key, _KeyReads(key, self._reads))
+        reads.waits.append(self._waits.add(request, reads, from_rank))
+        return []
+
+    def delete(self, request: Request, key: str) -> list[Send]:
+        """Removes a key and answers whether it was there."""
+        return [request.reply(self.discard(key))]
+
+    def publish(self, key: str, value: bytes) -> list[Send]:
+        """Stores a value that came without a request, and answers those who wait for it; drops it for want of room."""
+        return self._answer_reads(key) if self._store(key, value) else []
+
+    def discard(self, key: str) -> bool:
+        """Removes a key; returns whether it was there."""
+        value = self._values.pop(key, None)
+        if value is None:
+            return False
+        self._stored_bytes -= len(key) + len(value)
+        return True
+
+    def forget(self, prefix: str) -> None:
+        """Drops the keys under a name that nobody uses any more."""
+        for key in [key for key in self._values if is_under(key, prefix)]:
+            self.discard(key)
+
+    def rank_left(self) -> list[Send]:
+        """Fails the reads that nobody can answer any more."""
+        sends = []
+        for key, reads in list(self._reads.items()):
+            for wait in list(reads.waits):
+                gone = self._who_cannot_set(wait.from_rank)
+                if gone is not None:
+                    self._waits.close(wait)
+                    reads.withdraw(wait)
+                    sends.append(self._fail(wait.request, key, gone))
+        return sends
+
+    def _who_cannot_set(self, from_rank: int | None) -> int | None:
+        """Returns the rank for whose leaving a key will never be set, or None."""
+        if from_rank is not None and self._roster.has_left(from_rank):
+            return from_rank
+        return self._roster.last_to_leave() if self._roster.one_remains() else None
+
+    def _fail(self, request: Request, key: str, gone: int) -> Send:
+        need = f"key {key!r} is not set, and no other rank remains to set it"
+        if not self._roster.one_remains():
+            need = f"key {key!r} is not set, and this rank was to set it"
+        return request.fail(self._roster.left_failure(gone, need))
+
+    def _store(self, key: str, value: bytes) -> bool:
+        old = self._values.get(key)
+        growth = len(value) - len(old) if old is not None else len(key) + len(value)
+        if self._stored_bytes + growth > MAX_STORED_BYTES:
+            return False
+        self._stored_bytes += growth
+        self._values[key] = value
+        return True
+
+    def _answer_reads(self, key: str) -> list[Send]:
+        reads = self._reads.pop(key, None)
+        if reads is None:
+            return []
+        for wait in reads.waits:
+            self._waits.close(wait)
+        return [wait.request.reply(self._values[key]) for wait in reads.waits]
+
+
+class Barrier:
+    """One barrier, reusable: all go on when every rank has arrived.
+
+    Attributes:
+        name, ranks: its name, and who takes part.
+        arrived: the waits of those who have arrived, by rank.
+        values: what they have brought, where it is an exchange.
+    """
+
+    def __init__(self, name: str, ranks: Members) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.arrived: dict[int, Wait] = {}
+        self.values: dict[int, bytes] = {}
+        self._cancelled: set[int] = set()  # arrived, and stopped waiting
+
+    def arrive(self, wait: Wait, value: bytes | None) -> bool:
+        """Records an arrival; returns whether it was the last one."""
+        rank = wait.request.rank
+        self.arrived[rank] = wait
+        if value is not None:
+            self.values[rank] = value
+        self._cancelled.discard(rank)
+        return len(self.arrived) == len(self.ranks)
+
+    def withdraw(self, wait: Wait) -> None:
+        """Takes an arrival back: the barrier goes on as if that rank had not come yet."""
+        del self.arrived[wait.request.rank]
+        self.values.pop(wait.request.rank, None)
+        self._cancelled.add(wait.request.rank)
+
+    def absent_ranks(self) -> Iterator[int]:
+        """Returns the ranks that do not wait in it now, one after the other."""
+        return (rank for rank in self.ranks if rank not in self.arrived)
+
+    def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
+        """Returns the ranks that never came; when there are none, those that stopped waiting."""
+        absent = tuple(self.absent_ranks())
+        return tuple(rank for rank in absent if rank not in self._cancelled) or absent
+
+    def take(self) -> tuple[list[Wait], list[bytes]]:
+        """Ends the attempt: returns the waits of those who arrived, and their values by rank; forgets them."""
+        waits, values = list(self.arrived.values()), [value for _, value in sorted(self.values.items())]
+        self.arrived.clear()
+        self.values.clear()
+        self._cancelled.clear()
+        return waits, values
+
+
+class Barriers:
+    """The barriers and exchanges of a generation, by name and members."""
+
+    def __init__(self, roster: Roster, waits: WaitTable) -> None:
+        self._roster = roster
+        self._waits = waits
+        self._barriers: dict[tuple[str, Members, bool], Barrier] = {}
+
+    def arrive(self, request: Request, name: str, ranks: Members, value: bytes | None = None) -> list[Send]:
+        """Lets a rank arrive, with a value in an exchange; the last one releases all."""
+        what = "barrier" if value is None else "exchange"
+        if value is not None and len(value) * len(ranks) > MAX_EXCHANGED_BYTES:
+            limit = MAX_EXCHANGED_BYTES // len(ranks)
+            return [request.refuse(f"{what} {name!r} of {len(ranks)} ranks needs values of at most {limit} bytes")]
+        key = name, ranks, value is not None
+        barrier = self._barriers.get(key)
+        if barrier is None:
+            if len(self._barriers) >= MAX_BARRIERS:
+                return [request.refuse(f"more than {MAX_BARRIERS} different barriers; reuse their names", REFUSED)]
+            barrier = self._barriers[key] = Barrier(name, ranks)
+        if request.rank in barrier.arrived:
+            return [request.refuse(f"{self._roster.label(request.rank)} already waits in {what} {name!r}")]
+        if barrier.arrive(self._waits.add(request, barrier), value):
+            return self._release(barrier, is_exchange=value is not None)
+        left = self._roster.first_left(barrier.absent_ranks())
+        return [] if left is None else self._fail(barrier, left)
+
+    def forget(self, prefix: str) -> None:
+        """Drops the barriers under a name that nobody uses any more."""
+        for key in [key for key in self._barriers if is_under(key[0], prefix)]:
+            del self._barriers[key]
+
+    def rank_left(self, rank: int) -> list[Send]:
+        """Fails the barriers that still need a rank which has left."""
+        needy = [barrier for barrier in self._barriers.values() if barrier.arrived and rank in barrier.ranks]
+        return [send for barrier in needy for send in self._fail(barrier, rank)]
+
+    def _release(self, barrier: Barrier, *, is_exchange: bool) -> list[Send]:
+        waits, values = self._take(barrier)
+        if not is_exchange:
+            return [wait.request.reply() for wait in waits]
+        pieces = _pieces(values)
+        return [
+            Send(wait.request.connection, FrameType.VALUES, (wait.request.sequence, piece is pieces[-1], piece))
+            for wait in waits
+            for piece in pieces
+        ]
+
+    def _fail(self, barrier: Barrier, left: int) -> list[Send]:
+        failure = self._roster.left_failure(left, f"barrier {barrier.name!r} needs it")
+        return [wait.request.fail(failure) for wait in self._take(barrier)[0]]
+
+    def _take(self, barrier: Barrier) -> tuple[list[Wait], list[bytes]]:
+        waits, values = barrier.take()
+        for wait in waits:
+            self._waits.close(wait)
+        return waits, values
+
+
+def _pieces(values: list[bytes]) -> list[list[bytes]]:
+    """Returns the values in lists that fit a frame each."""
+    pieces: list[list[bytes]] = [[]]
+    room = MAX_VALUE_BYTES
+    for value in values:
+        room -= len(value) + 5  # what msgpack adds
+        if room < 0 and pieces[-1]:
+            pieces.append([])
+            room = MAX_VALUE_BYTES - len(value) - 5
+        pieces[-1].append(value)
+    return pieces
+
+
+class Forgetting(Protocol):
+    """Where something may stand under a group's name."""
+
+    def forget(self, prefix: str) -> None:
+        """Drops what stands under the name."""
+
+
+class Departures:
+    """Who has left which group, and after which of its collectives.
+
+    A member that waits for another one in vain asks here. Once all members have left a group, or the world, what it has
+    left with the server is dropped: a run may make many groups.
+
+    Args:
+        roster: the members of the generation; who has left the world has left every group.
+        stores: drop what stands under a name.
+    """
+
+    def __init__(self, roster: Roster, stores: Iterable[Forgetting]) -> None:
+        self._roster = roster
+        self._stores = tuple(stores)
+        self._left: dict[tuple[str, Members], dict[int, int]] = {}
+
+    def leave(self, request: Request, name: str, members: Members, position: int) -> None:
+        """Takes in that a member has left a group. It needs no answer, so it is never refused."""
+        group = name, members
+        if request.rank not in members or (group not in self._left and len(self._left) >= _MAX_NAMES_LEFT):
+            return
+        self._left.setdefault(group, {}).setdefault(request.rank, position)
+        self._settle(group)
+
+    def left_ranks(self, request: Request, name: str, members: Members) -> list[Send]:
+        """Answers with the members that have left a group, and after how many of its collectives."""
+        left = sorted(self._left.get((name, members), {}).items())
+        ranks, positions = tuple(rank for rank, _ in left), tuple(position for _, position in left)
+        return [Send(request.connection, FrameType.POSITIONS, (request.sequence, ranks, positions))]
+
+    def rank_left(self, rank: int) -> None:
+        """Takes in that a rank has left the world."""
+        for group in [group for group in self._left if rank in group[1]]:
+            self._settle(group)
+
+    def _settle(self, group: tuple[str, Members]) -> None:
+        name, members = group
+        left = self._left[group]
+        if len(left) < len(members) and not self._roster.any_left:
+            return
+        if any(rank not in left and self._roster.is_present(rank) for rank in members):
+            return
+        del self._left[group]
+        for store in self._stores:
+            store.forget(name)
+
+
+def outsider_refusal(roster: Roster, request: Request, what: str, members: Iterable[int]) -> Send:
+    """Refuses a request for a group whose members do not include the rank, or do not exist."""
+    label = roster.label(request.rank)
+    return request.refuse(f"{what} of ranks {list_members(members)} does not include {label}, or not only ranks of it")

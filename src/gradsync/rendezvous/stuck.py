@@ -1,0 +1,403 @@
+"""A collective does not end: warnings on the way, and at the deadline a status request and one report for all ranks.
+
+Part of the server's core, without I/O, one for each generation. The first rank whose collective has reached its
+deadline starts an inquiry: every member is asked what it does. The answers, or a moment without them, bring the
+failure, which is the same for all. A rank that did not answer is looked at first: it may be stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradsync.diagnostics.compare import Call, History, Wait, circle, circle_text, first_divergence
+from gradsync.errors import name_ranks
+from gradsync.rendezvous.frames import (
+    MAX_TOLD_GROUPS,
+    OF_MESSAGES,
+    Action,
+    FrameType,
+    Look,
+    Notice,
+    Send,
+    clip_text,
+)
+from gradsync.rendezvous.liveness import ProcessState
+from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, failure_room_bytes
+from gradsync.rendezvous.store import WaitTable
+
+ANSWER_SECONDS = 0.4
+_WARNING_SECONDS = 0.3  # from the first report to the notice: the ranks that wait report one after the other
+_LOOK_SECONDS = 0.05
+_MAX_WAITS = 1024
+_MAX_NOTICED = 4
+_MAX_REPORTS = 32
+_MAX_SUMMARY_BYTES = 8192
+_NO_ANSWER = "(it did not answer within the time of the inquiry)"
+_NO_ANSWERS = {
+    ProcessState.RUNNING: f"(it did not answer, though it {ProcessState.RUNNING.value}: {ProcessState.RUNNING.detail})",
+    ProcessState.UNKNOWN: "(it did not answer; its process cannot be seen from the server)",
+}
+
+#: The last collectives of one rank, by group: number, digest, what it is, and whether the rank is inside.
+Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
+#: What a rank answers to an inquiry, by group: how many collectives it has begun, and its last ones.
+Status = Mapping[str, tuple[int, Sequence[tuple[int, int, str, bool]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StuckCollective:
+    """Who waits where, for how long, for whom. `position` is OF_MESSAGES in a message between two ranks."""
+
+    group: str
+    position: int
+    what: str
+    waited_seconds: float
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReport:
+    """What a rank says that waits: in which collective of whom, how long by now, and for whom, where it knows.
+
+    The position is OF_MESSAGES in a message between two ranks.
+    """
+
+    rank: int
+    group: str
+    members: Members
+    position: int
+    what: str
+    waited_seconds: float
+    missing: tuple[int, ...] | None
+
+
+@dataclass(slots=True)
+class PendingWarning:
+    """The ranks that have reported that they wait in one collective, or in messages at the same time.
+
+    The operator is warned at `due_at`, once.
+    """
+
+    first: WaitReport
+    due_at: float
+    by_rank: dict[int, WaitReport]
+    is_sent: bool = False
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """One question to all members, and what has come back."""
+
+    number: int
+    wait: WaitReport
+    by_rank: dict[int, WaitReport]
+    due_at: float
+    unanswered: set[int]
+    reports: dict[int, str] = field(default_factory=dict)
+    histories: dict[int, Calls] = field(default_factory=dict)
+    looked_at: set[int] = field(default_factory=set)
+    states: dict[int, ProcessState] = field(default_factory=dict)
+
+
+class StuckCollectives:
+    """Who waits for whom in one generation.
+
+    Args:
+        roster: the members.
+        waits: what they wait for at the server.
+    """
+
+    def __init__(self, roster: Roster, waits: WaitTable) -> None:
+        self._roster = roster
+        self._waits = waits
+        self._warnings: dict[tuple[str, int], PendingWarning] = {}
+        self._notice_at: float | None = None
+        self._inquiry: Inquiry | None = None
+        self._inquiry_count = 0
+
+    def next_deadline(self) -> float | None:
+        """Returns when `advance` is to be called, or None."""
+        due = [self._notice_at, None if self._inquiry is None else self._inquiry.due_at]
+        return min((time_due for time_due in due if time_due is not None), default=None)
+
+    def warn(self, wait: WaitReport, now: float) -> None:
+        """Takes in that a rank waits; the operator is warned a moment later, once for each collective and message."""
+        key = wait.group, wait.position
+        warning = self._warnings.get(key)
+        if warning is not None and not (warning.is_sent and wait.position == OF_MESSAGES):
+            warning.by_rank[wait.rank] = wait
+            return
+        if len(self._warnings) >= _MAX_WAITS:
+            del self._warnings[next(iter(self._warnings))]
+        due_at = now + _WARNING_SECONDS
+        self._warnings[key] = PendingWarning(wait, due_at, {wait.rank: wait})
+        self._notice_at = due_at if self._notice_at is None else min(self._notice_at, due_at)
+
+    def report(self, wait: WaitReport, now: float) -> list[Send]:
+        """Takes in that a rank's collective has reached its deadline; asks all members what they do, once."""
+        inquiry = self._inquiry
+        if inquiry is not None:
+            if (wait.group, wait.position) == (inquiry.wait.group, inquiry.wait.position):
+                inquiry.by_rank[wait.rank] = wait
+            return []
+        self._inquiry_count += 1
+        number = self._inquiry_count
+        asked = self._roster.present()
+        unanswered = {rank for rank, _ in asked}
+        self._inquiry = Inquiry(number, wait, {wait.rank: wait}, now + ANSWER_SECONDS, unanswered)
+        return [Send(member.connection, FrameType.STATUS_REQUEST, (number,)) for _, member in asked]
+
+    def take_status(self, rank: int, number: int, status: Status, text: str, now: float) -> None:
+        """Takes in what a rank says that it does, and what it remembers."""
+        self._roster.members[rank].positions = {group: begun for group, (begun, _) in status.items()}
+        inquiry = self._inquiry
+        if inquiry is None or number != inquiry.number or rank not in inquiry.unanswered:
+            return
+        inquiry.unanswered.discard(rank)
+        inquiry.reports[rank] = text
+        inquiry.histories[rank] = {group: calls for group, (_, calls) in status.items() if calls}
+        if not inquiry.unanswered:
+            inquiry.due_at = now
+
+    def take_look(self, rank: int, state: ProcessState, now: float) -> None:
+        """Takes in what was found of a rank that did not answer."""
+        inquiry = self._inquiry
+        if inquiry is not None and rank in inquiry.looked_at:
+            inquiry.states[rank] = state
+            if len(inquiry.states) == len(inquiry.looked_at):
+                inquiry.due_at = now
+
+    def advance(self, now: float) -> list[Action] | Failure:
+        """Returns what is due now: notices, looks at silent ranks, or the failure that ends the generation."""
+        actions: list[Action] = [*self._take_notices(now)]
+        inquiry = self._inquiry
+        if inquiry is None or now < inquiry.due_at:
+            return actions
+        silent = self._silent_ranks(inquiry)
+        if not silent or inquiry.looked_at:
+            return self._conclude(inquiry)
+        inquiry.looked_at = set(silent)
+        inquiry.due_at = now + _LOOK_SECONDS
+        members = [self._roster.members[rank] for rank in silent]
+        return [*actions, *(Look(member.connection, member.local_pid) for member in members)]
+
+    def _silent_ranks(self, inquiry: Inquiry) -> list[int]:
+        """Returns the members that have not answered, though they have not left."""
+        return sorted(rank for rank in inquiry.unanswered if self._roster.is_present(rank))
+
+    def _take_notices(self, now: float) -> list[Notice]:
+        if self._notice_at is None or now < self._notice_at:
+            return []
+        notices = []
+        for warning in self._warnings.values():
+            if not warning.is_sent and warning.due_at <= now:
+                warning.is_sent = True
+                notices.append(Notice(_notice_text(self._roster, self._all_stuck(warning.first, warning.by_rank))))
+        self._notice_at = min((g.due_at for g in self._warnings.values() if not g.is_sent), default=None)
+        return notices
+
+    def _conclude(self, inquiry: Inquiry) -> Failure:
+        for rank, state in sorted(inquiry.states.items()):
+            if state.is_fatal:
+                evidence = f"it did not answer for {ANSWER_SECONDS:g} s"
+                return self._roster.silence(rank, state, evidence)
+        all_stuck = self._all_stuck(inquiry.wait, inquiry.by_rank)
+        missing = all_stuck[0].missing
+        culprit = min(missing, key=self._by_blame, default=inquiry.wait.rank)
+        members = {name: warning.first.members for (name, _), warning in self._warnings.items()}
+        members[inquiry.wait.group] = inquiry.wait.members
+        told = _disagreements(inquiry.histories, members)
+        text = _report_text(self._roster, all_stuck, inquiry.reports, inquiry.states, told)
+        return Failure(culprit, self._roster.phase, text, missing)
+
+    def _all_stuck(self, first: WaitReport, by_rank: dict[int, WaitReport]) -> list[StuckCollective]:
+        """Works out who waits and who is missing: in the collective, or in each of the messages."""
+        if first.position != OF_MESSAGES:
+            return [self._stuck_in(first, set(by_rank))]
+        return [
+            StuckCollective(wait.group, wait.position, wait.what, wait.waited_seconds, (wait.rank,), wait.missing or ())
+            for wait in by_rank.values()
+        ]
+
+    def _stuck_in(self, wait: WaitReport, reporters: set[int]) -> StuckCollective:
+        warning = self._warnings.get((wait.group, wait.position))
+        waiting = reporters | set(warning.by_rank if warning is not None else ())
+        begun = self._begun(wait)
+        missing = wait.missing
+        if missing is None:
+            missing = tuple(rank for rank, count in begun.items() if count < wait.position and rank not in waiting)
+        waiting |= {r for r, count in begun.items() if count >= wait.position and self._roster.is_present(r)}
+        waiting -= set(missing)
+        return StuckCollective(
+            wait.group,
+            wait.position,
+            wait.what,
+            wait.waited_seconds,
+            tuple(sorted(waiting or reporters)),
+            tuple(sorted(missing)),
+        )
+
+    def _by_blame(self, rank: int) -> tuple[bool, int]:
+        """Orders missing ranks: one that waits at the server is held up by another, which comes first."""
+        return self._waits.count(self._roster.members[rank].connection) > 0, rank
+
+    def _begun(self, wait: WaitReport) -> dict[int, int]:
+        """Returns how many collectives of its group each member has begun, where that is known.
+
+        A rank that tells of as many groups as it may could be anywhere in those that it leaves out.
+        """
+        told = {rank: self._roster.members[rank].positions for rank in wait.members}
+        return {
+            rank: positions.get(wait.group, 0)
+            for rank, positions in told.items()
+            if wait.group in positions or len(positions) < MAX_TOLD_GROUPS
+        }
+
+
+def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
+    """Returns the line for the operator while ranks wait: in one collective, or in messages, each in its own."""
+    all_stuck = all_stuck[:_MAX_NOTICED]
+    waiting = {rank for stuck in all_stuck for rank in stuck.waiting}
+    where = {
+        rank: _whereabouts(roster, rank, stuck)
+        for stuck in all_stuck
+        for rank in stuck.missing[:_MAX_NOTICED]
+        if rank not in waiting
+    }
+    return "; ".join([", ".join(map(_noticed, all_stuck)), *where.values()])
+
+
+def _noticed(stuck: StuckCollective) -> str:
+    verb = "waits" if len(stuck.waiting) == 1 else "wait"
+    since = f"since {stuck.waited_seconds:.3g} s"
+    who = f"{name_ranks(stuck.waiting)} {verb} in {stuck.what}"
+    if not stuck.missing:
+        return f"{who} {since}; every rank has begun it"
+    return f"{who} for {name_ranks(stuck.missing)} {since}"
+
+
+def _report_text(
+    roster: Roster,
+    all_stuck: Sequence[StuckCollective],
+    reports: dict[int, str],
+    states: dict[int, ProcessState],
+    disagreements: Sequence[str] = (),
+) -> str:
+    """Returns the text of the failure: a summary, then what each rank says it does, the missing ones first.
+
+    Args:
+        roster: the members.
+        all_stuck: who waited for whom; of messages all that have reached the deadline, the first one first.
+        reports: what each rank has answered.
+        states: what was found of ranks that have not answered.
+        disagreements: where the ranks' histories differ, and who waits for whom in a circle.
+    """
+    stuck = all_stuck[0]
+    sections = [
+        (_heading(roster, ranks, stuck), text)
+        for ranks, text in _grouped(roster, stuck.missing, reports, states)
+        + _grouped(roster, _others(roster, stuck), reports, states)
+    ]
+    summary = clip_text("\n".join([*map(_summary, all_stuck), *disagreements]), _MAX_SUMMARY_BYTES)
+    return _fit(summary, sections, failure_room_bytes(len(stuck.missing)))
+
+
+def _summary(stuck: StuckCollective) -> str:
+    text = f"{name_ranks(stuck.waiting)} waited {stuck.waited_seconds:.3g} s in {stuck.what}"
+    return f"{text} for {name_ranks(stuck.missing)}" if stuck.missing else f"{text}, which every rank has begun"
+
+
+def _others(roster: Roster, stuck: StuckCollective) -> list[int]:
+    return [rank for rank, _ in roster.present() if rank not in set(stuck.missing)]
+
+
+def _whereabouts(roster: Roster, rank: int, stuck: StuckCollective) -> str:
+    process = roster.process(rank)
+    who = f"rank {rank} ({process})" if process else f"rank {rank}"
+    member = roster.members[rank]
+    if member.state is not MemberState.PRESENT:
+        return f"{who} has left"
+    begun = member.positions.get(stuck.group)
+    progress = "" if begun is None else f", and has begun {begun} collective{'' if begun == 1 else 's'}"
+    return f"{who} is in phase {roster.phase!r}{progress}"
+
+
+def _grouped(
+    roster: Roster, ranks: Sequence[int], reports: dict[int, str], states: dict[int, ProcessState]
+) -> list[tuple[list[int], str]]:
+    """Returns these ranks' reports, equal ones once, with the ranks that gave them."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        text = reports.get(rank)
+        if text is None and roster.members[rank].state is not MemberState.PRESENT:
+            text = "(it has left, by an orderly close)"
+        elif text is None:
+            text = _NO_ANSWERS.get(states.get(rank, ProcessState.GONE), _NO_ANSWER)
+        groups.setdefault(text, []).append(rank)
+    return [(ranks, text) for text, ranks in groups.items()]
+
+
+def _heading(roster: Roster, ranks: list[int], stuck: StuckCollective) -> str:
+    if ranks[0] in stuck.missing and len(ranks) == 1:
+        return f"missing: {_whereabouts(roster, ranks[0], stuck)}"
+    if len(ranks) > 1:
+        return f"{'missing: ' if ranks[0] in stuck.missing else ''}{name_ranks(ranks)}"
+    process = roster.process(ranks[0])
+    return f"rank {ranks[0]} ({process})" if process else f"rank {ranks[0]}"
+
+
+def _fit(summary: str, sections: list[tuple[str, str]], max_bytes: int) -> str:
+    """Returns summary and sections in so many bytes; a short section leaves its share to the later ones."""
+    left_out = len(sections) - _MAX_REPORTS
+    sections = sections[:_MAX_REPORTS]
+    tail = f"\n\nand {left_out} more reports, left out here" if left_out > 0 else ""
+    room = max_bytes - len((summary + tail).encode())
+    parts = [summary]
+    for index, (heading, text) in enumerate(sections):
+        share = room // (len(sections) - index)
+        part = clip_text(f"\n\n{heading}:\n{_indent(text)}", share)
+        room -= len(part.encode())
+        parts.append(part)
+    return "".join(parts) + tail
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.strip("\n").splitlines())
+
+
+def _disagreements(told: Mapping[int, Calls], members: Mapping[str, Members]) -> list[str]:
+    """Returns a line for each group whose ranks differ, and one for ranks that wait for each other in a circle.
+
+    Args:
+        told: by rank.
+        members: of the groups, as far as they are known.
+    """
+    groups = sorted({group for of_rank in told.values() for group in of_rank})
+    by_group = {
+        group: [_history(rank, of_rank[group]) for rank, of_rank in sorted(told.items()) if group in of_rank]
+        for group in groups
+    }
+    found = [first_divergence(group, histories) for group, histories in by_group.items()]
+    lines = [divergence.text() for divergence in found if divergence is not None]
+    waits = [
+        Wait(rank, group, number, what, _behind(rank, number, by_group[group], members.get(group, ())))
+        for rank, of_rank in sorted(told.items())
+        for group, calls in of_rank.items()
+        for number, _, what, is_inside in calls
+        if is_inside
+    ]
+    round_about = circle(waits)
+    return lines if round_about is None else [*lines, circle_text(round_about)]
+
+
+def _history(rank: int, calls: Sequence[tuple[int, int, str, bool]]) -> History:
+    known = {number: Call(digest, what) for number, digest, what, _ in calls}
+    return History(rank, max(known, default=0), known)
+
+
+def _behind(rank: int, number: int, histories: Sequence[History], members: Members) -> tuple[int, ...]:
+    """Returns the members that have not begun the collective of this number, where that is known."""
+    begun = {history.rank: history.begun for history in histories}
+    return tuple(other for other in members if other != rank and begun.get(other, 0) < number and other in begun)

@@ -1,0 +1,528 @@
+"""The thread that reads: what it does by itself, what cannot hold it up, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from rendezvous_ranks import SECRET, connect, connect_all, run_threads
+
+from gradsync.errors import CollectiveTimeout, CommunicatorClosed, RankFailed, RendezvousError, RendezvousTimeout
+from gradsync.machine import machine_identity
+from gradsync.rendezvous import connection as connection_module
+from gradsync.rendezvous.connection import Connection
+from gradsync.rendezvous.frames import DEATH, Decision, FrameType, LaunchedEvent
+from gradsync.rendezvous.liveness import ProcessState
+from gradsync.rendezvous.server import RendezvousServer
+from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
+
+KEY = b"k" * 32
+LONG_SECONDS = 30.0
+
+
+@pytest.fixture
+def pair():
+    with RendezvousServer(2, secret=SECRET) as server:
+        clients = connect_all(server, 2)
+        yield clients
+        for client in clients:
+            client.close()
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gradsync-reader"]
+
+
+def session(*, is_server: bool) -> Session:
+    return Session(send_key=KEY, receive_key=KEY, send_sequence=1, receive_sequence=1, is_server=is_server)
+
+
+class Wire:
+    """A connection over a socket pair, whose turns the test takes itself, and a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server, stream = socket.socketpair()
+        self.server.settimeout(LONG_SECONDS)
+        stream.setblocking(False)
+        reader = FrameReader()
+        reader.limit_bytes = MAX_FRAME_BYTES
+        self.connection = Connection(stream, session(is_server=False), reader, b"", "server:1", "rank 0/2")
+        self.state = ProcessState.RUNNING
+        self.pids: list[int | None] = []
+        self.now = time.monotonic()
+        self._session = session(is_server=True)
+        self._reader = FrameReader()
+        self._reader.limit_bytes = MAX_FRAME_BYTES
+        monkeypatch.setattr(connection_module, "look_at", self._look_at)
+        monkeypatch.setattr(connection_module.time, "monotonic", lambda: self.now)
+        self.connection._interval_seconds = 0.5
+        self.connection._beat_at = self.now + 0.5
+        self.connection._server_peer.restart(self.now)
+
+    def _look_at(self, pid: int | None, _stream: socket.socket) -> ProcessState:
+        self.pids.append(pid)
+        return self.state
+
+    def push(self, *messages: tuple) -> bool:
+        self.server.sendall(b"".join(self._session.seal(*message) for message in messages))
+        return self.connection.take_turn(has_input=True)
+
+    def seat(self, machine: str = "") -> None:
+        self.push((FrameType.SEATED, 1, machine or machine_identity(), 7))
+
+    def beat(self, times: int, seconds: float = 0.5) -> list[FrameType]:
+        """Lets time pass; returns what the server got."""
+        for _ in range(times):
+            self.now += seconds
+            self.connection.take_turn(has_input=False)
+        return self.received()
+
+    def received(self) -> list[FrameType]:
+        self.server.setblocking(False)
+        try:
+            self._reader.feed(self.server.recv(1024**2))
+        except BlockingIOError:
+            return []
+        types = []
+        while (frame := self._reader.next_frame()) is not None:
+            types.append(self._session.open(frame).type)
+        return types
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    made = Wire(monkeypatch)
+    yield made
+    made.connection.abandon()
+    made.server.close()
+
+
+def test_one_thread_reads_for_a_client_and_all_its_groups() -> None:
+    before = len(readers())
+    with RendezvousServer(1, secret=SECRET) as server, connect(server, 0, 1) as client:
+        groups = [client.group([0], f"group {n}") for n in range(3)]
+        for group in groups:
+            group.barrier()
+        assert len(readers()) == before + 1
+        assert readers()[-1].daemon
+    assert len(readers()) == before
+
+
+# Heartbeats, and whom they judge.
+
+
+def test_rank_beats_from_when_it_is_seated(wire: Wire) -> None:
+    assert wire.beat(10) == []
+    wire.seat("elsewhere")
+    assert wire.beat(3) == [FrameType.HEARTBEAT] * 3
+    assert wire.beat(1) == [FrameType.HEARTBEAT]
+    assert set(wire.pids) == {None}  # a process elsewhere cannot be looked at
+
+
+def test_who_was_late_to_its_own_clock_judges_nobody(wire: Wire) -> None:
+    wire.seat()
+    wire.state = ProcessState.STOPPED
+    wire.beat(3)
+    wire.beat(1, seconds=60.0)  # this rank was stopped
+    wire.beat(2)
+    assert wire.connection.failure is None
+    wire.beat(3)
+    assert "was stopped" in str(wire.connection.failure)
+
+
+@pytest.mark.parametrize("state", [state for state in ProcessState if state.is_fatal])
+def test_lost_server_is_a_failure_that_sticks(wire: Wire, state: ProcessState) -> None:
+    wire.seat()
+    wire.state = state
+    wire.beat(3)
+    assert wire.connection.failure is None
+    wire.beat(1)
+    assert str(wire.connection.failure).startswith("rank 0/2: the rendezvous server at server:1 (pid 7) " + state.value)
+    assert not wire.connection.take_turn(has_input=True)
+
+
+def test_slow_server_is_worth_one_warning(wire: Wire, caplog) -> None:
+    wire.seat()
+    wire.beat(40)
+    wire.push((FrameType.PULSE,))
+    assert wire.connection.failure is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0/2: the rendezvous server at server:1 (pid 7) has not been heard of for 5 s, but runs "
+        "(a long call that holds Python's lock?)",
+        "rank 0/2: the rendezvous server at server:1 (pid 7) is heard of again",
+    ]
+    assert set(wire.pids) == {7}
+
+
+def test_a_message_that_is_never_finished_is_a_failure(wire: Wire) -> None:
+    wire.seat()
+    wire.server.sendall(b"\0\0\1\0")
+    wire.connection.take_turn(has_input=True)
+    wire.beat(9)
+    assert wire.connection.failure is None
+    wire.beat(2)
+    assert "server:1 (pid 7) is lost: it has left a message unfinished for 5 s" in str(wire.connection.failure)
+
+
+def test_a_heartbeat_waits_for_nobody_who_sends(wire: Wire) -> None:
+    wire.seat()
+    with wire.connection._sending:
+        assert wire.beat(1) == []  # who sends just now is as good a sign of life
+    assert wire.beat(1) == [FrameType.HEARTBEAT]
+
+
+def test_a_heartbeat_waits_for_no_room(wire: Wire) -> None:
+    wire.seat()
+    for number in range(100):
+        wire.connection.post(FrameType.SET, str(number), bytes(60_000), True)
+    unsent = len(wire.connection._unsent)
+    assert unsent > 0
+    for _ in range(3):  # without the server reading anything
+        wire.now += 0.5
+        wire.connection.take_turn(has_input=False)
+    assert len(wire.connection._unsent) == unsent  # nor does anything pile up
+
+
+def test_what_found_no_room_goes_later_in_order(wire: Wire) -> None:
+    wire.seat()
+    for number in range(100):
+        wire.connection.post(FrameType.SET, str(number), bytes(60_000), True)
+    types: list[FrameType] = []
+    while len(types) < 100:
+        types += wire.received()
+        wire.connection.take_turn(has_input=False)
+    assert types == [FrameType.SET] * 100
+
+
+# What comes in.
+
+REPLY = (FrameType.REPLY, 5, b"value")
+FAILED = (FrameType.FAILED, 0, DEATH, 1, "running", (), "rank 1/2 died")
+
+
+@pytest.mark.parametrize("bytes_sent", [b"", b"\0" * 100])
+def test_end_and_garbage_are_sticky(wire: Wire, bytes_sent: bytes) -> None:
+    wire.server.sendall(bytes_sent)
+    wire.server.close()
+    assert not wire.connection.take_turn(has_input=True)
+    for _ in range(2):
+        with pytest.raises(RendezvousError, match="rank 0/2: the rendezvous server at server:1 is gone"):
+            wire.connection.raise_failure()
+
+
+def test_failure_in_the_same_bytes_as_the_end_is_the_one_that_is_told(wire: Wire) -> None:
+    wire.push(REPLY, FAILED)
+    wire.server.close()
+    assert not wire.connection.take_turn(has_input=True)
+    with pytest.raises(RankFailed, match="rank 0/2: rank 1/2 died") as caught:
+        wire.connection.raise_failure()
+    assert (caught.value.rank, caught.value.phase) == (1, "running")
+
+
+def test_a_descriptor_that_was_closed_elsewhere_is_no_untyped_error(wire: Wire) -> None:
+    os.close(wire.connection._stream.fileno())
+    assert not wire.connection.take_turn(has_input=True)
+    with pytest.raises(RendezvousError, match="Bad file descriptor"):
+        wire.connection.raise_failure()
+    wire.connection._stream.detach()
+
+
+def test_a_failure_reaches_a_rank_that_calls_nothing(pair) -> None:
+    told = threading.Event()
+    pair[0].describe_with(dict, str, on_trouble=lambda text: told.set())
+    pair[1].abandon()
+    assert told.wait(LONG_SECONDS)
+    assert pair[0].has_failed()
+
+
+def test_who_reports_a_failure_is_not_told_of_trouble_again(pair) -> None:
+    heard: list[str] = []
+    pair[0].describe_with(dict, str, on_trouble=heard.append)
+    pair[0].report_failure("ValueError: 7")
+    with pytest.raises(RankFailed, match="ValueError: 7"):
+        pair[0].get("never")
+    pair[0].close()
+    assert heard == []
+
+
+# Others ask this rank.
+
+
+def test_a_blocked_callback_holds_up_neither_answers_nor_heartbeats(pair) -> None:
+    blocked, goes_on, beats = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def on_asked(position: int) -> LaunchedEvent:
+        blocked.set()
+        assert goes_on.wait(LONG_SECONDS)
+        return LaunchedEvent(1, "")
+
+    def positions() -> dict[str, int]:
+        beats.release()
+        return {}
+
+    def work() -> None:
+        assert blocked.wait(LONG_SECONDS)
+        pair[0].set("in flight", b"")
+        assert pair[0].get("in flight") == b""
+        pair[0].describe_with(positions, str)
+        for _ in range(2):
+            assert beats.acquire(timeout=LONG_SECONDS)
+        goes_on.set()
+
+    pair[0].follow("g", on_asked)
+    assert run_threads([work, lambda: pair[1].agree("g", 0, 1)]) == [None, Decision.AGREED]
+
+
+def test_a_callback_may_wait_for_a_lock_whose_holder_waits_for_an_answer(pair) -> None:
+    lock, held, asked = threading.Lock(), threading.Event(), threading.Event()
+
+    def on_asked(position: int) -> LaunchedEvent:
+        asked.set()
+        with lock:
+            return LaunchedEvent(1, "")
+
+    def hold_and_ask() -> bytes:
+        with lock:
+            held.set()
+            assert asked.wait(LONG_SECONDS)
+            return pair[0].get("answer")
+
+    def ask() -> Decision:
+        assert held.wait(LONG_SECONDS)
+        decided = run_threads([lambda: pair[1].agree("g", 0, 1), lambda: pair[1].set("answer", b"42")])
+        return decided[0]
+
+    pair[0].follow("g", on_asked)
+    assert run_threads([hold_and_ask, ask]) == [b"42", Decision.AGREED]
+
+
+def test_an_inquiry_is_answered_before_anything_is_done_about_it(pair) -> None:
+    """Such as to write a dump, which may take longer than the server waits for answers."""
+    goes_on = threading.Event()
+    pair[1].describe_with(dict, lambda: "in load_batch()", on_trouble=lambda text: goes_on.wait(LONG_SECONDS))
+    with pytest.raises(CollectiveTimeout, match=r"in load_batch\(\)") as caught:
+        pair[0].report_stuck("world", 7, "all_reduce #7", 300.0, [1])
+    goes_on.set()
+    assert caught.value.missing_ranks == (1,)
+
+
+def test_callbacks_that_raise_or_say_too_much_harm_nobody(pair) -> None:
+    pair[0].describe_with(lambda: 1 / 0, lambda: 1 / 0, lambda: 1 / 0, lambda text: 1 / 0)
+    calls = [(n, n, "x" * 500, True) for n in range(300)]
+    groups = {"g" * 2000: -3, **{str(n): n for n in range(40)}}
+    pair[1].describe_with(lambda: groups, lambda: "é" * 20_000, lambda: {"0": calls})
+    with pytest.raises(CollectiveTimeout) as caught:
+        pair[0].report_stuck("world", 7, "all_reduce #7", 300.0, [1])
+    assert "(its report cannot be made: ZeroDivisionError: division by zero)" in str(caught.value)
+    assert "ééé" in str(caught.value)
+
+
+def test_absence_is_one_failure_with_what_every_rank_does() -> None:
+    with RendezvousServer(3, secret=SECRET) as server:
+        clients = connect_all(server, 3)
+        reports, positions = ["in wait()", "in load_batch()", "in wait()"], [7, 6, 7]
+        for rank, client in enumerate(clients):
+            client.describe_with(lambda r=rank: {"world": positions[r]}, lambda r=rank: reports[r])
+
+        def report(rank: int) -> None:
+            clients[rank].report_stuck("world", 7, "all_reduce #7 (float32, 4 KB)", 300.0, None)
+
+        errors = run_threads([lambda: report(0), lambda: report(2), lambda: clients[1].get("never")])
+        for rank, error in zip((0, 2, 1), errors, strict=True):
+            assert type(error) is CollectiveTimeout
+            assert error.missing_ranks == (1,)
+            text = str(error).removeprefix(f"rank {rank}/3: ")
+            assert text.startswith("ranks 0 and 2 waited 300 s in all_reduce #7 (float32, 4 KB)")
+        assert len({str(error).partition(": ")[2] for error in errors}) == 1
+        for client in clients:
+            client.report_waiting("world", 7, "all_reduce #7", 5.0, [1])  # too late, and harmless
+            client.close()
+
+
+# The end.
+
+
+def test_the_thread_ends_with_the_client(pair) -> None:
+    threads = [client._connection._thread for client in pair]
+    assert all(thread.is_alive() for thread in threads)
+    pair[0].close()
+    pair[1].abandon()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_forgotten_client_is_closed() -> None:
+    with RendezvousServer(1, secret=SECRET) as server:
+        client = connect(server, 0, 1)
+        client.describe_with(client.left_ranks, client.label.upper)  # a circle of references
+        thread = client._connection._thread
+        del client
+        deadline = time.monotonic() + LONG_SECONDS
+        while thread.is_alive() and time.monotonic() < deadline:
+            gc.collect()  # the thread itself may use the connection just now
+            thread.join(0.1)
+        assert not thread.is_alive()
+        assert server.wait_until_empty(LONG_SECONDS)
+
+
+def in_a_process(code: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+LEAVING = """
+import atexit, sys
+from gradsync.rendezvous.client import RendezvousClient
+client = RendezvousClient.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]), rank=1, world_size=2)
+atexit.register(client.close)
+client.barrier()
+"""
+
+
+def test_who_leaves_at_exit_says_so() -> None:
+    with (
+        RendezvousServer(2, secret=SECRET) as server,
+        in_a_process(LEAVING, server.address, SECRET.hex()) as leaving,
+        connect(server, 0, 2) as client,
+    ):
+        client.barrier()
+        with pytest.raises(RankFailed) as caught:
+            client.get("never", timeout_seconds=LONG_SECONDS)
+        assert caught.value.phase == "left"
+        assert leaving.wait(LONG_SECONDS) == 0
+
+
+FORKING = """
+import os, sys, threading
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.errors import CommunicatorClosed
+client = RendezvousClient.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]), rank=1, world_size=2)
+group = client.group([1], "group")
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with client._connection._sending:
+        held.set()
+        done.wait()
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    for use in (client.barrier, client.check, group.barrier, lambda: client.set("k", b"")):
+        try:
+            use()
+        except CommunicatorClosed as error:
+            assert "belongs to the process that made it" in str(error), error
+        else:
+            os._exit(1)
+    client.report_failure("nobody hears this")
+    client.report_waiting("world", 1, "barrier #1", 5.0, None)
+    client.announce_left("comm", 1)
+    group.close()
+    client.abandon()
+    client.close()
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()  # it outlives its parent
+    os._exit(0)
+done.set()
+client.barrier()
+sys.stdin.readline()
+"""
+
+
+def test_a_fork_replaces_locks_and_keeps_no_descriptor() -> None:
+    """The child can use nothing, waits for no lock, and does not keep the death of its parent from being seen."""
+    with (
+        RendezvousServer(2, secret=SECRET) as server,
+        in_a_process(FORKING, server.address, SECRET.hex()) as parent,
+        connect(server, 0, 2) as client,
+    ):
+        child = int(parent.stdout.readline())
+        client.barrier(timeout_seconds=LONG_SECONDS)
+        parent.kill()
+        with pytest.raises(RankFailed, match="died"):
+            client.get("never", timeout_seconds=LONG_SECONDS)
+        os.kill(child, signal.SIGKILL)
+
+
+SERVER = """
+import sys
+from gradsync.rendezvous.server import RendezvousServer
+server = RendezvousServer(1, secret=bytes.fromhex(sys.argv[1]))
+print(server.address, flush=True)
+server.serve_forever()
+"""
+
+
+def test_a_failure_is_reported_without_a_wait_for_the_server() -> None:
+    """Rank 0 may host it in a thread, and hold Python's lock."""
+    with in_a_process(SERVER, SECRET.hex()) as server:
+        client = connect(server.stdout.readline().strip(), 0, 1)
+        server.send_signal(signal.SIGSTOP)
+        reporting = threading.Thread(target=client.report_failure, args=("ValueError: 7",), daemon=True)
+        reporting.start()
+        reporting.join(10.0)  # it takes no time
+        assert not reporting.is_alive()
+        assert client.has_failed()
+        client.abandon()
+        server.kill()
+        with pytest.raises(CommunicatorClosed):
+            client.check()
+
+
+# Ctrl-C.
+
+
+def interrupt(function, number: int) -> bool:
+    """Calls a function, with Ctrl-C at the n-th place where Python looks for signals; returns whether it came there."""
+    count = 0
+
+    def strike(_frame, event: str, _argument) -> None:
+        nonlocal count
+        count += event in ("call", "c_return", "c_exception")
+        if count == number:
+            signal.raise_signal(signal.SIGINT)
+
+    gc.disable()  # Python forgets what Ctrl-C raises in a destructor
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setprofile(strike)
+    try:
+        function()
+    except (KeyboardInterrupt, RendezvousTimeout, RankFailed, CollectiveTimeout):
+        pass
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGINT, previous)
+        gc.enable()
+    return count >= number
+
+
+CALLS = {
+    "barrier": lambda client: client.barrier(timeout_seconds=0.002),
+    "exchange": lambda client: client.exchange("x", b"", timeout_seconds=0.002),
+    "set": lambda client: client.set("k", b"v"),
+    "report_stuck": lambda client: client.report_stuck("world", 1, "barrier #1", 5.0, [1]),
+    "report_failure": lambda client: client.report_failure("why"),
+    "announce_left": lambda client: client.announce_left("comm", 1),
+    "close": lambda client: client.close(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ctrl_c_at_any_call_of_a_wait_keeps_nobody_from_ending(name: str) -> None:
+    number, struck = 0, True
+    while struck:
+        number += 1
+        with RendezvousServer(2, secret=SECRET) as server:
+            waiting, other = connect_all(server, 2)
+            struck = interrupt(lambda client=waiting: CALLS[name](client), number)
+            assert run_threads([waiting.close, other.close]) == [None, None], f"call {number}"
+            waiting.abandon()
+    assert number > 5

@@ -1,0 +1,58 @@
+"""How a client finds its server: names that stand for several addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pytest
+from rendezvous_ranks import SECRET, connect
+
+from gradsync.errors import RendezvousTimeout
+from gradsync.rendezvous.connection import dial
+from gradsync.rendezvous.server import RendezvousServer
+
+WITHIN_SECONDS = 8.0  # of which a good two are the first address's
+
+
+@pytest.fixture
+def blackhole():
+    """The address of a listener whose backlog is full: what is sent to it is lost."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.2", 0))
+        listener.listen(0)
+        for _ in range(3):
+            stream = stack.enter_context(socket.socket())
+            stream.setblocking(False)
+            stream.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+
+
+@pytest.fixture
+def head(blackhole, monkeypatch):
+    """The address of a name that stands for the blackhole first, and then for 127.0.0.1."""
+    targets = [
+        (socket.AF_INET, socket.SOCK_STREAM, 0, "", target) for target in (blackhole, ("127.0.0.1", blackhole[1]))
+    ]
+    look_up = socket.getaddrinfo
+
+    def look_up_head(host, *args, **options):
+        return list(targets) if host == "head" else look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_head)
+    return f"head:{blackhole[1]}"
+
+
+def test_an_address_that_swallows_all_leaves_time_for_the_next(blackhole, head) -> None:
+    with RendezvousServer(1, secret=SECRET, host="127.0.0.1", port=blackhole[1]):
+        began = time.monotonic()
+        connect(head, 0, 1, timeout_seconds=WITHIN_SECONDS).close()
+        assert time.monotonic() - began < WITHIN_SECONDS
+
+
+def test_the_last_address_says_why(head) -> None:
+    with pytest.raises(RendezvousTimeout, match="last cause: Connection refused") as caught:
+        dial(head, secret=SECRET, deadline=time.monotonic() + 0.4, label="rank 0/1")
+    assert caught.value.cause == "Connection refused"

@@ -1,0 +1,268 @@
+"""Some of the ranks as if they were all, and what is left of them with the server."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from core_bench import Bench
+from rendezvous_ranks import SECRET, connect_all, run_ranks
+
+from gradsync.errors import CollectiveTimeout, InvalidArgument, RankFailed, RendezvousTimeout
+from gradsync.rendezvous import store
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.frames import Decision, FrameType, LaunchedEvent, event_key
+from gradsync.rendezvous.server import RendezvousServer
+
+SECONDS = 30.0
+
+
+def stored(core: Any) -> list[int]:
+    """Returns how many things stand in each store of the one generation, and how many groups are half forgotten."""
+    [generation] = core._generations
+    return [
+        len(generation.keys._values),
+        generation.keys._stored_bytes,
+        len(generation.barriers._barriers),
+        len(generation.agreements._groups),
+        len(generation.departures._left),
+    ]
+
+
+# -- Who is who ---------------------------------------------------------------------------------------------------
+
+
+def test_members_are_numbered_as_listed() -> None:
+    def work(client: RendezvousClient) -> Any:
+        assert client.world_ranks == (0, 1, 2, 3)
+        assert client.label == f"rank {client.rank}/4"
+        if client.rank == 1:
+            return None
+        group = client.group([3, 0, 2], "world/3,0,2#1")
+        inner = None if client.rank == 0 else group.group([2, 0], "world/2,3#1")
+        assert inner is None or inner.world_ranks == (2, 3)
+        assert group.generation == client.generation
+        return group.rank, group.world_size, group.world_ranks, group.label, inner and inner.rank
+
+    with RendezvousServer(4, secret=SECRET) as server:
+        results = run_ranks(server, 4, work)
+    label = "rank {}/3 of group 'world/3,0,2#1' (rank {} of the world)"
+    assert results == [
+        (1, 3, (3, 0, 2), label.format(1, 0), None),
+        None,
+        (2, 3, (3, 0, 2), label.format(2, 2), 0),
+        (0, 3, (3, 0, 2), label.format(0, 3), 1),
+    ]
+
+
+@pytest.mark.parametrize("members", [[], [1], [0, 0], [0, 2], [-1, 0]])
+def test_bad_members(members: list[int]) -> None:
+    def work(client: RendezvousClient) -> None:
+        if client.rank == 0:
+            with pytest.raises(InvalidArgument, match="group 'g' need to be distinct, from 0 to 1"):
+                client.group(members, "g")
+
+    with RendezvousServer(2, secret=SECRET) as server:
+        assert run_ranks(server, 2, work) == [None, None]
+
+
+# -- What they share ----------------------------------------------------------------------------------------------
+
+
+def use_all(group: RendezvousClient) -> None:
+    """Leaves something of every kind with the server."""
+    group.set(f"from/{group.rank}", bytes([group.rank]))
+    group.barrier(timeout_seconds=SECONDS)
+    for rank in range(group.world_size):
+        assert group.get(f"from/{rank}", timeout_seconds=SECONDS) == bytes([rank])
+    values = [b"of %d" % rank for rank in range(group.world_size)]
+    assert group.exchange("all", values[group.rank], timeout_seconds=SECONDS) == values
+    root = group.world_size - 1
+    if group.rank == root:
+        group.set("id", bytes([root]) * 128)
+    assert group.get("id", from_rank=root, timeout_seconds=SECONDS) == bytes([root]) * 128
+    assert group.agree(group.name, 0, 7, timeout_seconds=SECONDS) is Decision.AGREED
+    differ = group.world_size > 1
+    assert group.agree("more", 0, group.rank, timeout_seconds=SECONDS) is Decision(differ)
+    group.set(event_key(group.name, 0, group.world_ranks[group.rank]), b"what it was")
+
+
+def test_groups_share_what_they_like_and_leave_nothing() -> None:
+    groups = [members for size in (1, 2, 3) for members in itertools.permutations(range(3), size)]
+
+    def work(client: RendezvousClient) -> list[int]:
+        client.set("kept", b"of the world")
+        client.barrier(timeout_seconds=SECONDS)
+        before = stored(server._core)
+        client.barrier(timeout_seconds=SECONDS)
+        for repeat, members in itertools.product(range(3), groups):
+            if client.rank in members:
+                group = client.group(members, f"world/{members}#{repeat}")
+                use_all(group)
+                group.close()
+                group.close()
+        client.barrier(timeout_seconds=SECONDS)
+        assert stored(server._core) == before
+        client.barrier(timeout_seconds=SECONDS)
+        return before
+
+    with RendezvousServer(3, secret=SECRET) as server:
+        first, *others = run_ranks(server, 3, work)
+    assert isinstance(first, list), first
+    assert others == [first, first]
+
+
+def test_one_name_means_two_things_in_two_groups() -> None:
+    def work(client: RendezvousClient) -> bytes:
+        group = client.group([0, 1] if client.rank < 2 else [2, 3], "low" if client.rank < 2 else "high")
+        if group.rank == 0:
+            group.set("key", group.name.encode())
+        value = group.get("key", timeout_seconds=SECONDS)
+        group.barrier(timeout_seconds=SECONDS)
+        if group.rank == 1:
+            assert group.delete("key")
+            assert not group.delete("key")
+        return value
+
+    with RendezvousServer(4, secret=SECRET) as server:
+        assert run_ranks(server, 4, work) == [b"low", b"low", b"high", b"high"]
+
+
+def test_a_member_that_does_not_come_is_named_by_its_number_in_the_world() -> None:
+    def work(client: RendezvousClient) -> Any:
+        if client.rank == 0:
+            return None
+        group = client.group([2, 1], "pair")
+        if client.rank == 1:
+            with pytest.raises(RendezvousTimeout) as caught:
+                group.barrier(timeout_seconds=0.1)
+            client.set("told", b"")
+            return caught.value.missing_ranks
+        client.get("told", timeout_seconds=SECONDS)
+        return None
+
+    with RendezvousServer(3, secret=SECRET) as server:
+        assert run_ranks(server, 3, work) == [None, (2,), None]
+
+
+def test_absence_in_a_group() -> None:
+    with RendezvousServer(3, secret=SECRET) as server:
+        clients = connect_all(server, 3)
+        try:
+            group = clients[0].group([2, 0], "pair")
+            clients[0].describe_with(lambda: {"pair": 4}, lambda: "here")
+            with pytest.raises(CollectiveTimeout) as caught:
+                group.report_stuck("pair", 4, "barrier #4", 7.0, None)
+            assert caught.value.missing_ranks == (2,)  # rank 1 is no member
+            assert group.has_failed()
+            with pytest.raises(CollectiveTimeout):
+                group.check()
+        finally:
+            for client in clients:
+                client.close()
+
+
+def test_failure_of_a_member_is_told_to_all() -> None:
+    with RendezvousServer(3, secret=SECRET) as server:
+        clients = connect_all(server, 3)
+        try:
+            clients[0].group([2, 0], "pair").report_failure("no room")
+            for client in clients[1:]:
+                with pytest.raises(RankFailed, match="no room"):
+                    client.get("never", timeout_seconds=SECONDS)
+        finally:
+            for client in clients:
+                client.close()
+
+
+def test_a_question_is_passed_on_within_the_group() -> None:
+    with RendezvousServer(3, secret=SECRET) as server:
+        clients = connect_all(server, 3)
+        groups = {rank: clients[rank].group([0, 2], "pair") for rank in (0, 2)}
+        groups[2].follow("pair", lambda position: LaunchedEvent(5, "launched"))
+        try:
+            assert groups[0].agree("pair", 3, 4, timeout_seconds=SECONDS) is Decision.LAUNCHED
+            assert groups[0].launched_position("pair") == 3
+            assert groups[0].get(event_key("pair", 3, 2), timeout_seconds=SECONDS) == b"launched"
+            groups[2].unfollow("pair")
+            groups[0].close()
+        finally:
+            for client in clients:
+                client.close()
+
+
+# -- The server's side, with a virtual clock ----------------------------------------------------------------------
+
+
+class ForgettingBench(Bench):
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.join_all()
+
+    def fill(self, scope: str) -> None:
+        self.send(0, FrameType.SET, f"{scope}/key", b"value", True)
+        self.send(0, FrameType.SET, f"{scope}/agree/0/1", b"1", True)
+        self.send(0, FrameType.BARRIER, f"{scope}/ready", [0])
+        self.send(0, FrameType.EXCHANGE, f"{scope}/ready", [0], b"")
+        self.send(0, FrameType.AGREE, scope, 0, 1, [0])
+
+    def forget(self, rank: int, scope: str, ranks: list[int] | None = None) -> None:
+        self.send(rank, FrameType.LEAVE, scope, ranks, 0)
+
+
+def test_the_last_word_counts() -> None:
+    bench = ForgettingBench(3)
+    bench.fill("world/0,1#10")
+    kept = stored(bench.core)
+    bench.fill("world/0,1#1")
+    full = stored(bench.core)
+    bench.forget(0, "world/0,1#1", [0, 1])
+    bench.forget(0, "world/0,1#1", [0, 1])
+    bench.forget(2, "world/0,1#1", [0, 1])  # no member
+    assert stored(bench.core)[:-1] == full[:-1]
+    bench.forget(1, "world/0,1#1", [0, 1])
+    assert stored(bench.core) == kept  # a longer number is another name
+
+
+def test_who_has_left_is_done() -> None:
+    bench = ForgettingBench(3)
+    bench.fill("g")
+    bench.forget(0, "g", [0, 1])
+    bench.leave(1)
+    assert stored(bench.core) == [0] * 5
+    bench.fill("h")
+    bench.forget(0, "h", [0, 1])  # who had left before, too
+    assert stored(bench.core) == [0] * 5
+    bench.fill("all")
+    bench.forget(0, "all")
+    assert stored(bench.core)[-1] == 1
+    bench.forget(2, "all")
+    assert stored(bench.core) == [0] * 5
+
+
+def test_who_waits_for_what_is_forgotten_still_has_its_deadline() -> None:
+    bench = ForgettingBench(2)
+    waits = [
+        bench.send(0, FrameType.BARRIER, "g/b", [0, 1]),
+        bench.send(0, FrameType.AGREE, "g", 0, 1, [0, 1]),
+        bench.send(0, FrameType.GET, "g/key", None),
+    ]
+    bench.forget(0, "g")
+    bench.forget(1, "g")
+    assert stored(bench.core) == [0] * 5
+    bench.take(0)
+    for wait in waits:
+        bench.cancel(0, wait)
+    answers = {message[1]: message[0] for message in bench.take(0)}
+    assert answers == dict.fromkeys(waits, FrameType.TIMED_OUT)
+
+
+def test_half_forgotten_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_MAX_NAMES_LEFT", 5)
+    bench = ForgettingBench(2)
+    for number in range(20):
+        bench.forget(0, f"g{number}")
+    assert stored(bench.core)[-1] == 5
+    bench.forget(1, "g0")
+    assert stored(bench.core)[-1] == 4

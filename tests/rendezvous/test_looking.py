@@ -1,0 +1,90 @@
+"""A look at processes and connections: stopped, gone, unreachable, running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from gradsync.rendezvous.liveness import ProcessState, look_at, look_at_process
+
+SLEEPER = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+
+
+@pytest.fixture
+def child():
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+class Stream:
+    """A connection of which the kernel tells this."""
+
+    def __init__(self, unacked: int, last_ack_ms: int) -> None:
+        self.info = struct.pack("=24xI28xI4x", unacked, last_ack_ms)
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option, size) == (socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+        return self.info
+
+
+QUIET = Stream(0, 10**6)
+DEAD_LINE = Stream(1, 2300)
+
+
+def test_process_that_runs_is_stopped_goes_on_and_ends(child) -> None:
+    assert look_at_process(child.pid) is ProcessState.RUNNING
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert look_at(child.pid, QUIET) is ProcessState.STOPPED
+    child.send_signal(signal.SIGCONT)
+    os.waitid(os.P_PID, child.pid, os.WCONTINUED)
+    assert look_at(child.pid, QUIET) is ProcessState.RUNNING
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert look_at_process(child.pid) is ProcessState.GONE  # a zombie
+    child.wait()
+    assert look_at(child.pid, DEAD_LINE) is ProcessState.GONE
+
+
+def test_name_of_a_process_may_hold_anything(tmp_path) -> None:
+    program = tmp_path / "x) T ("
+    program.symlink_to(sys.executable)
+    with subprocess.Popen([str(program), *SLEEPER[1:]], stdin=subprocess.PIPE) as process:
+        assert look_at_process(process.pid) is ProcessState.RUNNING
+        process.kill()
+
+
+def test_process_of_another_user_that_proc_hides_runs(monkeypatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert look_at_process(2**22 + 1) is ProcessState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("stream", "state"),
+    [(QUIET, ProcessState.UNKNOWN), (Stream(3, 2200), ProcessState.UNKNOWN), (DEAD_LINE, ProcessState.UNREACHABLE)],
+)
+def test_machine_that_acknowledges_nothing_is_unreachable(stream: Stream, state: ProcessState) -> None:
+    assert look_at(None, stream) is state
+
+
+def test_real_connection_is_reachable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as stream:
+        stream.send(b"not read, but acknowledged")
+        assert look_at(None, stream) is ProcessState.UNKNOWN
+        assert look_at(os.getpid(), stream) is ProcessState.RUNNING
+
+
+def test_stream_that_is_no_tcp_connection_tells_nothing() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        assert look_at(None, left) is ProcessState.UNKNOWN
