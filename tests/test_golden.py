@@ -28,7 +28,7 @@ from gradsync.cli import main
 
 GOLDEN = Path(__file__).parent / "golden"
 SOURCE = Path(gs.__file__).parent
-DEEP = "GRADSYNC_TEST_DEEP"  # "1" runs the slow ones too
+DEEP = "GRADSYNC_TEST_DEEP"  # "1" runs also those that take long, or whose way other tests show
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
 
@@ -175,7 +175,7 @@ CASES = cases()
 def test_output_is_as_approved(path: Path) -> None:
     script = path.with_suffix(".py")
     if script.exists() and "deep" in command_and_notes(script)[1] and os.environ.get(DEEP) != "1":
-        pytest.skip(f"takes long: runs with {DEEP}=1")
+        pytest.skip(f"runs with {DEEP}=1")
     made = CASES[path]().splitlines()
     approved = path.read_text().splitlines() if path.exists() else []
     assert made == approved, f"if it shall be so: python tests/test_golden.py {path.stem}, in a commit of its own"

@@ -1,4 +1,4 @@
-# GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS=1 gradsync run -n 2 --backend shm {}
+# GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS=3 gradsync run -n 2 --backend shm {}
 import time
 
 import gradsync as gs

@@ -1,4 +1,4 @@
-# sh -c 'LAUNCHER=$$ exec python -m gradsync run -n 2 --backend shm {}'
+# sh -c 'LAUNCHER=$$ exec python -m gradsync run -n 2 --backend shm {}'  # deep
 import os
 import signal
 

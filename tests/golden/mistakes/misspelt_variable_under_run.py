@@ -1,4 +1,4 @@
-# GRADSYNC_BACKND=local gradsync run -n 1 --backend local {}
+# GRADSYNC_BACKND=local gradsync run -n 1 --backend local {}  # deep
 import gradsync as gs
 
 with gs.init_process_group() as comm:
