@@ -8,6 +8,7 @@ import numpy as np
 
 import gradsync as gs
 from contract import (
+    IS_EVERYWHERE,
     KITS,
     REDUCTIONS,
     Host,
@@ -109,7 +110,7 @@ def check_many_resident_reductions_in_a_row(comm: Any, _kit: Any) -> None:
     memory = make(comm, 1 << 20)
     ranges = [(0, 10), (64, 20_000), (131_072, 200_000)]
     views = [memory.bytes[begin : begin + 4 * size].view(np.int32) for begin, size in ranges]
-    for step in range(200):
+    for step in range(200 if IS_EVERYWHERE or comm.backend != "nccl" else 40):  # to save time, on the stand-in
         for (begin, size), view in zip(ranges, views, strict=True):
             view[...] = comm.rank + step
             end = comm.all_reduce_resident(

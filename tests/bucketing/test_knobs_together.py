@@ -8,12 +8,12 @@ import callback_hook_checks as checks
 import pytest
 import uneven_checks
 
-from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, Place, always_on, on
+from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, Place, on
 
 PLACES = [
     *on(SHM, 1, 3),
     *on(STAND_IN, 2),
-    *always_on(STAND_IN_MIXED, 2),
+    *on(STAND_IN_MIXED, 2),
     *on(GPU, 1, 2),
     *on(GPU_MIXED, 2),
 ]

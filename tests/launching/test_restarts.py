@@ -4,9 +4,9 @@ import os
 
 import command
 
-# Rank 1 fails until the third start; each start leaves a file.
+# Rank 1 fails until the third start, or that which is named; each start leaves a file.
 FALTERING = """
-    import os
+    import os, sys
     from pathlib import Path
     import gradsync as gs
     restart, state = os.environ["GRADSYNC_RESTART_COUNT"], Path(os.environ["GRADSYNC_STATE_DIR"])
@@ -16,19 +16,20 @@ FALTERING = """
         comm.barrier()
         (state / f"{restart}-{comm.rank}").touch()
         comm.barrier()
-        if comm.rank == 1 and int(restart) < 2:
+        if comm.rank == 1 and int(restart) < int(sys.argv[1]):
             raise SystemExit(5)
 """
 FIRST_TWO = ["0-0", "0-1", "1-0", "1-1"]
 
 
-def run(tmp_path, *options):
+def run(tmp_path, *options, failures=2):
     script = command.write_script(tmp_path, FALTERING)
-    return command.run("run", "--no-prefix", "-n", 2, *options, script)
+    return command.run("run", "--no-prefix", "-n", 2, *options, script, failures)
 
 
 def test_ranks_start_again_and_find_their_state(tmp_path):
-    code, out, err = run(tmp_path, "--max-restarts", 3)
+    """And log files of each start are kept."""
+    code, out, err = run(tmp_path, "--max-restarts", 3, "--log-dir", tmp_path / "logs")
     assert code == 0, err
     lines = out.splitlines()
     state = lines[0].split()[-1]
@@ -36,6 +37,9 @@ def test_ranks_start_again_and_find_their_state(tmp_path):
     assert not os.path.exists(state)
     assert err.count("failed with exit code 5") == 2
     assert "gradsync: starting all ranks again (restart 2 of at most 3)\n" in err
+    for restart in range(3):
+        text = (tmp_path / "logs" / f"attempt-{restart}" / "rank-1.log").read_text()
+        assert text.startswith(f"{restart} {FIRST_TWO[: 2 * restart]} ")
 
 
 def test_the_last_failure_counts_when_no_restart_is_left(tmp_path):
@@ -50,17 +54,9 @@ def test_a_state_directory_of_ones_own_stays(tmp_path):
     code, _, _ = run(tmp_path, "--state-dir", state)
     assert code == 5
     assert sorted(os.listdir(state)) == ["0-0", "0-1"]
-    code, _, err = run(tmp_path, "--state-dir", state, "--max-restarts", 2)
+    code, _, err = run(tmp_path, "--state-dir", state, "--max-restarts", 1, failures=1)
     assert code == 0, err
-    assert sorted(os.listdir(state)) == [*FIRST_TWO, "2-0", "2-1"]
-
-
-def test_log_files_of_each_start_are_kept(tmp_path):
-    code, _, _ = run(tmp_path, "--max-restarts", 2, "--log-dir", tmp_path / "logs")
-    assert code == 0
-    for restart in range(3):
-        text = (tmp_path / "logs" / f"attempt-{restart}" / "rank-1.log").read_text()
-        assert text.startswith(f"{restart} {FIRST_TWO[: 2 * restart]} ")
+    assert sorted(os.listdir(state)) == FIRST_TWO
 
 
 def test_without_restarts_there_is_no_state_directory(tmp_path):

@@ -10,7 +10,7 @@ with gs.init_process_group() as comm:
     sync = gs.AllreduceCallback()
     guards = comm.objects.all_gather(os.getppid())
     for step in range(3 - comm.rank):
-        while step == 2 and os.path.exists(f"/proc/{guards[1]}"):  # the launcher has seen the end of the other rank then
+        while step == 2 and os.path.exists(f"/proc/{guards[1]}"):  # until the launcher has seen its end
             time.sleep(0.01)
         with sync.backward():
             sync("weights", np.ones(3))
