@@ -30,8 +30,8 @@ from places import why_no_gpu  # noqa: E402
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores, for tests that wait; a few at most, since each starts ranks of its own."""
-    return min((os.cpu_count() or 1) + 1, 8)
+    """Two workers for each core, for tests that wait; a few at most, since each starts ranks of its own."""
+    return min(2 * (os.cpu_count() or 1), 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
