@@ -229,7 +229,7 @@ def expect(kind: type[Any], action: Callable[[], Any], text: str = "") -> Any:
 
 def wait_until(condition: Callable[[], bool]) -> None:
     """Looks until it is so, for longer than any stall."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

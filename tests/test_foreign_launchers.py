@@ -112,7 +112,8 @@ def test_srun_with_a_secret(script: str, variables: dict[str, str], tmp_path: Pa
     right, wrong = ({"GRADSYNC_SECRET_FILE": str(tmp_path / name)} for name in ("right", "wrong"))
     check(ranks_by_hand(script, variables, slurm_task(0) | right, slurm_task(1) | right))
     script_in_haste = tmp_path / "haste.py"
-    script_in_haste.write_text(SCRIPT.replace("30", "2"))
+    # The first rank has 8 s, in which the other one has to come and be refused, on a busy machine too.
+    script_in_haste.write_text(SCRIPT.replace("30", "8 if __import__('os').environ['SLURM_PROCID'] == '0' else 30"))
     outcomes = ranks_by_hand(str(script_in_haste), variables, slurm_task(0) | right, slurm_task(1) | wrong)
     assert "AuthenticationError" in outcomes[1][2]
     assert "RendezvousTimeout" in outcomes[0][2]

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import command
@@ -13,6 +12,7 @@ import pytest
 from node_commands import Nodes, arguments, write
 
 import gradsync as gs
+from contract import wait_until
 
 
 @pytest.fixture
@@ -162,6 +162,11 @@ def test_a_signal_to_one_launcher_ends_all(nodes, victim, number):
         assert re.search(rf"gradsync: node {victim} \(\S+ 127.0.0.1\) was stopped by {number.name}$", err), err
 
 
+def listens(host, port):
+    with socket.socket() as stream:
+        return not stream.connect_ex((host, port))
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP])
 def test_a_signal_while_the_others_are_awaited_leaves_nothing(nodes, tmp_path, monkeypatch, number):
     folder = tmp_path / "temporary"
@@ -170,11 +175,7 @@ def test_a_signal_while_the_others_are_awaited_leaves_nothing(nodes, tmp_path, m
     run = nodes()
     run.start(0, "none", options=("--max-restarts", 1))
     host, port = run.rendezvous.split(":")
-    while True:
-        with socket.socket() as stream:
-            if not stream.connect_ex((host, int(port))):
-                break
-        time.sleep(0.01)
+    wait_until(lambda: listens(host, int(port)))
     assert list(folder.iterdir())
     run.processes[0].send_signal(number)
     code, err = run.end(0)
@@ -189,8 +190,7 @@ def test_a_signal_to_a_launcher_whose_ranks_are_done(nodes):
     for node in range(2):
         run.await_ids(node)
     pid = run.processes[0].pid
-    while Path(f"/proc/{pid}/task/{pid}/children").read_text():
-        time.sleep(0.01)
+    wait_until(lambda: not Path(f"/proc/{pid}/task/{pid}/children").read_text())
     run.processes[0].send_signal(signal.SIGINT)
     ends = run.end_all()
     assert "gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)" in ends[0][1]
@@ -259,7 +259,7 @@ def test_who_does_not_come_is_named(nodes):
 def test_who_does_not_come_is_named_before_node_0_gives_up(nodes):
     """Node 1 waits for longer, and hears nobody when its time is over."""
     run = nodes(3)
-    for node, seconds in enumerate((4, 7)):
+    for node, seconds in enumerate((7, 11)):
         run.start(node, "none", options=("--join-timeout", seconds))
     assert run.end(0)[0] == 1
     code, err = run.end(1)
@@ -329,13 +329,13 @@ def test_a_name_without_an_address_is_refused(tmp_path):
 def test_an_address_of_another_machine_is_refused(nodes):
     run = nodes(3)
     for node in (0, 2):
-        run.start(node, "none", options=("--join-timeout", 4))
+        run.start(node, "none", options=("--join-timeout", 7))
     run.start(1, "none", options=("--node-address", "192.0.2.77"))
     code, err = run.end(1)
     assert (code, "--node-address '192.0.2.77' is no address of this machine" in err) == (2, True)
     for node in (0, 2):  # it did not join: they wait for it as for any other, and it may come yet
         code, err = run.end(node)
-        assert (code, "within 4 s (--join-timeout)" in err) == (1, True), err
+        assert (code, "within 7 s (--join-timeout)" in err) == (1, True), err
         assert "missing: node 1 (not joined)" in err.splitlines()[-1]
 
 

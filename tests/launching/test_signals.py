@@ -13,6 +13,7 @@ import command
 import pytest
 
 import gradsync as gs
+from contract import wait_until
 from gradsync.launching.signal_inbox import SignalInbox
 from gradsync.machine import read_stat
 
@@ -151,6 +152,7 @@ STUCK = """
     import sys, threading, time
     import numpy as np
     import gradsync as gs
+from contract import wait_until
 
     def read_batch():
         with open(sys.argv[1]) as pipe:  # to which nobody writes
@@ -193,8 +195,7 @@ def test_a_signal_that_comes_outside_pythons_main_thread_ends_the_launchers_wait
     main = threading.get_native_id()
 
     def take() -> None:
-        while (stat := read_stat(main)) is not None and stat.state != "S":
-            time.sleep(0.01)
+        wait_until(lambda: (stat := read_stat(main)) is None or stat.state == "S")
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     with SignalInbox() as inbox:
@@ -250,6 +251,7 @@ def test_no_signal_is_lost_as_an_inbox_opens_or_closes(place, raises, monkeypatc
 FORKED_IN_ASYNCIO = """
     import asyncio, os, signal
     import gradsync as gs
+from contract import wait_until
 
     def work():
         if os.environ["RANK"] == "1":
