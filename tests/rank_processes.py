@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import secrets
 import sys
 import threading
@@ -178,9 +179,13 @@ def _receive(pipe: Connection, timeout: float) -> Outcome:
     if not wait([pipe], timeout):
         return Outcome(error=TimeoutError(), traceback_text=f"no result within {timeout} s")
     try:
-        return pipe.recv()
+        data, text = pipe.recv()
     except EOFError:
         return Outcome()
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # of a class that only ranks have, as the stand-in's
+        return Outcome(error=error, traceback_text=text or f"its result does not unpickle here: {error!r}")
 
 
 def _rank_main(
@@ -219,9 +224,10 @@ def _rank_main(
         gs.destroy_process_group()  # one that the function has begun: multiprocessing ends without Python's atexit
     except BaseException as error:
         outcome = Outcome(error=error, traceback_text=traceback.format_exc())
+    try:
+        data = pickle.dumps(outcome)
+    except Exception as error:  # the result or the error does not pickle
+        data = pickle.dumps(Outcome(error=RuntimeError(repr(error)), traceback_text=outcome.traceback_text))
     with contextlib.suppress(BrokenPipeError):
-        try:
-            pipe.send(outcome)
-        except Exception as error:  # the result or the error does not pickle
-            pipe.send(Outcome(error=RuntimeError(repr(error)), traceback_text=outcome.traceback_text))
+        pipe.send((data, outcome.traceback_text))
     pipe.close()
