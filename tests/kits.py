@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -48,11 +49,14 @@ def values_of(future: Any, kit: Any) -> np.ndarray[Any, Any]:
 def end_together(comm: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Calls function(comm, *args), and returns its result when all ranks have come to their end, or failed.
 
-    On the stand-in rank 0 serves the collectives: were it to leave first, others might miss their last results.
+    On the stand-in rank 0 serves the collectives: were it to leave first, others might miss their last results, also
+    those that nobody has asked for.
     """
     result = function(comm, *args)
     client = process_group._client
     if client is not None and not comm.closed:
+        if os.environ.get("GRADSYNC_STAND_IN_HANG") != "1":
+            bring_to_rest(comm)
         with contextlib.suppress(gs.GradsyncError):
             client.barrier("the end of the check", timeout_seconds=30.0)
     return result
