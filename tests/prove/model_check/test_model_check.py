@@ -93,11 +93,10 @@ def _the_next_rank_is_blamed(patch: pytest.MonkeyPatch) -> None:
 def _the_failed_generation_goes_on(patch: pytest.MonkeyPatch) -> None:
     original = RendezvousCore._receive
 
-    def receive(self: RendezvousCore, now: float, connection: int, message: Any) -> Any:
-        generation, _ = self._seats[connection]
+    def receive(self: RendezvousCore, now: float, connection: int, message: Any, generation: Any, rank: int) -> Any:
         failure, generation.failure = generation.failure, None
         try:
-            return original(self, now, connection, message)
+            return original(self, now, connection, message, generation, rank)
         finally:
             generation.failure = generation.failure or failure
 
