@@ -20,5 +20,5 @@ ranks: each hears the same, at once, and at every later call. What the ranks sha
 
 From below: `liveness` (clocks of silence), `frames` (types and schemas), `wire` (sealed frames), `handshake` and
 `sockets`; the server's core, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`; then `server` on
-one side, `connection` and `client` on the other.
+one side, `connection` and `client` on the other; `secret_files` and `hosting` bring them together.
 """
