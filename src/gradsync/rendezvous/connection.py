@@ -76,6 +76,7 @@ ANSWER_SECONDS = 2.0
 AT_ONCE_SECONDS = 30.0  # the deadline of requests that do not wait for other ranks
 _FAILURE_WITHIN_SECONDS = 1.0  # after this rank has reported a stuck collective
 _GOODBYE_SECONDS = 1.0
+_POLL_SECONDS = 0.25  # at most: a descriptor that the program closes under us ends no poll that is under way
 _THREAD_END_SECONDS = 0.2
 _CALLBACKS_END_SECONDS = 2.0  # a dump that is being written is wanted whole
 _MAX_TIMEOUT_SECONDS = 1e9
@@ -715,7 +716,7 @@ def _read_until_the_end(
     wait_seconds = interval_seconds
     events = select.POLLIN
     while True:
-        ready = waiter.poll(max(wait_seconds, 0.0) * 1000.0 + 1.0)
+        ready = waiter.poll(min(max(wait_seconds, 0.0), _POLL_SECONDS) * 1000.0 + 1.0)
         connection = reference()
         if connection is None:  # the client was forgotten; its end is the end of the stream
             stream.close()
