@@ -6,7 +6,7 @@ import pytest
 import models
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.future import GradientFuture
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.futures import CollectiveEnd
 
 
@@ -21,7 +21,7 @@ def step(callback, gradients):
 @pytest.mark.benchmark(group="step of ResNet-50")
 def test_step_on_one_rank(benchmark, force_packing, threshold_bytes):
     gradients = [np.ones(shape, np.float32) for shape in reversed(models.resnet50())]
-    with LocalCommunicator(force_packing=force_packing) as communicator:
+    with local_communicator(force_packing=force_packing) as communicator:
         callback = AllreduceCallback("mean", communicator, threshold_bytes=threshold_bytes)
         results = benchmark(step, callback, gradients)
     assert all(result is gradient for result, gradient in zip(results, gradients, strict=True))

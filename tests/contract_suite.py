@@ -19,6 +19,8 @@ import contract_refusals
 import contract_resident
 import gradsync as gs
 from contract import KITS, expect
+from gradsync import process_group
+from pipe_backend import connect_pipes
 
 #: The parts of the contract; each is run by itself.
 PARTS = {
@@ -77,6 +79,21 @@ def run_part_anew(_comm: Any, part: str, kit_name: str, options: dict[str, Any])
         world.abort("a check failed")  # others may wait for this rank
         raise AssertionError(findings.failure)
     return findings.notes
+
+
+def run_part_over_pipes(_comm: Any, part: str) -> None:
+    """Runs a part on a communicator whose backend is tests/pipe_backend.py, in a process group of its own.
+
+    Raises:
+        AssertionError: with the check that failed.
+    """
+    gs.destroy_process_group()
+    world = gs.init_process_group("shm", timeout_seconds=30.0, collective_timeout_seconds=30.0)
+    client: Any = process_group._client
+    findings = run_part(connect_pipes(client, group="pipes", timeout_seconds=30.0), part)
+    if findings.failure:
+        world.abort("a check failed")  # others may wait for this rank
+        raise AssertionError(findings.failure)
 
 
 def assert_unusable(comm: Any, kit: Any) -> None:

@@ -35,13 +35,13 @@ _PRELOADED = [
     *("gradsync.process_group", "gradsync.comm", "gradsync.consistency", "gradsync.diagnostics.compare"),
     *("gradsync.bucketing.callback", "gradsync.bucketing.parameters", "gradsync.bucketing.tree_average"),
     *("gradsync.rendezvous.hosting", "gradsync.rendezvous.server"),
-    *("gradsync.communicators.shared_memory.communicator", "gradsync.communicators.local"),
+    *("gradsync.communicators.shared_memory.shm_backend", "gradsync.communicators.local"),
     *("numpy", "numpy.typing", "pytest", "ml_dtypes", "msgpack", "encodings.idna", "secrets"),
     *("rank_processes", "contract", "kits", "places"),
 ]
 _PRELOADED_WITH_STAND_IN = [
     "cupy.cuda.nccl",
-    "gradsync.communicators.nccl.communicator",
+    "gradsync.communicators.nccl.nccl_backend",
     "gradsync.bucketing.pack_kernels",
 ]
 

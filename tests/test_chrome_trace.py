@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import gradsync as gs
 from gradsync.cli import main
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.diagnostics.dump_files import read_dumps
 from places import SHM
 
@@ -82,7 +82,7 @@ def slices(trace: Any, category: str, rank: int = 0) -> Iterator[Event]:
 
 
 def test_a_step_after_one_that_failed_begins_with_its_own_first_gradient(tmp_path: Path) -> None:
-    with LocalCommunicator() as comm, gs.trace(tmp_path / "a.json"):
+    with local_communicator() as comm, gs.trace(tmp_path / "a.json"):
         sync = gs.AllreduceCallback("sum", comm, nonfinite="raise")
         with pytest.raises(gs.NonFiniteGradient), sync.backward():
             sync("w", np.array([np.inf]))

@@ -12,7 +12,7 @@ import pytest
 import gradsync as gs
 from contract import contribution, expect
 from gradsync import consistency
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from kits import make_kit
 from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, Place, always_on, on
 
@@ -95,7 +95,7 @@ def test_the_first_difference_is_named_on_every_rank(place: Place, world_size: i
 
 
 def test_misuse_is_told() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     for wrong in (np.ones(3), 3, None, "w"):
         with pytest.raises(gs.InvalidArgument, match="needs a mapping of names to arrays"):
             gs.check_consistency(wrong, comm)

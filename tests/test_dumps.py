@@ -16,7 +16,7 @@ import pytest
 
 import gradsync as gs
 from gradsync import environment
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.diagnostics import dump as dumps
 from gradsync.diagnostics.dump_files import read_dumps
 
@@ -57,7 +57,7 @@ def test_what_ends_a_traced_block_is_told_though_no_trace_can_be_written(tmp_pat
 
 
 def test_any_thread_may_dump_while_collectives_run(tmp_path: Path) -> None:
-    with LocalCommunicator() as comm:
+    with local_communicator() as comm:
         thread = threading.Thread(target=lambda: [gs.dump_flight_recorder(tmp_path) for _ in range(20)])
         thread.start()
         while thread.is_alive():

@@ -31,7 +31,7 @@ ROOM_OF_STRAY = {stray: room for room, strays in STRAYS.items() for stray in str
 # Who imports a room that stands after its own, and which file there.
 UPWARD = {
     "communicators.local": "bucketing.flat_buffer",
-    "communicators.nccl.collectives": "bucketing.pack_kernels",
+    "communicators.nccl.nccl_backend": "bucketing.pack_kernels",
 }
 # Files inside a room that are imported from outside, and by which rooms. Outside, a room is its name: from
 # gradsync.rendezvous import ..., where rendezvous/__init__.py says what others may use.
@@ -54,13 +54,12 @@ INSIDE = {
     "bucketing.tree_broadcast": "adapters",
     "communicators.agreement": "bucketing comm",
     "communicators.backend": "bucketing",
-    "communicators.base": "adapters backends bench bucketing comm consistency process_group sharding",
-    "communicators.collectives.group_meeting": "process_group",
-    "communicators.collectives.non_member": "bucketing process_group",
+    "communicators.communicator": "adapters backends bench bucketing comm consistency process_group sharding",
+    "communicators.groups": "bucketing process_group",
     "communicators.host_arrays": "bucketing",
     "communicators.lifetime": "bucketing process_group",
     "communicators.local": "backends bench comm",
-    "communicators.mpi.communicator": "backends",
+    "communicators.mpi.mpi_backend": "backends",
     "communicators.mpi.library": "backends doctor",
     "communicators.mpi.mpi_hosting": "process_group",
     "communicators.mpi.unfinished": "process_group",
@@ -69,10 +68,10 @@ INSIDE = {
     "communicators.nonfinite": "bucketing",
     "communicators.pieces": "bucketing",
     "communicators.resident": "bucketing",
-    "communicators.shared_memory.communicator": "backends",
     "communicators.shared_memory.layout": "backends",
     "communicators.shared_memory.platform_check": "backends",
     "communicators.shared_memory.segment": "doctor",
+    "communicators.shared_memory.shm_backend": "backends",
     "communicators.status": "process_group",
     "communicators.world": "adapters bench bucketing comm consistency process_group sharding",
     "diagnostics.command": "cli",
@@ -207,7 +206,8 @@ def test_backends_are_built_side_by_side(backend: str) -> None:
 
 
 def test_the_callback_knows_no_concrete_communicator() -> None:
-    concrete = {"communicators.local", *(f"communicators.{backend}.communicator" for backend in BACKENDS)}
+    concrete = {"communicators.local", "communicators.shared_memory.shm_backend"}
+    concrete |= {"communicators.nccl.nccl_backend", "communicators.mpi.mpi_backend"}
     assert concrete <= modules().keys()
     assert not imports_of(modules()["bucketing.callback"]) & concrete
 

@@ -9,8 +9,8 @@ import re
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.collectives.asynchronous import Asynchronous
-from gradsync.communicators.collectives.objects import Objects
+from gradsync.communicators.asynchronous import Asynchronous
+from gradsync.communicators.objects import Objects
 from page_blocks import DOCS, PAGES, ROOT, Block, blocks_of, complaint
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from rank_processes import run_ranks
 
 threadpoolctl = pytest.importorskip("threadpoolctl", reason="it comes with the extra examples")
@@ -63,7 +63,7 @@ def train_both_ways(comm):
 
 @pytest.mark.parametrize("world_size", [2])
 def test_ranks_train_as_one_process_does(world_size):
-    alone = train_quietly(LocalCommunicator(), epochs=1, dtype="float64").parameters
+    alone = train_quietly(local_communicator(), epochs=1, dtype="float64").parameters
     results = run_ranks(world_size, train_both_ways, backend="shm")
     assert len({result["digests"] for result in results}) == 1
     for result in results:
@@ -127,7 +127,7 @@ def train_on_gpu(comm):
 @pytest.mark.timeout(GPU_SECONDS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_on_a_gpu_train_as_one_process_on_the_cpu_does(world_size):
-    alone = train_quietly(LocalCommunicator(), epochs=1, dtype="float64").parameters
+    alone = train_quietly(local_communicator(), epochs=1, dtype="float64").parameters
     results = run_ranks(world_size, train_on_gpu, backend="nccl", allow_shared_gpu=True, timeout=GPU_SECONDS / 2)
     for identical, parameters in results:
         assert identical

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from gradsync.bucketing.parameters import pack_allreduce_split as pack_allreduce_split
     from gradsync.bucketing.tree_average import average_gradients as average_gradients
     from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_tree
-    from gradsync.communicators.base import Communicator as Communicator
-    from gradsync.communicators.collectives.non_member import NonMember as NonMember
+    from gradsync.communicators.communicator import Communicator as Communicator
+    from gradsync.communicators.groups import NonMember as NonMember
     from gradsync.consistency import check_consistency as check_consistency
     from gradsync.diagnostics.dump import dump_flight_recorder as dump_flight_recorder
     from gradsync.diagnostics.dump import trace as trace
@@ -90,8 +90,8 @@ _HOME = {
     "pack_allreduce_split": "gradsync.bucketing.parameters",
     "GradientFuture": "gradsync.bucketing.future",
     "CollectiveFuture": "gradsync.futures",
-    "Communicator": "gradsync.communicators.base",
-    "NonMember": "gradsync.communicators.collectives.non_member",
+    "Communicator": "gradsync.communicators.communicator",
+    "NonMember": "gradsync.communicators.groups",
     "init_process_group": "gradsync.process_group",
     "destroy_process_group": "gradsync.process_group",
     "is_initialized": "gradsync.process_group",

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsync.communicators.base import Communicator
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.local import local_communicator
 from gradsync.environment import BACKEND, DEBUG, RankEnvironment
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.launchers import SOURCES_WITH_MPI
@@ -305,15 +305,15 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
     communicator: Communicator
     timeouts = settings.timeout_seconds, settings.collective_timeout_seconds
     if client is None:
-        communicator = LocalCommunicator()
+        communicator = local_communicator()
     elif backend == "shm":
-        from gradsync.communicators.shared_memory.communicator import connect_shared_memory
+        from gradsync.communicators.shared_memory.shm_backend import connect_shared_memory
 
         communicator = connect_shared_memory(
             client, group=group, timeout_seconds=timeouts[0], collective_timeout_seconds=timeouts[1]
         )
     elif backend == "mpi":
-        from gradsync.communicators.mpi.communicator import connect_mpi
+        from gradsync.communicators.mpi.mpi_backend import connect_mpi
 
         communicator = connect_mpi(
             client, group=group, timeout_seconds=timeouts[0], collective_timeout_seconds=timeouts[1]

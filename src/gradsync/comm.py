@@ -14,8 +14,8 @@ import numpy as np
 
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.base import Communicator
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.local import local_communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch, describe
 from gradsync.futures import check_may_call, pending
@@ -89,7 +89,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
         )
     world = get_world()
     if world is None:
-        _alone = LocalCommunicator()
+        _alone = local_communicator()
         return
     world.agree(agreement_on("create_local_process_group", (), None, f"{n} on each machine"))
     first = rank - rank % n

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch
 from gradsync.reduction import Array

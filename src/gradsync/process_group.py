@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from gradsync.arguments import integer_of, is_number
 from gradsync.backends import WorldSettings, agree_on_another, agree_on_backend, choose_before_meeting, connect
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
-from gradsync.communicators.base import Communicator
-from gradsync.communicators.collectives.non_member import NonMember
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.groups import NonMember
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.mpi.unfinished import end_forked_child, end_job, has_job_failed
 from gradsync.communicators.world import (
@@ -429,7 +429,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
         return connect(backend, None, settings, backend)
     if _client is None and world.closed:  # as in the child of a fork, which must not meet the others as this rank
         raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world.lifetime.ended_because}")
-    from gradsync.communicators.collectives.group_meeting import whom
+    from gradsync.communicators.groups import whom
 
     client = _client or _meet(settings, backend)  # one rank may have met nobody
     name = world.family.new_name(backend)

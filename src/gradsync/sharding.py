@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
 

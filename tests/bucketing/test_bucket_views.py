@@ -10,7 +10,7 @@ import view_checks as checks
 
 import gradsync as gs
 from contract import IS_EVERYWHERE
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
 PLACES = [
@@ -44,7 +44,7 @@ def test_the_threshold_that_is_not_passed(place: Place, world_size: int) -> None
 
 
 def test_buffers_need_the_option() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters={"a": ((2,), "float32")})
+    callback = gs.AllreduceCallback("mean", local_communicator(), parameters={"a": ((2,), "float32")})
     with pytest.raises(gs.InvalidArgument, match="gradient_as_bucket_view=True"):
         callback.gradient_buffers()
 
@@ -52,8 +52,8 @@ def test_buffers_need_the_option() -> None:
 def test_buffers_need_parameters_that_the_constructor_is_told() -> None:
     parameters = {"a": ((2,), "float32")}
     with pytest.raises(gs.InvalidArgument, match=r"gradient_as_bucket_view=True needs parameters=\.\.\."):
-        gs.AllreduceCallback("mean", LocalCommunicator(), gradient_as_bucket_view=True)
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=parameters, gradient_as_bucket_view=True)
+        gs.AllreduceCallback("mean", local_communicator(), gradient_as_bucket_view=True)
+    callback = gs.AllreduceCallback("mean", local_communicator(), parameters=parameters, gradient_as_bucket_view=True)
     with pytest.raises(gs.InvalidArgument, match=r"name them in AllreduceCallback\(parameters=\.\.\."):
         callback.gradient_buffers(parameters)
     assert list(callback.gradient_buffers()) == ["a"]
@@ -61,7 +61,7 @@ def test_buffers_need_parameters_that_the_constructor_is_told() -> None:
 
 def test_read_only_and_strided_gradients_are_copied() -> None:
     parameters = {"a": ((3,), "float64"), "b": ((2, 2), "float64"), "c": ((4,), "float64")}
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=parameters, gradient_as_bucket_view=True)
+    callback = gs.AllreduceCallback("mean", local_communicator(), parameters=parameters, gradient_as_bucket_view=True)
     buffers = callback.gradient_buffers()
     for _ in range(4):
         read_only = np.arange(3.0)
@@ -77,7 +77,7 @@ def test_read_only_and_strided_gradients_are_copied() -> None:
 def test_buckets_begin_at_cache_lines_and_gradients_lie_end_to_end() -> None:
     parameters = {f"p{i}": ((5,), "float32" if i % 3 else "float64") for i in range(9)}
     callback = gs.AllreduceCallback(
-        "mean", LocalCommunicator(), parameters=parameters, gradient_as_bucket_view=True, threshold_bytes=10**6
+        "mean", local_communicator(), parameters=parameters, gradient_as_bucket_view=True, threshold_bytes=10**6
     )
     buffers = callback.gradient_buffers()
     for dtype in ("float32", "float64"):

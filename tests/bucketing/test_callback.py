@@ -12,7 +12,7 @@ import pytest
 import gradsync as gs
 from contract import IS_EVERYWHERE, KITS
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from places import (
     GPU,
     GPU_MIXED,
@@ -130,7 +130,7 @@ def test_the_first_difference_is_named_in_a_large_bucket(place: Place, world_siz
 
 
 def test_bad_arguments_are_told_at_once() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     for method in ("average", "min", "", None, 3):
         with pytest.raises(gs.InvalidArgument, match="sum"):
             gs.AllreduceCallback(method, comm)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_bad_arguments_are_told_at_once() -> None:
 
 
 def test_gradients_without_a_mean_are_refused_at_once() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     with pytest.raises(gs.UnsupportedDtype, match="gradient of 'w'.* mean is not defined for dtype int32.*astype"):
         callback("w", np.ones(3, np.int32))
     with pytest.raises(
@@ -160,7 +160,7 @@ def test_gradients_without_a_mean_are_refused_at_once() -> None:
 
 
 def test_the_same_parameter_twice_is_an_error() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     weight = np.zeros(3)
     for param in ("w", weight):
         callback(param, np.ones(3))
@@ -172,7 +172,7 @@ def test_the_same_parameter_twice_is_an_error() -> None:
 
 
 def test_an_exception_cancels_the_futures_of_one_rank() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     callback = gs.AllreduceCallback("mean", comm)
     with pytest.raises(KeyError), callback.backward():
         future = callback("w", np.ones(3))
@@ -185,13 +185,13 @@ def test_an_exception_cancels_the_futures_of_one_rank() -> None:
 
 
 def test_a_forgotten_flush_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     callback("w", np.ones(3))
     del callback
     gc.collect()
     assert "1 gradient was handed over and never reduced" in caplog.text
     caplog.clear()
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     with callback.backward():
         callback("w", np.ones(3))
     del callback
@@ -204,7 +204,7 @@ def test_alias() -> None:
 
 
 def test_a_second_thread_is_told() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     errors = []
 
     def use() -> None:
@@ -222,7 +222,7 @@ def test_a_second_thread_is_told() -> None:
 
 def test_forced_packing_gives_the_same_results() -> None:
     gradients = checks.awkward_gradients(0, KITS["numpy"]())
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(force_packing=True))
+    callback = gs.AllreduceCallback("mean", local_communicator(force_packing=True))
     wanted = {name: gradient.copy() for name, gradient in gradients.items()}
     with callback.backward():
         futures = {name: callback(name, gradient) for name, gradient in gradients.items()}
@@ -236,14 +236,14 @@ def test_gradients_that_share_memory_are_refused() -> None:
     read_only = np.broadcast_to(np.float64(1), (8,))
     pairs = [(base, base), (base[:600], base[500:]), (square, square.T), (base[::2], base[10:13]), (base, base[3:4])]
     for first, second in pairs:
-        callback = gs.AllreduceCallback("mean", LocalCommunicator(), threshold_bytes=16)
+        callback = gs.AllreduceCallback("mean", local_communicator(), threshold_bytes=16)
         callback("a", first)
         with pytest.raises(gs.InvalidArgument, match="gradient of 'b' shares memory with the gradient of 'a'"):
             callback("b", second)
         callback.flush()
     fine = [(base[:500], base[500:]), (base[::2], base[1::2]), (read_only, read_only), (base[:0], base)]
     for first, second in fine:
-        callback = gs.AllreduceCallback("mean", LocalCommunicator())
+        callback = gs.AllreduceCallback("mean", local_communicator())
         for _ in range(2):
             callback("a", first)
             callback("b", second)

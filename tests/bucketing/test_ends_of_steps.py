@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 
 SHAPES = {"a": ((3,), "float32"), "b": ((2, 2), "float32")}
 
 
 def test_a_flush_within_the_block_is_not_followed_by_a_step_of_zeros() -> None:
     callback = gs.AllreduceCallback(
-        "mean", LocalCommunicator(), parameters=SHAPES, gradient_as_bucket_view=True, missing="zero", nonfinite="skip"
+        "mean", local_communicator(), parameters=SHAPES, gradient_as_bucket_view=True, missing="zero", nonfinite="skip"
     )
     views = callback.gradient_buffers()
     for names in (("a", "b"), ("a",)):
@@ -42,7 +42,7 @@ def test_a_step_whose_gradients_have_all_come_wants_its_flush_all_the_same() -> 
 
 
 def test_an_empty_step_with_zeros_follows_a_full_one() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=SHAPES, missing="zero")
+    callback = gs.AllreduceCallback("mean", local_communicator(), parameters=SHAPES, missing="zero")
     with callback.backward():
         for name, (shape, dtype) in SHAPES.items():
             callback(name, np.ones(shape, dtype))
@@ -54,7 +54,7 @@ def test_an_empty_step_with_zeros_follows_a_full_one() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_done_callback_that_leaves_keeps_no_other_gradient_from_its_end(fails: bool) -> None:
-    callback = gs.AllreduceCallback("sum", LocalCommunicator())
+    callback = gs.AllreduceCallback("sum", local_communicator())
 
     def leave(_: Any) -> None:
         raise SystemExit(3)
@@ -89,7 +89,7 @@ def test_a_group_that_has_ended_does_not_hold_the_callback() -> None:
 
 
 def test_figures_of_the_last_step_go_with_a_failed_one() -> None:
-    callback = gs.AllreduceCallback("sum", LocalCommunicator(), clip_norm=float("inf"), nonfinite="raise")
+    callback = gs.AllreduceCallback("sum", local_communicator(), clip_norm=float("inf"), nonfinite="raise")
     callback("w", np.array([3.0, 4.0]))
     callback.flush()
     assert callback.norm == 5
@@ -102,7 +102,7 @@ def test_figures_of_the_last_step_go_with_a_failed_one() -> None:
 
 def test_views_of_a_place_in_another_form_are_that_place() -> None:
     parameters = {"row": ((1, 3), "float32"), "shared": ((2,), "float64"), "too": ((2,), "float64")}
-    callback = gs.AllreduceCallback("sum", LocalCommunicator(), parameters=parameters, gradient_as_bucket_view=True)
+    callback = gs.AllreduceCallback("sum", local_communicator(), parameters=parameters, gradient_as_bucket_view=True)
     views = callback.gradient_buffers()
     views["row"][...] = 7
     outside = np.full(2, 2.0)
@@ -116,13 +116,13 @@ def test_views_of_a_place_in_another_form_are_that_place() -> None:
 
 def test_what_a_hook_has_lost_of_other_gradients_is_not_added() -> None:
     hook = gs.hooks.LowRankHook(rank=1)
-    plain = gs.AllreduceCallback("sum", LocalCommunicator())
+    plain = gs.AllreduceCallback("sum", local_communicator())
     plain.register_hook(hook)
     rng = np.random.default_rng(0)
     for name in ("generator", "discriminator"):
         gradient = rng.normal(size=400).astype(np.float32)
         fresh = gs.hooks.LowRankHook(rank=1)
-        alone = gs.AllreduceCallback("sum", LocalCommunicator())
+        alone = gs.AllreduceCallback("sum", local_communicator())
         alone.register_hook(fresh)
         results = []
         for callback in (plain, alone):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
 FEW = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
@@ -65,7 +65,7 @@ PARAMETERS = {"a": ((2, 3), "float32"), "b": np.zeros(4), "c": ((), np.dtype("fl
 
 
 def test_what_does_not_fit_is_refused_and_leaves_no_trace() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=PARAMETERS)
+    callback = gs.AllreduceCallback("mean", local_communicator(), parameters=PARAMETERS)
     a, b, c = np.ones((2, 3), np.float32), np.ones(4), np.ones(())
     for number in range(4):
         callback("b", b)
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace() -> None:
 
 
 def test_a_flush_without_gradients_is_an_empty_step() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator(), parameters=PARAMETERS)
+    callback = gs.AllreduceCallback("mean", local_communicator(), parameters=PARAMETERS)
     for _ in range(2):
         callback.flush()
     with callback.backward():
@@ -107,7 +107,7 @@ def test_a_flush_without_gradients_is_an_empty_step() -> None:
 
 
 def test_parameters_that_are_none_are_refused() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     for parameters, text in [
         (np.ones(3), "as a mapping"),
         ("ab", "as a mapping"),
@@ -126,7 +126,7 @@ def test_parameters_that_are_none_are_refused() -> None:
 
 def test_many_missing_names_are_counted() -> None:
     parameters = {f"p{i}": ((1,), "float32") for i in range(30)}
-    callback = gs.AllreduceCallback("sum", LocalCommunicator(), parameters=parameters)
+    callback = gs.AllreduceCallback("sum", local_communicator(), parameters=parameters)
     callback("p29", np.ones(1, np.float32))
     with pytest.raises(gs.MissingGradient, match="'p0', 'p1', .*'p7' and 21 more"):
         callback.flush()

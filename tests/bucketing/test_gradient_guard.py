@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, always_on, on
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
@@ -58,7 +58,7 @@ def test_what_is_allowed_passes(place: Place, world_size: int) -> None:
 
 @pytest.mark.parametrize("array", [np.zeros((4, 6))[:, ::2], np.zeros((3, 4), order="F"), np.zeros(5, np.complex64)])
 def test_layouts_and_dtypes(array: np.ndarray) -> None:
-    with LocalCommunicator() as comm:
+    with local_communicator() as comm:
         comm.use_debug_mode()
         sync = gs.AllreduceCallback("sum", comm)
         older_view = array[...]  # the array itself is read-only meanwhile
@@ -91,14 +91,14 @@ def test_a_word_is_no_setting() -> None:
 
 def repeat_itself(comm: gs.Communicator) -> int:
     asked = 0
-    agree = comm._client.agree
+    agree = comm._backend.client.agree
 
     def counting(*args: object, **options: object) -> object:
         nonlocal asked
         asked += 1
         return agree(*args, **options)
 
-    comm._client.agree = counting
+    comm._backend.client.agree = counting
     for _ in range(30):
         comm.all_reduce(np.ones(3, np.float32))
         comm.barrier()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from places import SHM, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
 
 PLACES = [*on(SHM, 1, 2, 3), *always_on(STAND_IN_STAGED, 2)]
@@ -54,7 +54,7 @@ def leave_by_each(comm: Any, seeds: int) -> None:
 
 @pytest.mark.parametrize("check", [*CHECKS, checks.live_in_buckets, checks.fork_with_gradients_in_flight])
 def test_alone(check: Any) -> None:
-    check(LocalCommunicator(), "numpy")
+    check(local_communicator(), "numpy")
 
 
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
@@ -77,7 +77,7 @@ def test_after_a_rank_is_lost(place: Place, world_size: int) -> None:
 @given(seed=st.integers(0, 10**6), way=st.sampled_from(sorted(checks.LOCAL_WAYS_OUT)))
 @settings(deadline=None, max_examples=150)
 def test_every_way_out_puts_every_flag_back(seed: int, way: str) -> None:
-    checks.leave_by(LocalCommunicator(), seed, way)
+    checks.leave_by(local_communicator(), seed, way)
 
 
 @pytest.mark.parametrize(("place", "world_size"), ON_TWO)
@@ -93,7 +93,7 @@ def test_the_end_of_the_group_puts_every_flag_back(place: Place, world_size: int
 
 def test_a_gradient_that_is_locked_is_not_taken_for_a_read_only_one() -> None:
     """Which would get a fresh result, without a word."""
-    with LocalCommunicator() as comm:
+    with local_communicator() as comm:
         first, second = gs.AllreduceCallback("sum", comm), gs.AllreduceCallback("sum", comm)
         gradient = np.ones(3)
         for sync in (first, second):  # known to both from earlier steps

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
 
 THREE_RANKS = [*on(SHM, 3), *always_on(STAND_IN, 3), *on(GPU, 3)]
@@ -91,7 +91,7 @@ def test_a_group_can_join(place: Place, world_size: int) -> None:
 
 
 def test_misuse_is_told() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     callback("w", np.ones(2))
     with pytest.raises(gs.InvalidArgument, match=r"join\(\) in the middle of a backward pass"), callback.join():
         pass
@@ -124,7 +124,7 @@ def test_misuse_is_told() -> None:
     ],
 )
 def test_parameters_that_cannot_be_are_told_at_once(parameters: object, match: str) -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     with pytest.raises(gs.InvalidArgument, match=match), callback.join(parameters):
         pass
     with pytest.raises(gs.UnsupportedDtype, match="int32"), callback.join({"w": ((2,), "int32")}):

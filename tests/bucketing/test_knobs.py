@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
 PLACES = [
@@ -73,19 +73,19 @@ def test_all_ranks_hear_of_nan_and_of_the_norm(place: Place, world_size: int) ->
 )
 def test_mistakes_are_told_at_once(options: dict[str, Any], text: str) -> None:
     with pytest.raises(gs.InvalidArgument, match=text):
-        gs.AllreduceCallback("mean", LocalCommunicator(), **options)
+        gs.AllreduceCallback("mean", local_communicator(), **options)
 
 
 def test_integers_are_neither_scaled_nor_clipped() -> None:
     for options, text in (({"prescale": 0.5}, "prescale 0.5"), ({"clip_norm": 1.0}, "clip_norm 1.0 needs a floating")):
-        callback = gs.AllreduceCallback("sum", LocalCommunicator(), **options)
+        callback = gs.AllreduceCallback("sum", local_communicator(), **options)
         for _ in range(3):
             callback("w", np.ones(3))
             with pytest.raises(gs.UnsupportedDtype, match=f"gradient of 'i'.*{text}"):
                 callback("i", np.ones(3, np.int32))
             callback.flush()
     callback = gs.AllreduceCallback(
-        "sum", LocalCommunicator(), compression="float16", nonfinite="raise", clip_norm=math.inf
+        "sum", local_communicator(), compression="float16", nonfinite="raise", clip_norm=math.inf
     )
     integers = np.array([3, 4])
     with callback.backward():
@@ -95,7 +95,7 @@ def test_integers_are_neither_scaled_nor_clipped() -> None:
 
 
 def test_what_nobody_asks_for_is_not_told() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     with callback.backward():
         callback("w", np.full(3, np.nan))
     assert callback.norm is None

@@ -9,7 +9,7 @@ import pytest
 
 import gradsync as gs
 from contract import contribution, expect
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from kits import make_kit
 from places import GPU, GPU_MIXED, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_SLOW, STAND_IN_STAGED, Place, always_on, on
 
@@ -122,7 +122,7 @@ def test_pack_allreduce_split(place: Place, world_size: int) -> None:
 
 
 def test_pack_allreduce_split_refuses() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     with pytest.raises(gs.InvalidArgument, match="reduce_method"):
         gs.pack_allreduce_split([np.ones(1)], [(1,)], comm, "max")
     with pytest.raises(gs.InvalidArgument, match="one dtype"):

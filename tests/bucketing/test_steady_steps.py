@@ -11,7 +11,7 @@ from naive_reference import THRESHOLDS
 
 import gradsync as gs
 from contract import IS_EVERYWHERE
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
 
 FEW = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
@@ -44,7 +44,7 @@ def test_no_array_is_held_for_longer_than_it_may_come_again(
 
 def steady_callback(arrays: list[np.ndarray[Any, Any]], **options: Any) -> gs.AllreduceCallback:
     """Returns a callback to which arrays for the parameters 0, 1, 2 have come three times running."""
-    callback = gs.AllreduceCallback("sum", LocalCommunicator(), **options)
+    callback = gs.AllreduceCallback("sum", local_communicator(), **options)
     for _ in range(3):
         for at, array in enumerate(arrays):
             callback(at, array)
@@ -113,7 +113,7 @@ def test_an_array_that_came_again_comes_for_another_parameter() -> None:
 
 
 def test_a_dtype_is_refused_each_time() -> None:
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     integers = np.ones(3, np.int64)
     for _ in range(4):
         callback("w", np.ones(3))

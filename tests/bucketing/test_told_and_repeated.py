@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from rank_processes import run_ranks
 
 PARAMETERS = dict.fromkeys("ab", ((4,), "float64"))
@@ -133,4 +133,4 @@ def test_an_array_whose_dtype_changes_in_place_is_another_one() -> None:
 
 def test_parameters_that_are_none_are_refused() -> None:
     with pytest.raises(gs.InvalidArgument, match="the callback's parameters are none: name at least one"):
-        gs.AllreduceCallback("sum", LocalCommunicator(), parameters={})
+        gs.AllreduceCallback("sum", local_communicator(), parameters={})

@@ -290,7 +290,7 @@ def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
         calls.watch(cupy.ndarray, "get")
         calls.watch(cupy.cuda.runtime, "streamSynchronize", "deviceSynchronize")
     with connect_nccl(client, local_rank=comm.rank, group="counted", allow_shared_gpu=True) as counted:
-        calls.watch(counted._handle, "call")
+        calls.watch(counted._backend._handle, "call")
         callback = gs.AllreduceCallback("mean", counted, threshold_bytes=2 * 4 * SIZE)
         gradients = [full(comm.rank) for _ in range(8)]
         for step in range(5):

@@ -90,7 +90,7 @@ def drop_results_at_once(comm: Any) -> None:
         with own:
             copy = cupy.zeros(ROWS, np.float32)
             future = comm.asynchronous.all_gather(full(comm.rank + step, ROWS // comm.world_size))
-            comm._stream.synchronize()
+            comm._backend._stream.synchronize()
             assert future.done()
             result = future.result()
             callback("needs as much memory on its way", cupy.ones(ROWS, np.int16))
@@ -98,7 +98,7 @@ def drop_results_at_once(comm: Any) -> None:
                 copy += result
                 del future, result
                 callback.flush()
-                comm._stream.synchronize()
+                comm._backend._stream.synchronize()
         assert sorted(set(copy.get(stream=own).tolist())) == [peer + step for peer in ranks_of(comm)]
 
 
@@ -153,7 +153,7 @@ def as_host(array: Any) -> np.ndarray[Any, Any]:
 def broadcast_in_one_go(comm: Any) -> None:
     """Arrays of any dtypes and layouts are one broadcast."""
     calls = Calls()
-    calls.watch(comm._handle, "call")
+    calls.watch(comm._backend._handle, "call")
     root = comm.world_size - 1
     shapes = [("float32", (30, 4)), ("int8", (3,)), ("complex128", ()), ("bool", (0,)), ("float16", (5, 5))]
     arrays = [cupy.full(shape, comm.rank + 1).astype(dtype) for dtype, shape in shapes]
@@ -171,7 +171,7 @@ def broadcast_in_one_go(comm: Any) -> None:
 
 def leave_no_group_open(comm: Any) -> None:
     """Whatever ends a group of calls, the next one is launched; one that has been ended is told so."""
-    handle, nccl = comm._handle, comm._handle.library.binding
+    handle, nccl = comm._backend._handle, comm._backend._handle.library.binding
     array = full(1, 4)
 
     def reduce(op: int = nccl.NCCL_SUM) -> None:
@@ -241,7 +241,7 @@ def break_out_of_a_ring(comm: Any) -> None:
 @contextmanager
 def telling_of_launches(comm: Any, key: str) -> Iterator[None]:
     """Tells the other ranks when this one is about to launch the first messages on which it has agreed."""
-    on_messages = comm._agreements.on_messages
+    on_messages = comm._backend._agreements.on_messages
 
     def tell(questions: Any) -> Iterator[Any]:
         for number, answers in enumerate(on_messages(questions)):
@@ -249,11 +249,11 @@ def telling_of_launches(comm: Any, key: str) -> Iterator[None]:
                 client().set(key, b"")
             yield answers
 
-    comm._agreements.on_messages = tell
+    comm._backend._agreements.on_messages = tell
     try:
         yield
     finally:
-        del comm._agreements.on_messages
+        del comm._backend._agreements.on_messages
 
 
 def agree_on_one_message_of_two(comm: Any) -> None:
@@ -327,13 +327,13 @@ def wait_for_a_message_in_vain(comm: Any, how: str) -> str:
 def split_as_the_library_can(comm: Any, has_split: bool) -> None:
     """Into groups, by ncclCommSplit where that is there, right after a collective; rank 0 joins none the last time."""
     names: list[str] = []
-    call = comm._handle.call
+    call = comm._backend._handle.call
 
     def note(name: str, *arguments: Any) -> Any:
         names.append(name)
         return call(name, *arguments)
 
-    comm._handle.call = note
+    comm._backend._handle.call = note
     places: list[Callable[[int], tuple[int | None, int]]] = [
         lambda rank: (rank % 2, 0),
         lambda rank: (-(2**40) - rank // 2, -rank),
@@ -359,7 +359,7 @@ def split_as_the_library_can(comm: Any, has_split: bool) -> None:
 
 def miss_a_rank_in_ncclcommsplit(comm: Any) -> str:
     """Rank 1 does something else in place of the call that nothing can interrupt."""
-    from gradsync.communicators.nccl import communicator as nccl
+    from gradsync.communicators.nccl import nccl_backend as nccl
 
     def never_come(*arguments: Any) -> Any:
         arguments[0].barrier("nccl/split")
@@ -371,8 +371,8 @@ def miss_a_rank_in_ncclcommsplit(comm: Any) -> str:
         return str(expect(gs.CommunicatorClosed, lambda: comm.split(0)))
     error = expect(gs.CollectiveTimeout, lambda: comm.split(0))
     expect(gs.CommunicatorClosed, comm.barrier)
-    comm._handle.await_end(SECONDS)
-    assert comm._handle._has_ended.is_set()
+    comm._backend._handle.await_end(SECONDS)
+    assert comm._backend._handle._has_ended.is_set()
     return str(error)
 
 

@@ -131,7 +131,7 @@ def refuse_another_gpu(comm: Any) -> None:
 
 def tell_errors_of_nccl(comm: Any) -> None:
     """Codes, names, versions and what to do; CuPy's own error does not know the codes 7 and 8."""
-    library = comm._handle.library
+    library = comm._backend._handle.library
     for code, name, hint in (
         (1, "ncclUnhandledCudaError", "a CUDA call failed"),
         (5, "ncclInvalidUsage", "ranks share a GPU"),
@@ -151,7 +151,7 @@ def tell_errors_of_nccl(comm: Any) -> None:
         assert (error.code, error.name) == (code, name)
     assert isinstance(told_as(library, ZeroDivisionError()), ZeroDivisionError)
     # What NCCL itself refuses comes out of a collective like this, and ends the communicator.
-    comm._reduction._library.op = lambda op: 99
+    comm._backend._reduction._library.op = lambda op: 99
     error = expect(gs.NcclError, lambda: comm.all_reduce(np.ones(3)), "ncclAllReduce failed with ncclInvalidArgument")
     assert error.code == 4
     expect(gs.CommunicatorClosed, comm.barrier, "ncclInvalidArgument")

@@ -90,11 +90,11 @@ def leave_the_plan_with_slow_texts(comm: Any) -> None:
         client().get("rank 0 is ahead", timeout_seconds=SECONDS)
         assert expect(gs.PlanMismatch, lambda: step(callback, "abced")).broken
         return
-    agreement = comm._agreements._of_all
+    agreement = comm._backend._agreements._of_all
     read = agreement._read
 
     def read_slowly(*arguments: Any) -> str:
-        wait_until(comm._handle.has_failed)
+        wait_until(comm._backend._handle.has_failed)
         time.sleep(NEWS_SECONDS + 0.5)
         return read(*arguments)
 
@@ -272,7 +272,7 @@ def abort_because_of_another_rank(comm: Any) -> None:
 
 def close_beside_a_stuck_collective(comm: Any) -> str:
     """What cannot end any more ends with an error, never with undefined values."""
-    from gradsync.communicators.nccl import communicator as nccl
+    from gradsync.communicators.nccl import nccl_backend as nccl
 
     nccl._DRAIN_SECONDS = 0.3
     future = launch_what_the_others_do_not(comm)
@@ -288,15 +288,15 @@ def close_between_a_launch_that_fails_and_its_communicator(comm: Any) -> None:
         client().get("launched", timeout_seconds=SECONDS)
         comm.abort("enough")
         return
-    fail_launches, have_failed, destroyed = comm._watcher.fail_launches, threading.Event(), []
+    fail_launches, have_failed, destroyed = comm._backend._watcher.fail_launches, threading.Event(), []
 
     def fail_and_pause(error: BaseException) -> None:
         fail_launches(error)
         have_failed.set()
         time.sleep(0.5)  # as where the machine is busy: time enough for what must not happen
 
-    comm._watcher.fail_launches = fail_and_pause
-    comm._handle.destroy = lambda: destroyed.append(comm)
+    comm._backend._watcher.fail_launches = fail_and_pause
+    comm._backend._handle.destroy = lambda: destroyed.append(comm)
     client().set("launched", b"")
     assert have_failed.wait(SECONDS)
     expect(gs.RankFailed, comm.close, "enough")
@@ -358,7 +358,7 @@ def forget_without_closing(comm: Any) -> None:
         forgotten = nccl_connection.connect_nccl(
             client(), local_rank=comm.rank, group=f"forgotten {number}", allow_shared_gpu=True
         )
-        ended = forgotten._handle._has_ended
+        ended = forgotten._backend._handle._has_ended
         forgotten.barrier()
         comm.barrier()
         del forgotten
@@ -413,14 +413,14 @@ def abort_beside_a_call_that_does_not_return(comm: Any) -> None:
     is_in_it, is_over = threading.Event(), threading.Event()
 
     def block() -> None:
-        with comm._handle._calling:
+        with comm._backend._handle._calling:
             is_in_it.set()
             is_over.wait()
 
     threading.Thread(target=block, daemon=True).start()
     is_in_it.wait()
     comm.abort("enough")
-    wait_until(comm._handle._has_ended.is_set)
+    wait_until(comm._backend._handle._has_ended.is_set)
     is_over.set()
 
 

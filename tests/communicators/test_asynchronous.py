@@ -17,7 +17,7 @@ import pytest
 
 import gradsync as gs
 from contract import expect, wait_until
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 WAIT = 20.0
@@ -330,5 +330,5 @@ def test_a_rank_that_ends_lets_the_others_have_what_comes_in_time(tmp_path: Path
 
 
 def test_it_says_whose_it_is() -> None:
-    with LocalCommunicator() as comm:
+    with local_communicator() as comm:
         assert repr(comm.asynchronous) == f"<asynchronous collectives of {comm!r}>"

@@ -13,15 +13,15 @@ import pytest
 
 import gradsync as gs
 from gradsync.communicators import collective_queue
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.futures import pending
 
 WAIT = 20.0
 
 
 @pytest.fixture
-def comm() -> Iterator[LocalCommunicator]:
-    with LocalCommunicator() as communicator:
+def comm() -> Iterator[gs.Communicator]:
+    with local_communicator() as communicator:
         yield communicator
     assert not pending
 

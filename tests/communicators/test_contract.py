@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from contract_suite import PARTS, run_part_anew
+from contract import IS_EVERYWHERE
+from contract_suite import PARTS, run_part_anew, run_part_over_pipes
 from rank_pool import RankPool
 
 
@@ -27,6 +28,13 @@ class Contract:
             self._ranks, self._which = RankPool(world_size, **options), (world_size, options)
         of_group = {name: value for name, value in options.items() if name != "stand_in"}
         self._ranks.run(run_part_anew, part, kit, of_group, timeout=timeout)
+
+    def run_over_pipes(self, part: str, world_size: int) -> None:
+        options = {"backend": "shm"}
+        if self._ranks is None or self._which != (world_size, options):
+            self.close()
+            self._ranks, self._which = RankPool(world_size, **options), (world_size, options)
+        self._ranks.run(run_part_over_pipes, part, timeout=100.0)
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -58,3 +66,10 @@ def test_contract_on_the_stand_in_for_nccl(contract: Contract, part: str) -> Non
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_contract_on_nccl(contract: Contract, part: str, world_size: int, kit: str) -> None:
     contract.run(part, world_size, kit, timeout=300.0, backend="nccl", allow_shared_gpu=True)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3] if IS_EVERYWHERE else [2])
+def test_contract_on_a_backend_of_one_file(contract: Contract, part: str, world_size: int) -> None:
+    """As docs/architecture.md says: whoever writes these methods has a communicator."""
+    contract.run_over_pipes(part, world_size)

@@ -13,27 +13,35 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.local import LocalBackend, local_communicator
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 WAIT = 30.0
 
 
-class Noting(LocalCommunicator):
-    """Notes what the other ranks would hear, and its release."""
-
+class _Noting(LocalBackend):
     def __init__(self) -> None:
         super().__init__()
         self.heard: list[str] = []
 
-    def _announce_close(self) -> None:
+    def announce_close(self) -> None:
         self.heard.append("closed")
 
-    def _announce_abort(self, reason: str, culprit: int | None) -> None:
+    def announce_abort(self, reason: str, culprit: int | None) -> None:
         self.heard.append(f"aborted: {reason}")
 
-    def _release(self) -> None:
+    def release(self) -> None:
         self.heard.append("released")
+
+
+class Noting(Communicator):
+    """Notes what the other ranks would hear, and its release."""
+
+    def __init__(self) -> None:
+        backend = _Noting()
+        super().__init__(backend)
+        self.heard = backend.heard
 
 
 def close(comm: Noting) -> None:
@@ -111,7 +119,7 @@ def test_one_that_was_closed_in_order_is_not_aborted_afterwards() -> None:
 
 
 def test_later_calls_name_the_first_line_of_why_it_was_aborted() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     comm.abort("it failed\nwith a report of all ranks")
     with pytest.raises(gs.CommunicatorClosed, match=r"cannot be used: it was aborted: it failed$"):
         comm.barrier()

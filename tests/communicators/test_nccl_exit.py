@@ -20,7 +20,7 @@ import cupy
 
 import gradsync as gs
 from gradsync import process_group
-from gradsync.communicators.nccl import communicator as nccl
+from gradsync.communicators.nccl import nccl_backend as nccl
 from gradsync.communicators.nccl.connection import connect_nccl
 
 nccl._DRAIN_SECONDS = 0.3

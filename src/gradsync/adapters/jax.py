@@ -16,7 +16,7 @@ import numpy as np
 from gradsync.adapters import without
 from gradsync.bucketing.tree_average import Leaf, average_leaves
 from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_containers
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 from gradsync.futures import check_may_call, pending

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from gradsync.adapters import without
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.join import Join
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 

@@ -19,7 +19,7 @@ import torch
 from gradsync.adapters.torch_tensors import array_of, on_stream_of_torch, tensor_of
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.plan import list_of_names
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient
 
 

@@ -16,7 +16,7 @@ import torch
 
 from gradsync.adapters.torch_tensors import broadcast_tensors
 from gradsync.bucketing.plan import list_of_names
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradsync.bucketing.array_lists import broadcast_named
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import dtype_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 
 
 def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:

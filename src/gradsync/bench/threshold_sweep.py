@@ -20,8 +20,8 @@ from gradsync.bench.threshold_report import table
 from gradsync.bench.thresholds import Contender, Timings, rows_of
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.plan import GradientSpec
-from gradsync.communicators.base import Communicator
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.local import local_communicator
 from gradsync.communicators.world import group_or_world
 
 WARM_UP_ROUNDS = 2
@@ -120,7 +120,7 @@ def _operations(sweep: Sweep, communicator: Communicator) -> list[Callable[[], N
     method = "mean" if all(spec.dtype.startswith(_FLOATING) for spec in sweep.specs) else "sum"
     groups: list[Communicator] = [communicator]
     if xp is np:  # what packs on a GPU is part of its communicator
-        groups.append(LocalCommunicator(force_packing=True))
+        groups.append(local_communicator(force_packing=True))
     return [
         _step(AllreduceCallback(method, group, threshold_bytes=contender.threshold_bytes), gradients, wait)
         for group in groups

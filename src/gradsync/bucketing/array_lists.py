@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.base import Communicator
-from gradsync.communicators.collectives.non_member import NonMember
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.groups import NonMember
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument

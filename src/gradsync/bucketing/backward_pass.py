@@ -24,7 +24,7 @@ from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.step_works import StepWorks
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.diagnostics import tracing
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
 from gradsync.futures import CollectiveEnd, check_may_call, pending

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradsync.bucketing.flat_buffer import get_offsets, param_pack_split
 from gradsync.communicators.agreement import digest_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.errors import InvalidArgument

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.finite_check import FiniteCheck
 from gradsync.bucketing.gradient_norm import GradientNorm
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nonfinite import NonFinite
 from gradsync.reduction import Array
 
@@ -23,7 +23,7 @@ class BucketWatch:
         communicator: whose ranks reduce it.
 
     Attributes:
-        looks_for_nonfinite: see Watch of for_bucketing.py.
+        looks_for_nonfinite: see Watch of communicator.py.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.pending import display_name
 from gradsync.bucketing.with_blocks import WithBlocks
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument

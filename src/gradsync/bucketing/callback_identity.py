@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world
 from gradsync.errors import InvalidArgument, callers, shown
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from gradsync.bucketing.shared_results import on_host, own_share
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.nonfinite import NOWHERE, NonFinite
 from gradsync.errors import InvalidArgument, NonFiniteGradient

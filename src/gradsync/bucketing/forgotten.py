@@ -18,7 +18,7 @@ from gradsync.errors import GradientCancelled, InvalidArgument, uncaught_error
 
 if TYPE_CHECKING:
     from gradsync.bucketing.backward_pass import BackwardPass
-    from gradsync.communicators.base import Communicator
+    from gradsync.communicators.communicator import Communicator
 
 _log = logging.getLogger("gradsync")
 

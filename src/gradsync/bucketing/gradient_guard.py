@@ -15,7 +15,7 @@ import numpy as np
 
 from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.pending import PendingGradient
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import GradientChanged, caller
 from gradsync.futures import CollectiveEnd, Completion
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from gradsync.bucketing.shared_results import on_host, own_share
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
 

@@ -10,7 +10,7 @@ from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.flat_buffer import array_module
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.futures import CollectiveEnd
 from gradsync.reduction import Array, ReduceOp
 

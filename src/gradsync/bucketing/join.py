@@ -16,7 +16,7 @@ from gradsync.bucketing.bucket_work import BucketWork, resident_work
 from gradsync.bucketing.parameter_specs import known_parameters
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import NonFiniteGradient, PlanMismatch
 from gradsync.reduction import Array, dtype_of
 

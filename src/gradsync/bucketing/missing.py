@@ -6,7 +6,7 @@ from typing import Any
 
 from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.plan import GradientSpec
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.reduction import Array, dtype_of
 
 

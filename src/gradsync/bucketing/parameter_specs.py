@@ -11,7 +11,7 @@ import numpy as np
 from gradsync.bucketing.pending import display_name, key_of
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import ReduceOp, check_operation, dtype_name, dtype_of
 

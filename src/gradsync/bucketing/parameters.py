@@ -7,7 +7,7 @@ from typing import Any
 
 from gradsync.bucketing.array_lists import broadcast_named, check_writable, communicator_and_root
 from gradsync.bucketing.flat_buffer import Shape, get_offsets, param_pack_concat, param_pack_split
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import parse_reduce_method

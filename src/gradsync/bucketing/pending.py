@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import GradientSpec
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array, ReduceOp

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync.bucketing.flat_buffer import array_module
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.pieces import share_of
 from gradsync.reduction import Array
 

@@ -26,7 +26,7 @@ from gradsync.bucketing.plan import (
     GradientSpec,
 )
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument, NonFiniteGradient
 from gradsync.reduction import Array, dtype_name
 

@@ -19,7 +19,7 @@ from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.bucketing.step_values import StepValues
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import ReduceOp

@@ -11,7 +11,7 @@ from gradsync.bucketing.finite_check import FINITE_CHECK, FiniteCheck
 from gradsync.bucketing.gradient_norm import GRADIENT_NORM, GradientNorm, clip_factor
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.step_agreements import StepAgreements
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.futures import Completion
 
 _log = logging.getLogger("gradsync")

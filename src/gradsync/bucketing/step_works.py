@@ -9,7 +9,7 @@ from gradsync.bucketing.gradient_lock import Holder
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 
 
 class StepWorks:

@@ -19,7 +19,7 @@ from gradsync.bucketing.pending import Destination, destination
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
 from gradsync.bucketing.trees import Unfit, is_array, leaves_of, with_leaves
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.futures import check_may_call, pending

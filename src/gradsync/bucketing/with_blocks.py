@@ -9,7 +9,7 @@ from typing import Any
 
 from gradsync.bucketing.backward_pass import BackwardPass
 from gradsync.bucketing.join import Join
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.world import get_world
 from gradsync.errors import GradientCancelled, InvalidArgument, describe

@@ -1,7 +1,8 @@
-"""What a backend writes: the hooks behind the public methods of a communicator.
+"""What a backend writes: the methods that move bytes between the ranks of one communicator.
 
-The public methods check everything first; a hook may rely on its stated preconditions. All arrays that a hook is given
-are flat: 1-D, contiguous and on the communicator's device. What only moves is given as bytes (uint8).
+`Communicator` has a Backend. It checks everything first; a backend may rely on what is said here. All arrays that it is
+given are flat: 1-D, contiguous and on its device. What only moves is given as bytes (uint8). docs/architecture.md shows
+how a backend is written.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,13 +20,18 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory, aligned_zeros
+from gradsync.diagnostics import FlightRecorder, Place
+from gradsync.errors import GradsyncError
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 
 if TYPE_CHECKING:
-    from gradsync.communicators.base import Communicator
+    from gradsync.communicators.communicator import Communicator
     from gradsync.communicators.host_path import HostPath
+    from gradsync.communicators.lifetime import Lifetime
+    from gradsync.rendezvous.client import RendezvousClient
 
+Shape = tuple[int, ...]
 #: Where the parts of the ranks lie in a flat array: rank r's is [bounds[r], bounds[r + 1]), in elements.
 Bounds = Sequence[int]
 
@@ -46,53 +53,79 @@ class Message(NamedTuple):
 
 
 class PreparedList(Protocol):
-    """The all-reduce of one list of arrays, with what stays from call to call worked out; see prepare_list."""
+    """The all-reduce of one list of arrays, with what stays from call to call worked out; see Backend.prepare."""
 
     def run(self, agreement: Agreement) -> None:
-        """Does what _all_reduce_list would do with the arrays."""
+        """Does what `Backend.all_reduce` would do with the arrays."""
 
 
 class Backend(ABC):
-    """The hooks of one backend, for gradsync's own use.
+    """Moves bytes between the ranks of one communicator.
+
+    A method that is given an agreement must raise PlanMismatch on every rank, before it has moved anything, where the
+    ranks' digests differ. Other failures may leave targets in any state: they end the communicator.
+
+    Args:
+        client: this rank's connection to the rendezvous server; its members are the ranks. None: one rank, alone.
+        group: the communicator's name, not used before in this generation.
+        timeout_seconds: how long a collective waits for a rank.
 
     Attributes:
+        name: "shm", "nccl", ...
+        device: where its arrays live: "cpu", or a CUDA device such as "cuda:0".
         arrays: how it handles arrays.
-        runs_beside_host: whether a collective has only been launched when its hook returns.
+        runs_beside_host: whether a collective has only been launched when its method returns.
         finder: of what is not finite, where lists and resident memory can be looked at while they are reduced.
+        client, timeout_seconds: as given.
+        rank, world_size, ranks, label: this rank, as Communicator has it.
+        recorder: of the communicator.
+        lifetime: of the communicator; set by that.
     """
 
+    name: str
+    device: str = "cpu"
     arrays: ArrayKind = HostArrays()
     runs_beside_host = False
     finder: NonFiniteFinder | None = None
+    lifetime: Lifetime
+
+    def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float = 0.0) -> None:
+        self.client = client
+        self.timeout_seconds = timeout_seconds
+        self.rank: int = 0 if client is None else client.rank
+        self.world_size: int = 1 if client is None else client.world_size
+        self.ranks: tuple[int, ...] = (0,) if client is None else client.world_ranks
+        self.label: str = "rank 0/1" if client is None else client.label
+        self.recorder = FlightRecorder(group, place=Place(self.rank, self.ranks, self.name))
 
     # -- Reductions --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _all_reduce_list(
+    def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
-        """Reduces each source into its target. Preconditions: see all_reduce_list; at least one source."""
+        """Reduces each source, at least one, all of one dtype, into its target: of its size, or the source itself."""
 
-    def _prepare_list(
+    def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
     ) -> PreparedList | None:
-        """Works out what _all_reduce_list would do, for calls to come; None where that gains nothing.
+        """Works out what `all_reduce` will do with these very arrays, again and again; None where that gains nothing.
 
         With `looks`, and where there is a finder, that takes note of what is not finite.
 
-        Other ranks may go the unprepared way in the same call. _release lets go of what it holds of the communicator.
+        Other ranks may go the unprepared way in the same call. `release` lets go of what it holds of the communicator.
         """
         return None
 
-    @abstractmethod
-    def _reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
+    def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         """Reduces into the root's target, which may be its source; None elsewhere."""
+        self.all_reduce([source], [self.arrays.empty_like(source) if target is None else target], op, agreement)
 
     @abstractmethod
-    def _reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
+    def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         """Reduces; each rank gets its part. The target may be exactly this rank's part of the source."""
 
-    def _make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
+    def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         """Makes this rank's part; all ranks have agreed on the size, and will tell each other whether they have theirs.
 
         Raises:
@@ -100,7 +133,7 @@ class Backend(ABC):
         """
         return ResidentMemory(aligned_zeros(self.arrays, size_bytes, "this rank"))
 
-    def _all_reduce_resident(
+    def all_reduce_resident(
         self,
         memory: ResidentMemory,
         begin_bytes: int,
@@ -112,35 +145,38 @@ class Backend(ABC):
         *,
         looks: bool,
     ) -> None:
-        """Reduces a range in place. Preconditions: see all_reduce_resident.
+        """Reduces a range in place. Preconditions: see Communicator.all_reduce_resident.
 
         With `looks`, and where there is a finder, that takes note of what is not finite.
         """
         values = memory.view(begin_bytes, end_bytes, dtype)
-        self._all_reduce_list([values], [values], op, agreement)
+        self.all_reduce([values], [values], op, agreement)
         if mean_over is not None:
             self.arrays.divide(values, mean_over)
 
     # -- Movements, in bytes -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _broadcast_list(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        """Copies the root's arrays into the others'. Preconditions: at least one; writable except on the root."""
+    def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
+        """Copies the root's arrays, at least one, into the others', which are writable."""
 
     @abstractmethod
-    def _all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         """Gathers all parts on all ranks. The source may be exactly this rank's part of the target."""
 
-    @abstractmethod
-    def _gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
+    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """Gathers all parts in the root's target, of which its source may be exactly its part; None elsewhere."""
+        everything = self.arrays.scratch(bounds[-1], source.dtype) if target is None else target
+        self.all_gather(source, everything, bounds, agreement)
 
-    @abstractmethod
-    def _scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """Hands each rank its part of the root's source; None elsewhere."""
+        everything = self.arrays.scratch(bounds[-1], target.dtype) if source is None else source
+        self.broadcast([everything], root, agreement)
+        self.arrays.assign(everything[part_of(bounds, self.rank)], target)
 
     @abstractmethod
-    def _all_to_all(
+    def all_to_all(
         self,
         source: Array,
         target: Array,
@@ -152,32 +188,53 @@ class Backend(ABC):
         """Hands each rank its part of every rank's source; `largest` is the largest part between any two ranks."""
 
     @abstractmethod
-    def _exchange(self, send: Message | None, receive: Message | None) -> None:
+    def exchange(self, send: Message | None, receive: Message | None) -> None:
         """Sends one message, or receives one, or both at once."""
 
     @abstractmethod
-    def _share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """Returns the numbers of every rank, int64, as many on each. Waits, and moves them on the host's behalf."""
 
     # -- Meeting -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _agree(self, agreement: Agreement) -> None:
+    def agree(self, agreement: Agreement) -> None:
         """Raises PlanMismatch when the ranks' digests differ; waits for the others where it must, to know."""
 
-    def _meet(self, agreement: Agreement) -> None:
+    def meet(self, agreement: Agreement) -> None:
         """Waits for all ranks and raises PlanMismatch when their digests differ."""
-        self._agree(agreement)
+        self.agree(agreement)
+
+    def agree_always(self) -> None:
+        """From now on, on all ranks, agrees on every collective before data moves; for the debug mode."""
+
+    # -- Groups ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
+    def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
         """Makes the communicator of some of these ranks, listed by their new numbers. Called by the members only."""
 
+    def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Communicator | None:
+        """Makes this rank's group of a split, in which every rank takes part.
+
+        Args:
+            color: a small number for the group, or NO_COLOR.
+            key: this rank's number in the group.
+            members, name: see connect_group; empty where there is no color.
+        """
+        return self.connect_group(members, name) if members else None
+
+    def look_for_ended(self, missing: list[int]) -> None:
+        """Raises RankFailed where a rank has aborted the communicator, or one of those that are missing closed it.
+
+        Called outside of the communicator's turn. What the rendezvous server tells need not be looked for.
+        """
+
     @abstractmethod
-    def _make_host_path(self) -> HostPath:
+    def make_host_path(self) -> HostPath:
         """Returns the way of Python objects; made at the first collective on objects, by all ranks."""
 
-    def _shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
+    def shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
         """A shortcut past all that a public method prepares: does it all, with all checks, and returns the result.
 
         None, having done nothing, sends the call the long way.
@@ -191,10 +248,10 @@ class Backend(ABC):
 
     # -- Launching ---------------------------------------------------------------------------------------------
 
-    def _launching(
+    def launching(
         self, stream: Any, producers: Sequence[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:
-        """Surrounds the hooks that move data; gives what tells the end of their work, or None where it has ended.
+        """Surrounds the methods that move data; gives what tells the end of their work, or None where it has ended.
 
         Args:
             stream: where the work goes; None is the current stream.
@@ -202,25 +259,43 @@ class Backend(ABC):
         """
         return _INLINE
 
-    def _keep(self, *arrays: Array) -> None:
+    def keep(self, *arrays: Array) -> None:
         """Keeps arrays from being given to others until the launch that is being made has ended."""
 
-    def _bring_back(self, flat: Array, native: Array, launch: Any) -> None:
-        """Brings the values of `flat` to `native`, within _launching, unless it is a view of it."""
+    def bring_back(self, flat: Array, native: Array, launch: Any) -> None:
+        """Brings the values of `flat` to `native`, within `launching`, unless it is a view of it."""
         self.arrays.write_back(flat, native)
 
-    def _await_host_results(self, launch: Any) -> None:
+    def await_host_results(self, launch: Any) -> None:
         """Waits for those results of a launch that belong in host memory."""
+
+    def mark_work(self) -> Any:
+        """Returns what a stream can wait for to come after the caller's work; None on the CPU."""
+        return None
+
+    def mark_end(self) -> Completion | None:
+        """Returns the end of the caller's work so far, for a future; None on the CPU."""
+        return None
+
+    def follow_work(self, marks: Sequence[Any]) -> None:
+        """What is queued on the current stream from now on comes after the marked work."""
 
     # -- Ending ------------------------------------------------------------------------------------------------
 
-    def _announce_close(self) -> None:
+    def drain(self) -> GradsyncError | None:
+        """Waits, for a bounded time, for what was launched, before close(); returns what that has failed with."""
+        return None
+
+    def announce_close(self) -> None:
         """Tells the other ranks that this one will not come again. Must not block and must not raise."""
 
-    def _announce_abort(self, reason: str, culprit: int | None) -> None:
+    def announce_abort(self, reason: str, culprit: int | None) -> None:
         """Tells the other ranks to stop. Must not block and must not raise."""
 
-    def _release(self) -> None:
+    def await_told(self) -> None:
+        """Waits, for a bounded time, until the other ranks have heard of the end; the last step of close()."""
+
+    def release(self) -> None:
         """Gives back descriptors, memory and threads. Called once, with no collective running; must not block."""
 
 
@@ -232,3 +307,18 @@ def part_of(bounds: Bounds, rank: int) -> slice:
 def largest_part(bounds: Bounds) -> int:
     """Returns the elements of the largest part."""
     return max([end - begin for begin, end in pairwise(bounds)])
+
+
+def row_shape(shape: Shape) -> Shape:
+    """Returns a shape with a first axis: a 0-d array is one row."""
+    return shape or (1,)
+
+
+def bounds_of(sizes: Sequence[int], row: int) -> Bounds:
+    """Returns where the parts of `sizes` rows lie, given what a row holds."""
+    return [0, *accumulate([size * row for size in sizes])]
+
+
+def row_elements(shape: Shape) -> int:
+    """Returns the elements in one row of an array of that shape, which has a first axis."""
+    return prod(shape[1:])

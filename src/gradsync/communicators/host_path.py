@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Bounds
+from gradsync.communicators.backend import Backend, Bounds
 from gradsync.reduction import Array
-
-if TYPE_CHECKING:
-    from gradsync.communicators.collective_call import CollectiveBase
 
 
 class HostPath(ABC):
@@ -48,34 +44,34 @@ class HostPath(ABC):
 
 
 class OwnPath(HostPath):
-    """The hooks of a communicator whose arrays live in host memory.
+    """The methods of a backend whose arrays live in host memory.
 
     Args:
-        communicator: in whose turn this runs.
+        backend: of the communicator in whose turn this runs.
     """
 
-    def __init__(self, communicator: CollectiveBase) -> None:
-        self._communicator = communicator
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """See HostPath."""
-        return self._communicator._share_numbers(numbers, agreement)
+        return self._backend.share_numbers(numbers, agreement)
 
     def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
         """See HostPath."""
         target = np.empty(bounds[-1], np.uint8)
-        self._communicator._all_gather(source, target, bounds, agreement)
+        self._backend.all_gather(source, target, bounds, agreement)
         return target
 
     def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
         """See HostPath."""
-        target = np.empty(bounds[-1], np.uint8) if self._communicator.rank == root else None
-        self._communicator._gather(source, target, bounds, root, agreement)
+        target = np.empty(bounds[-1], np.uint8) if self._backend.rank == root else None
+        self._backend.gather(source, target, bounds, root, agreement)
         return target
 
     def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
         """See HostPath."""
-        rank = self._communicator.rank
+        rank = self._backend.rank
         target = np.empty(bounds[rank + 1] - bounds[rank], np.uint8)
-        self._communicator._scatter(source, target, bounds, root, agreement)
+        self._backend.scatter(source, target, bounds, root, agreement)
         return target

@@ -28,7 +28,8 @@ from gradsync.errors import (
 from gradsync.futures import pending
 
 if TYPE_CHECKING:
-    from gradsync.communicators.base import Communicator
+    from gradsync.communicators.backend import Backend
+    from gradsync.communicators.communicator import Communicator
 
 
 class Observer(Protocol):
@@ -42,8 +43,8 @@ class Lifetime:
     """The state of one communicator between its making and its release.
 
     Args:
-        communicator: whose hooks _announce_close, _announce_abort and _release are called, and whose flight recorder
-            is written.
+        communicator: whose it is.
+        backend: of that; its methods announce_close, announce_abort and release are called, its recorder is written.
 
     Attributes:
         ended_because: why it cannot be used; None while it may be.
@@ -52,9 +53,10 @@ class Lifetime:
         last_job: what was submitted for it last, unless that is over; see collective_queue.py.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, backend: Backend) -> None:
         self._communicator = communicator
-        self._recorder = communicator.recorder
+        self._backend = backend
+        self._recorder = backend.recorder
         self._occupancy = Occupancy()
         self._make_locks()
         self._announcement: Callable[[], None] | None = None  # which the others have yet to hear
@@ -100,7 +102,7 @@ class Lifetime:
         self._take_back()
         if pending and self.ended_because is None:
             await_submitted(self)
-        self._claim_end("it was closed", self._communicator._announce_close, closed_only=True)
+        self._claim_end("it was closed", self._backend.announce_close, closed_only=True)
         self._announce()
         self._end_use()
         tell_lost(self)
@@ -114,7 +116,7 @@ class Lifetime:
         """Ends it for all ranks; see Communicator.abort."""
         self._take_back()
         first_line = reason.partition("\n")[0]  # the others get the whole of it
-        self._claim_end(f"it was aborted: {first_line}", partial(self._communicator._announce_abort, reason, culprit))
+        self._claim_end(f"it was aborted: {first_line}", partial(self._backend.announce_abort, reason, culprit))
         self._announce()
         self._end_use()
 
@@ -272,7 +274,7 @@ class Lifetime:
     def _abort_inside(self, reason: str, culprit: int | None) -> None:
         """Ends it because of a collective that cannot go on; the others wait in it, or will."""
         reason = f"in {self._what}: {reason}"
-        announcement = partial(self._communicator._announce_abort, reason, culprit)
+        announcement = partial(self._backend.announce_abort, reason, culprit)
         with self._claiming:
             if self._is_closed_only:  # by another thread meanwhile: who waits for a third rank does not look at that
                 self._announcement, self._is_closed_only = announcement, False
@@ -295,10 +297,16 @@ class Lifetime:
             try:
                 if not self._released and self._announcement is None:
                     self._released = True
-                    self._communicator._release()
-                    self._communicator._leave_group()
+                    self._backend.release()
+                    self._leave_group()
             finally:
                 self._occupancy.clear()
+
+    def _leave_group(self) -> None:
+        """Lets the server forget what a group's communicator has put there."""
+        client = self._backend.client
+        if client is not None and client.name == self._recorder.group:
+            client.close()
 
 
 def culprit_of(error: BaseException) -> int | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradsync.communicators.base import Communicator
-from gradsync.communicators.collectives.non_member import NonMember
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.groups import NonMember
 from gradsync.errors import InvalidArgument
 
 

@@ -9,13 +9,13 @@ import pytest
 
 import gradsync as gs
 from gradsync.bucketing.bucket_hook import GradientBucket, result_of
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.reduction import ReduceOp
 
 
 def make_bucket() -> GradientBucket:
     flat = np.arange(7, dtype=np.float32)
-    return GradientBucket(2, ("w", "b"), ((2, 3), ()), flat, LocalCommunicator(), ReduceOp.SUM)
+    return GradientBucket(2, ("w", "b"), ((2, 3), ()), flat, local_communicator(), ReduceOp.SUM)
 
 
 def test_gradients_are_views() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 
 
 def test_an_empty_step_leaves_what_is_known() -> None:
-    callback, gradients = gs.AllreduceCallback("mean", LocalCommunicator()), [np.ones(5) for _ in range(4)]
+    callback, gradients = gs.AllreduceCallback("mean", local_communicator()), [np.ones(5) for _ in range(4)]
 
     def step() -> tuple[Any, ...]:
         for number, gradient in enumerate(gradients):

@@ -9,7 +9,7 @@ import pytest
 
 import gradsync as gs
 from gradsync.bucketing import forgotten
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.errors import uncaught_error
 
 
@@ -23,7 +23,7 @@ def test_an_error_that_a_prompt_has_shown_has_not_ended_the_program(monkeypatch:
 
 def test_it_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forgotten, "_watched", {})
-    callback = gs.AllreduceCallback("mean", LocalCommunicator())
+    callback = gs.AllreduceCallback("mean", local_communicator())
     callback("weights", np.ones(3))
     forgotten.raise_forgotten()  # its communicator is open: it may yet be flushed
     with pytest.raises(gs.InvalidArgument, match="never reduced"):

@@ -17,15 +17,15 @@ import pytest
 
 import gradsync as gs
 from gradsync.communicators import collective_queue
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.futures import pending
 
 WAIT = 20.0
 
 
 @pytest.fixture
-def comm() -> Iterator[LocalCommunicator]:
-    with LocalCommunicator() as communicator:
+def comm() -> Iterator[gs.Communicator]:
+    with local_communicator() as communicator:
         yield communicator
     assert not pending
 
@@ -79,7 +79,7 @@ def test_a_collective_without_a_future_waits_until_all_is_over(comm: Any) -> Non
     later.add_done_callback(lambda _: seen.append("callback"))
     gate.await_entered()
     threading.Timer(0.1, gate.open).start()
-    with LocalCommunicator() as other:  # of whichever communicator
+    with local_communicator() as other:  # of whichever communicator
         other.barrier()
         seen.append("barrier")
     assert seen == ["queued", "callback", "barrier"]
@@ -143,7 +143,7 @@ def test_the_thread_ends_when_idle_and_comes_back(comm: Any, monkeypatch: pytest
 
 def test_arrays_and_communicators_are_let_go(comm: Any) -> None:
     array = np.zeros(3)
-    other = LocalCommunicator()
+    other = local_communicator()
     gone = [weakref.ref(array), weakref.ref(other)]
     submit(other, lambda array=array: array.sum()).result(WAIT)
     other.close()
@@ -160,7 +160,7 @@ def test_nothing_is_looked_at_where_nothing_was_submitted(comm: Any, monkeypatch
     monkeypatch.setattr("gradsync.communicators.lifetime.await_earlier", lambda _: pytest.fail("looked"))
     monkeypatch.setattr("gradsync.communicators.lifetime.await_submitted", lambda _: pytest.fail("looked"))
     comm.barrier()
-    with LocalCommunicator() as other:
+    with local_communicator() as other:
         other.barrier()
 
 
@@ -172,7 +172,7 @@ def test_threads_do_not_wait_for_each_other(comm: Any) -> None:
     gate, done = Gate(comm), []
 
     def use_another() -> None:
-        with LocalCommunicator() as other:
+        with local_communicator() as other:
             done.append(submit(other, lambda: "asynchronous").result(WAIT))
             other.barrier()
             done.append("synchronous")
@@ -343,7 +343,7 @@ def test_a_failure_that_nobody_asks_for_is_logged_when_its_future_goes(comm: Any
 
 
 def test_a_failure_that_nobody_asks_for_is_logged_at_the_close(caplog: Any) -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     future = submit(comm, fail)
     comm.close()
     assert caplog.text.count(LOST) == 1
@@ -363,7 +363,7 @@ def asked_afterwards(comm: Any) -> None:
 
 @pytest.mark.parametrize("ask", [asked_by_callback, asked_afterwards])
 def test_a_failure_that_was_asked_for_is_not_logged(ask: Callable[[Any], None], caplog: Any) -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     ask(comm)
     comm.close()
     gc.collect()
@@ -371,7 +371,7 @@ def test_a_failure_that_was_asked_for_is_not_logged(ask: Callable[[Any], None], 
 
 
 def test_what_only_comes_after_an_end_is_not_logged(caplog: Any) -> None:
-    comm, other = LocalCommunicator(), LocalCommunicator()
+    comm, other = local_communicator(), local_communicator()
     gate = Gate(other)
     futures = [submit(comm, lambda: None) for _ in range(2)]
     comm.abort("the disk is full")
@@ -386,7 +386,7 @@ def test_what_only_comes_after_an_end_is_not_logged(caplog: Any) -> None:
 
 
 def test_close_waits_for_what_was_submitted() -> None:
-    comm, ran = LocalCommunicator(), []
+    comm, ran = local_communicator(), []
     gate = Gate(comm)
     futures = [submit(comm, lambda i=i: ran.append(i)) for i in range(3)]
     threading.Timer(0.05, gate.open).start()
@@ -396,7 +396,7 @@ def test_close_waits_for_what_was_submitted() -> None:
 
 
 def test_abort_fails_what_has_not_begun_at_once_and_in_order() -> None:
-    comm, other, order = LocalCommunicator(), LocalCommunicator(), []
+    comm, other, order = local_communicator(), local_communicator(), []
     gate = Gate(other)
     gate.await_entered()
     futures = [submit(comm, lambda: pytest.fail("it ran")) for _ in range(3)]
@@ -413,7 +413,7 @@ def test_abort_fails_what_has_not_begun_at_once_and_in_order() -> None:
 
 
 def test_a_callback_may_close_its_communicator() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     gate = Gate(comm)
     gate.future.add_done_callback(lambda _: comm.close())
     later = submit(comm, lambda: comm._run(comm._barrier_call(), None))
@@ -423,7 +423,7 @@ def test_a_callback_may_close_its_communicator() -> None:
 
 
 def test_a_job_of_a_closed_communicator_fails_by_itself() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     comm.close()
     future = submit(comm, lambda: comm._run(comm._barrier_call(), None))
     with pytest.raises(gs.CommunicatorClosed, match="barrier on a local communicator"):
@@ -432,7 +432,7 @@ def test_a_job_of_a_closed_communicator_fails_by_itself() -> None:
 
 @pytest.mark.parametrize("wait", ["result", "barrier", "close"])
 def test_ctrl_c_comes_through_while_the_main_thread_waits(wait: str) -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     gate = Gate(comm)
     gate.await_entered()
     last = submit(comm, lambda: None)
@@ -471,7 +471,7 @@ def test_the_child_of_a_fork_has_a_queue_of_its_own(comm: Any) -> None:
 def report_of_child(running: gs.CollectiveFuture, queued: gs.CollectiveFuture, called: list[Any]) -> str:
     try:
         errors = [type(future.exception()).__name__ for future in (running, queued)]
-        with LocalCommunicator() as comm:
+        with local_communicator() as comm:
             answer = submit(comm, lambda: 4).result(WAIT)
             comm.barrier()
         return f"{' '.join(errors)} {len(called)} {answer}"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.collectives.non_member import NonMember
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.groups import NonMember
+from gradsync.communicators.local import local_communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.rendezvous import protocol
 from gradsync.rendezvous.protocol import Generation
@@ -22,7 +22,7 @@ from places import SHM
 
 
 def test_a_communicator_is_true_and_a_non_member_is_not() -> None:
-    assert LocalCommunicator()
+    assert local_communicator()
     nobody = NonMember("rank 1/4", "the group of ranks 0,2")
     assert not nobody
     assert repr(nobody) == "<NonMember: rank 1/4 is no member of the group of ranks 0,2>"

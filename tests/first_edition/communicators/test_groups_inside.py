@@ -10,7 +10,7 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.communicators.collectives.groups import Family, _listed
+from gradsync.communicators.groups import Family, listed
 from gradsync.rendezvous import protocol
 from gradsync.rendezvous.frames import is_under
 from gradsync.rendezvous.protocol import Generation
@@ -20,7 +20,7 @@ from places import SHM, STAND_IN, Place, on
 
 def test_names_are_short_and_differ() -> None:
     family = Family("world")
-    names = [family.new_name(_listed(ranks)) for ranks in (range(1000), range(1001), [0, 2], [2, 0], [0, 2])]
+    names = [family.new_name(listed(ranks)) for ranks in (range(1000), range(1001), [0, 2], [2, 0], [0, 2])]
     assert names[2:] == ["world/0,2#1", "world/2,0#1", "world/0,2#2"]
     assert len(set(names)) == 5
     assert max(map(len, names)) < 64
@@ -66,7 +66,7 @@ def test_the_server_forgets_them(place: Place, world_size: int, monkeypatch: pyt
 
 
 def fail_in_the_making(comm: Any) -> str:
-    from gradsync.communicators.shared_memory import communicator as shared_memory
+    from gradsync.communicators.shared_memory import shm_backend as shared_memory
 
     if comm.rank == 2:
 

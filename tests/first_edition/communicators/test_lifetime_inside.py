@@ -16,28 +16,36 @@ import pytest
 import gradsync as gs
 from gradsync.communicators import lifetime, occupancy
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.local import LocalBackend
 from gradsync.diagnostics import recorder as flight_recorder
 
 WAIT = 30.0
 TURN = "all_reduce", agreement_on("all_reduce", (), None, "")
 
 
-class Noting(LocalCommunicator):
-    """Notes what the other ranks would hear, and its release."""
-
+class _Noting(LocalBackend):
     def __init__(self) -> None:
         super().__init__()
         self.heard: list[str] = []
 
-    def _announce_close(self) -> None:
+    def announce_close(self) -> None:
         self.heard.append("closed")
 
-    def _announce_abort(self, reason: str, culprit: int | None) -> None:
+    def announce_abort(self, reason: str, culprit: int | None) -> None:
         self.heard.append(f"aborted: {reason}")
 
-    def _release(self) -> None:
+    def release(self) -> None:
         self.heard.append("released")
+
+
+class Noting(Communicator):
+    """Notes what the other ranks would hear, and its release."""
+
+    def __init__(self) -> None:
+        backend = _Noting()
+        super().__init__(backend)
+        self.heard = backend.heard
 
 
 def in_another_thread(function: Callable[[], Any]) -> Any:
@@ -77,7 +85,7 @@ def test_who_comes_again_from_within_is_refused_and_does_not_end_it() -> None:
     assert comm.heard == ["closed", "released"]
 
 
-@pytest.mark.parametrize("end", [LocalCommunicator.close, lambda comm: comm.abort("the disk is full")])
+@pytest.mark.parametrize("end", [Communicator.close, lambda comm: comm.abort("the disk is full")])
 def test_an_end_from_within_leaves_the_release_to_the_one_inside(end: Callable[[Any], None]) -> None:
     comm = Noting()
     with comm.lifetime.turn(*TURN):

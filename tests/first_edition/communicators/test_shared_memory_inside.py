@@ -13,8 +13,8 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
-from gradsync.communicators.shared_memory import communicator as shared_memory
 from gradsync.communicators.shared_memory import platform_check
+from gradsync.communicators.shared_memory import shm_backend as shared_memory
 from rank_processes import run_ranks
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.diagnostics import tracing
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump_files import read_dumps
@@ -175,7 +175,7 @@ def test_over_mpi_the_reduction_is_all_of_mpis(tmp_path: Path) -> None:
 
 
 def test_a_traced_block_ends_with_its_dump_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with LocalCommunicator() as comm:
+    with local_communicator() as comm:
         with gs.trace(tmp_path / "a.json"):
             assert tracing.active is not None
             with pytest.raises(gs.InvalidArgument, match="traced already"), gs.trace(tmp_path / "b.json"):
@@ -190,7 +190,7 @@ def test_a_traced_block_ends_with_its_dump_and_leaves_nothing_behind(tmp_path: P
 
 def test_a_trace_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_MAX_EVENTS", 3)
-    with LocalCommunicator() as comm, gs.trace(tmp_path):
+    with local_communicator() as comm, gs.trace(tmp_path):
         sync = gs.AllreduceCallback("mean", comm)
         with sync.backward():
             for number in range(5):
@@ -200,7 +200,7 @@ def test_a_trace_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_other_machines_are_laid_beside_by_the_wall_clock(tmp_path: Path) -> None:
-    with LocalCommunicator() as comm, gs.trace(tmp_path):
+    with local_communicator() as comm, gs.trace(tmp_path):
         comm.barrier()
     [here], _ = read_dumps([tmp_path])
     there = here._replace(rank=1, machine="another boot", host="elsewhere", at=here.at + 500)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.cli import main
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump_files import read_dumps
 from gradsync.diagnostics.report import report
@@ -33,7 +33,7 @@ ANYTHING = st.recursive(
 def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A dump with all there can be: buckets, a plain collective, and a trace."""
     path = tmp_path_factory.mktemp("real") / "dump.json"
-    with LocalCommunicator() as comm, gs.trace(path):
+    with local_communicator() as comm, gs.trace(path):
         comm.broadcast(np.ones(2), root=0)
         sync = gs.AllreduceCallback("mean", comm)
         with sync.backward():

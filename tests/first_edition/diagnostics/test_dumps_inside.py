@@ -18,7 +18,7 @@ from hanging_files import hanging_files
 
 import gradsync as gs
 from gradsync import environment
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.diagnostics import dump as dumps
 from gradsync.diagnostics.dump_files import read_dumps
 from rank_processes import run_ranks, run_ranks_for_outcomes
@@ -44,7 +44,7 @@ def call_of(group: dict[str, Any], content: dict[str, Any], place: int = -1) -> 
 
 def test_a_dump_tells_what_each_collective_was(tmp_path: Path) -> None:
     started = time.monotonic()
-    with LocalCommunicator() as comm:
+    with local_communicator() as comm:
         comm.broadcast(np.ones((2, 3), np.float32), root=0)
         sync = gs.AllreduceCallback("mean", comm)
         with sync.backward():
@@ -88,7 +88,7 @@ def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
 
 
 def test_recorders_of_ended_communicators_are_there_for_a_while() -> None:
-    comm = LocalCommunicator()
+    comm = local_communicator()
     comm.barrier()
     recorder = comm.recorder
     comm.close()
@@ -145,7 +145,7 @@ def test_ctrl_c_makes_a_dump_that_what_fails_because_of_it_does_not_replace(
 
     monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
     dumps.arm()
-    with LocalCommunicator() as comm:
+    with local_communicator() as comm:
         comm.barrier()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

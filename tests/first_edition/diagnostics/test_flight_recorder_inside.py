@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradsync import environment
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.diagnostics import recorder as flight_recorder
 from gradsync.diagnostics.recorder import FlightRecorder, finish, names_text, seconds_text, size_text
 
@@ -198,7 +198,7 @@ def test_another_thread_reads_whole_entries_at_any_moment() -> None:
 
 def test_its_size_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADSYNC_FLIGHT_RECORDER_ENTRIES", "3")
-    with LocalCommunicator() as comm:
+    with local_communicator() as comm:
         for _ in range(5):
             comm.barrier()
         assert [entry.number for entry in comm.recorder.entries()] == [3, 4, 5]

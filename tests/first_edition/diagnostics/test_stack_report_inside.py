@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.local import LocalCommunicator
+from gradsync.communicators.local import local_communicator
 from gradsync.diagnostics import stacks as module
 from gradsync.diagnostics.stacks import stack_report
 
@@ -82,7 +82,7 @@ def test_calls_within_gradsync_are_told_by_the_first() -> None:
             texts.append(stack_report())
             return super().__hash__()
 
-    callback = gs.AllreduceCallback("sum", LocalCommunicator())
+    callback = gs.AllreduceCallback("sum", local_communicator())
     callback(Hashed("w"), np.ones(3))
     assert "in __hash__\n" in texts[0]
     assert texts[0].count("gradsync/bucketing/") == 1

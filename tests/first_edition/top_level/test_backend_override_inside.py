@@ -54,7 +54,7 @@ def test_what_one_rank_finds_out_is_told_to_all() -> None:
 
 
 def fail_once_agreed(comm: Any) -> str:
-    from gradsync.communicators.shared_memory import communicator as shared_memory
+    from gradsync.communicators.shared_memory import shm_backend as shared_memory
 
     if comm.rank == 1:
 

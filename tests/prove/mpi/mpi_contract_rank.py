@@ -30,7 +30,7 @@ def main(folder: Path, parts: list[str], options: dict[str, object]) -> None:
         reduction._NATIVE_ELEMENTS = 2**14
     comm: Any = gs.init_process_group("mpi")
     rank = comm.rank
-    assert comm._transport.is_direct is not is_native
+    assert comm._backend._transport.is_direct is not is_native
     found: dict[str, object] = {}
     try:
         for part in parts:

@@ -16,7 +16,7 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES
 
 if TYPE_CHECKING:
-    from gradsync.communicators.nccl.communicator import NcclCommunicator
+    from gradsync.communicators.communicator import Communicator
 
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
 # Ranks on one GPU wait for each other inside their kernels, so all of them must fit on it at once.
@@ -96,7 +96,7 @@ def connect_nccl(
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
     allow_shared_gpu: bool = False,
-) -> NcclCommunicator:
+) -> Communicator:
     """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
 
     Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
@@ -122,11 +122,11 @@ def connect_nccl(
         _let_ranks_share(library.version, client.rank)
     _use(device_id)
     _check_devices(client, device_id, group, _clock(deadline), allow_shared_gpu=allow_shared_gpu)
-    from gradsync.communicators.nccl.communicator import NcclCommunicator
     from gradsync.communicators.nccl.joining import join_group
+    from gradsync.communicators.nccl.nccl_backend import NcclBackend
 
     handle = join_group(client, library, device_id, group, deadline)
-    return NcclCommunicator.take_over(handle, client, group, collective_timeout_seconds)
+    return NcclBackend.take_over(handle, client, group, collective_timeout_seconds)
 
 
 def _use(device_id: int) -> None:

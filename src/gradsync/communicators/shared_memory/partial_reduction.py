@@ -83,7 +83,7 @@ class PartialReduction:
             kept = self._scratch.own(own.dtype, own.size)
             np.copyto(kept, own)
             contributions[self._rank] = kept
-        with np.errstate(all="ignore"):  # see SharedMemoryCommunicator._all_reduce_list
+        with np.errstate(all="ignore"):  # see ShmBackend.all_reduce
             reduce_into(op, contributions, result, self._scratch.accumulator(result.dtype, result.size))
 
     def _publish(self, part: Array, at: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.collective_call import Shape
+from gradsync.communicators.backend import Shape
 from gradsync.reduction import Array
 
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.backend import part_of
-from gradsync.communicators.collective_call import bounds_of, row_shape
-from gradsync.communicators.collectives.all_to_all import all_to_all_agreement
-from gradsync.communicators.collectives.movements import broadcast_agreement, gather_agreement
-from gradsync.communicators.collectives.reductions import all_reduce_agreement, reduce_scatter_agreement
+from gradsync.communicators.agreement import (
+    all_reduce_agreement,
+    all_to_all_agreement,
+    broadcast_agreement,
+    gather_agreement,
+    reduce_scatter_agreement,
+)
+from gradsync.communicators.backend import Backend, bounds_of, part_of, row_shape
 from gradsync.communicators.host_copy import word_dtype
-from gradsync.communicators.lifetime import Lifetime
 from gradsync.communicators.shared_memory.prepared_all_reduce import PreparedAllReduce, quiet_caller
 from gradsync.communicators.shared_memory.prepared_movement import PreparedMovement, PreparedReduceScatter
 from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
@@ -36,12 +38,12 @@ class PreparedCalls:
 
     Args:
         workplace: this rank's.
-        lifetime: the communicator's.
+        backend: whose it is; has the communicator's lifetime once there is one.
     """
 
-    def __init__(self, workplace: Workplace, lifetime: Lifetime) -> None:
+    def __init__(self, workplace: Workplace, backend: Backend) -> None:
         self._workplace = workplace
-        self._lifetime = lifetime
+        self._backend = backend
         self._rank = workplace.rank
         self._world_size = workplace.world_size
         self._peers = workplace.peers()
@@ -56,13 +58,13 @@ class PreparedCalls:
         }
 
     def run(self, what: str, array: Any, out: Any, detail: object) -> Any:
-        """Runs a collective with all checks, or returns None having done nothing; see Backend._shortcut."""
+        """Runs a collective with all checks, or returns None having done nothing; see Backend.shortcut."""
         if type(array) is not np.ndarray or type(detail) not in (str, int):
             return None
         key = (what, detail, array.shape, array.dtype)
         prepared = self._known.get(key)
         if prepared is None:
-            if self._lifetime.ended_because is not None or not self._is_small(array):
+            if self._backend.lifetime.ended_because is not None or not self._is_small(array):
                 return None
             prepared = self._ways[what](array, detail)
             if prepared is None:
@@ -73,7 +75,7 @@ class PreparedCalls:
         target = prepared.target(array, out)
         if target is None:
             return None
-        with self._lifetime.turn(what, prepared.agreement):
+        with self._backend.lifetime.turn(what, prepared.agreement):
             prepared.run(array, target)
         return target
 

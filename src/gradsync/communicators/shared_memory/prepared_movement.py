@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.collective_call import Shape, row_shape
+from gradsync.communicators.backend import Shape, row_shape
 from gradsync.communicators.host_copy import copy_words, word_dtype
 from gradsync.communicators.shared_memory.prepared_arrays import ArraysOfOneKind
 from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes

@@ -78,7 +78,7 @@ class SharedRings:
     def release(self) -> None:
         """Lets go of the memory."""
         self._rings.clear()
-        with contextlib.suppress(BufferError):  # see SharedMemoryCommunicator._release
+        with contextlib.suppress(BufferError):  # see ShmBackend.release
             self._memory.release()
 
 

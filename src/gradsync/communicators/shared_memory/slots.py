@@ -54,5 +54,5 @@ class Slots:
         """Lets go of the memory."""
         self._arrays.clear()
         self.flags.clear()
-        with contextlib.suppress(BufferError):  # see SharedMemoryCommunicator._release
+        with contextlib.suppress(BufferError):  # see ShmBackend.release
             self._memory.release()

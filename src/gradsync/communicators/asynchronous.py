@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradsync.communicators.collective_call import CollectiveCall
 from gradsync.communicators.collective_queue import submit
-from gradsync.communicators.collectives.movements import Sizes
 from gradsync.communicators.lost_failures import LostFailure
 from gradsync.errors import CommunicatorClosed
 from gradsync.futures import CollectiveFuture
 from gradsync.reduction import ReduceOp
 
 if TYPE_CHECKING:
-    from gradsync.communicators.base import Communicator
+    from gradsync.communicators.communicator import CollectiveCall, Communicator, Sizes
 
 
 class Asynchronous:
@@ -143,7 +141,7 @@ class Asynchronous:
         producers = [communicator.mark_work()] if stream is None else None
         turn = communicator.lifetime.turn(call.what, call.agreement)
         try:
-            with turn, communicator._launching(stream, producers) as launch:
+            with turn, communicator._backend.launching(stream, producers) as launch:
                 result = call.move(launch)
         except Exception as error:
             closed = isinstance(error, CommunicatorClosed)  # what has closed it, has told

@@ -1,4 +1,4 @@
-"""The communicator of CPU clusters: NumPy arrays over MPI.
+"""The backend of CPU clusters: NumPy arrays over MPI.
 
 MPI moves the bytes. The rendezvous tells who has died, or will not come, which MPI does not.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Bounds, Message
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.backend import Backend, Bounds, Message
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.mpi.agreements import MpiAgreements
@@ -45,7 +45,7 @@ def connect_mpi(
     group: str = "world",
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
-) -> MpiCommunicator:
+) -> Communicator:
     """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
 
     Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
@@ -64,10 +64,10 @@ def connect_mpi(
     mpi = load_mpi()
     check_place(mpi, client.rank, client.world_size)
     comm = make_communicator(mpi, client, group, timeout_seconds)
-    return MpiCommunicator(mpi, comm, client, group, collective_timeout_seconds)
+    return Communicator(MpiBackend(mpi, comm, client, group, collective_timeout_seconds))
 
 
-class MpiCommunicator(Communicator):
+class MpiBackend(Backend):
     """Ranks that mpiexec or srun has started.
 
     Args:
@@ -78,34 +78,32 @@ class MpiCommunicator(Communicator):
         timeout_seconds: how long a collective waits for a rank.
     """
 
-    backend = "mpi"
+    name = "mpi"
 
-    _client: RendezvousClient
+    client: RendezvousClient
 
     def __init__(self, mpi: Any, comm: Any, client: RendezvousClient, group: str, timeout_seconds: float) -> None:
-        super().__init__(client.rank, client.world_size, group, ranks=client.world_ranks, label=client.label)
-        self._client = client
+        super().__init__(client, group, timeout_seconds)
         self._mpi = mpi
         self._comm = comm
-        self._timeout_seconds = timeout_seconds
         self._verdicts = Verdicts(client, self.recorder)
         self._departures = f"mpi/{group}/closed"
         self._raise_if_left = partial(raise_if_left, client, self._departures, self.label)
         self._waiting = MpiWaiting(mpi, self.ranks, timeout_seconds, self._verdicts, self._raise_if_left)
         self._errors = _MpiErrors(mpi, self.label, self._waiting)
         self._transport = MpiTransport(mpi, comm, self._waiting)
-        self._messages = MpiMessages(self._transport, self.ranks, self.label, self._agree)
+        self._messages = MpiMessages(self._transport, self.ranks, self.label, self.agree)
         self._agreements = MpiAgreements(self._transport, self.ranks, self.label, self._messages.bar_waiting_peers)
         self._reduction = MpiReduction(self._transport)
         self._flat = np.empty(0, np.uint8)  # where lists are packed
 
     # -- Reductions --------------------------------------------------------------------------------------------
 
-    def _all_reduce_list(
+    def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         laps = tracing.laps_of(self.recorder)
-        self._agree(agreement)
+        self.agree(agreement)
         if laps is not None:
             laps.end("waiting")
         with np.errstate(all="ignore"):
@@ -139,20 +137,20 @@ class MpiCommunicator(Communicator):
         if laps is not None:
             laps.end("splitting")
 
-    def _reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        self._agree(agreement)
+    def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
+        self.agree(agreement)
         with np.errstate(all="ignore"):
             self._reduction.reduce(source, target, op, root)
 
-    def _reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        self._agree(agreement)
+    def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
+        self.agree(agreement)
         with np.errstate(all="ignore"):
             self._reduction.reduce_scatter(source, target, bounds, op)
 
     # -- Movements ---------------------------------------------------------------------------------------------
 
-    def _broadcast_list(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        self._agree(agreement)
+    def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
+        self.agree(agreement)
         small = [flat for flat in flats if flat.size <= _SMALL_BYTES]
         alone = flats
         if len(small) > 1:
@@ -172,19 +170,19 @@ class MpiCommunicator(Communicator):
             if self.rank != root:
                 split_words(room, pieces)
 
-    def _all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        self._agree(agreement)
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
+        self.agree(agreement)
         self._transport.all_gather(source, target, bounds)
 
-    def _gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self._agree(agreement)
+    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        self.agree(agreement)
         self._transport.gather(source, target, bounds, root)
 
-    def _scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self._agree(agreement)
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        self.agree(agreement)
         self._transport.scatter(source, target, bounds, root)
 
-    def _all_to_all(
+    def all_to_all(
         self,
         source: Array,
         target: Array,
@@ -193,22 +191,22 @@ class MpiCommunicator(Communicator):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        self._agree(agreement)
+        self.agree(agreement)
         self._transport.all_to_all(source, target, send_bounds, receive_bounds)
 
-    def _exchange(self, send: Message | None, receive: Message | None) -> None:
+    def exchange(self, send: Message | None, receive: Message | None) -> None:
         self._messages.move(send, receive)
 
-    def _share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        self._agree(agreement)
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        self.agree(agreement)
         rows: list[list[int]] = self._transport.all_gather_numbers(np.array(numbers, np.int64)).tolist()
         return rows
 
-    def _agree(self, agreement: Agreement) -> None:
+    def agree(self, agreement: Agreement) -> None:
         with self._errors:  # bucketing agrees outside of a launch
             self._agreements.agree(agreement)
 
-    def _launching(
+    def launching(
         self, stream: Any, producers: Sequence[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:
         return self._errors
@@ -221,39 +219,39 @@ class MpiCommunicator(Communicator):
 
     # -- Groups ------------------------------------------------------------------------------------------------
 
-    def _connect_group(self, members: tuple[int, ...], name: str) -> MpiCommunicator:
-        client = self._client.group(members, name)
-        seconds = self._timeout_seconds
+    def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
+        client = self.client.group(members, name)
+        seconds = self.timeout_seconds
         try:
             comm = make_communicator(self._mpi, client, name, seconds)
-            return MpiCommunicator(self._mpi, comm, client, name, seconds)
+            return Communicator(MpiBackend(self._mpi, comm, client, name, seconds))
         except BaseException:
             client.close()
             raise
 
-    def _look_for_ended(self, missing: list[int]) -> None:
+    def look_for_ended(self, missing: list[int]) -> None:
         self._raise_if_left(float("inf"), [self.ranks[rank] for rank in missing])
 
-    def _make_host_path(self) -> OwnPath:
+    def make_host_path(self) -> OwnPath:
         return OwnPath(self)
 
     # -- Ending ------------------------------------------------------------------------------------------------
 
-    def _announce_close(self) -> None:
-        self._client.announce_left(self._departures, self._waiting.begun)
+    def announce_close(self) -> None:
+        self.client.announce_left(self._departures, self._waiting.begun)
 
-    def _announce_abort(self, reason: str, culprit: int | None) -> None:
+    def announce_abort(self, reason: str, culprit: int | None) -> None:
         """Tells the server, which tells all ranks; of MPI's waits nothing else ends them."""
         if self.world_size == 1 or self._verdicts.was_heard or self._verdicts.known() is not None:
             return
 
         def tell() -> None:
             with suppress(GradsyncError):  # the others find out by themselves that this rank is gone
-                self._client.report_failure(reason, culprit=culprit)
+                self.client.report_failure(reason, culprit=culprit)
 
         threading.Thread(target=tell, name="gradsync-mpi-abort").start()  # the process waits for it at its end
 
-    def _release(self) -> None:
+    def release(self) -> None:
         if not self._waiting.was_cut_off and not self._mpi.Is_finalized():
             self._comm.Free()
         self._flat = np.empty(0, np.uint8)

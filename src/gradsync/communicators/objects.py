@@ -22,7 +22,7 @@ from gradsync.reduction import Array
 
 if TYPE_CHECKING:
     from gradsync.communicators.backend import Bounds
-    from gradsync.communicators.collective_call import CollectiveBase
+    from gradsync.communicators.communicator import Communicator
     from gradsync.communicators.host_path import HostPath
 
 _SHOWN_REFUSALS = 4
@@ -49,7 +49,7 @@ class Objects:
         communicator: whose ranks take part.
     """
 
-    def __init__(self, communicator: CollectiveBase) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._path: HostPath | None = None
 
@@ -150,7 +150,7 @@ class Objects:
         refusals: dict[int, str] = {}
         with communicator.lifetime.turn(_name_of(agreement), agreement):
             if self._path is None:
-                self._path = communicator._make_host_path()
+                self._path = communicator._backend.make_host_path()
             numbers = self._path.share_numbers(mine.numbers(count), agreement)
             if any(sizes[0] < 0 for sizes in numbers):
                 refusals = _share_refusals(self._path, numbers, mine, agreement)

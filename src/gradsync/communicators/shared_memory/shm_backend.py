@@ -1,4 +1,4 @@
-"""The communicator between processes of one host without a GPU: NumPy over a shared memfd.
+"""The backend between processes of one host without a GPU: NumPy over a shared memfd.
 
 What moves the bytes is in the other files of this room; here is the way to a communicator.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Bounds, Message
-from gradsync.communicators.base import Communicator
+from gradsync.communicators.backend import Backend, Bounds, Message
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
@@ -54,7 +54,7 @@ from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
 
-class SharedMemoryCommunicator(Communicator):
+class ShmBackend(Backend):
     """Ranks on one Linux x86-64 host that share memory.
 
     Args:
@@ -64,9 +64,9 @@ class SharedMemoryCommunicator(Communicator):
         timeout_seconds: how long a collective waits for a rank.
     """
 
-    backend = "shm"
+    name = "shm"
 
-    _client: RendezvousClient
+    client: RendezvousClient
 
     def __init__(
         self,
@@ -75,9 +75,7 @@ class SharedMemoryCommunicator(Communicator):
         group: str,
         timeout_seconds: float,
     ) -> None:
-        super().__init__(client.rank, client.world_size, group, ranks=client.world_ranks, label=client.label)
-        self._client = client
-        self._timeout_seconds = timeout_seconds
+        super().__init__(client, group, timeout_seconds)
         rank, world_size = self.rank, self.world_size
         # Now: meeting the others may have brought them together. As the world counts: groups share the cores.
         begin_on_core(self.ranks[rank])
@@ -105,10 +103,10 @@ class SharedMemoryCommunicator(Communicator):
         self._resident_reduction = ResidentReduction(workplace)
         self._movement = SharedMovement(workplace)
         # Of one rank, there is nothing to prepare.
-        self._prepared = PreparedCalls(workplace, self.lifetime) if world_size > 1 else None
+        self._prepared = PreparedCalls(workplace, self) if world_size > 1 else None
         self.finder = finder if world_size > 1 else None
 
-    def _all_reduce_list(
+    def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         if self.world_size == 1:
@@ -119,19 +117,19 @@ class SharedMemoryCommunicator(Communicator):
             return
         self._list_reduction.all_reduce(sources, targets, op, agreement)
 
-    def _prepare_list(
+    def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
     ) -> PreparedListReduction | None:
         return self._list_reduction.prepare(sources, targets, op, looks=looks) if self.world_size > 1 else None
 
-    def _make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
+    def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         if self.world_size == 1:
-            return super()._make_resident(size_bytes, agreement)
-        share = partial(self._share_numbers, agreement=agreement)
-        handover = Handover(self._workplace, share, self._look_for_ended, self._timeout_seconds)
+            return super().make_resident(size_bytes, agreement)
+        share = partial(self.share_numbers, agreement=agreement)
+        handover = Handover(self._workplace, share, self.look_for_ended, self.timeout_seconds)
         return handover.make_memory(size_bytes)
 
-    def _all_reduce_resident(
+    def all_reduce_resident(
         self,
         memory: ResidentMemory,
         begin_bytes: int,
@@ -144,34 +142,34 @@ class SharedMemoryCommunicator(Communicator):
         looks: bool,
     ) -> None:
         if not isinstance(memory, SharedResidentMemory):  # of one rank
-            super()._all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
+            super().all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
             return
         with np.errstate(all="ignore"):  # see _all_reduce_list
             key = Range(begin_bytes, end_bytes, dtype, op, mean_over, looks)
             self._resident_reduction.all_reduce(memory, key, agreement)
 
-    def _shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
+    def shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
         return None if self._prepared is None else self._prepared.run(what, array, out, detail)
 
-    def _reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
+    def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self._partial_reduction.reduce(source, target, op, root, agreement)
 
-    def _reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
+    def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         self._partial_reduction.reduce_scatter(source, target, bounds, op, agreement)
 
-    def _broadcast_list(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
+    def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
         self._movement.broadcast_list(flats, root, agreement)
 
-    def _all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         self._movement.all_gather(source, target, bounds, agreement)
 
-    def _gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
+    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         self._movement.gather(source, target, bounds, root, agreement)
 
-    def _scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
         self._movement.scatter(source, target, bounds, root, agreement)
 
-    def _all_to_all(
+    def all_to_all(
         self,
         source: Array,
         target: Array,
@@ -182,33 +180,33 @@ class SharedMemoryCommunicator(Communicator):
     ) -> None:
         self._movement.all_to_all(source, target, send_bounds, receive_bounds, largest, agreement)
 
-    def _exchange(self, send: Message | None, receive: Message | None) -> None:
+    def exchange(self, send: Message | None, receive: Message | None) -> None:
         self._channels.move(send, receive)
 
-    def _share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         return self._movement.share_numbers(numbers, agreement)
 
-    def _connect_group(self, members: tuple[int, ...], name: str) -> SharedMemoryCommunicator:
-        client, seconds = self._client.group(members, name), self._timeout_seconds
+    def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
+        client, seconds = self.client.group(members, name), self.timeout_seconds
         return connect_shared_memory(client, group=name, timeout_seconds=seconds, collective_timeout_seconds=seconds)
 
-    def _look_for_ended(self, missing: list[int]) -> None:
+    def look_for_ended(self, missing: list[int]) -> None:
         with contextlib.suppress(ValueError):  # another thread has released the memory: the next look finds the end
             self._barrier.waiting.look_for_failures(lambda: missing, 0.0, ANY_ROUND)
 
-    def _make_host_path(self) -> OwnPath:
+    def make_host_path(self) -> OwnPath:
         return OwnPath(self)
 
-    def _agree(self, agreement: Agreement) -> None:
+    def agree(self, agreement: Agreement) -> None:
         self._barrier.meet(agreement)
 
-    def _announce_close(self) -> None:
+    def announce_close(self) -> None:
         self._barrier.announce_closed()
 
-    def _announce_abort(self, reason: str, culprit: int | None) -> None:
+    def announce_abort(self, reason: str, culprit: int | None) -> None:
         self._barrier.announce_abort(reason, culprit)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
         self._list_reduction.release()
         del self._list_reduction, self._movement, self._partial_reduction
@@ -232,7 +230,7 @@ def connect_shared_memory(
     group: str = "world",
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
-) -> SharedMemoryCommunicator:
+) -> Communicator:
     """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
 
     Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
@@ -264,7 +262,7 @@ def connect_shared_memory(
         except BackendUnavailable:
             await_news(NEWS_SECONDS, client.check)  # nor can a root be reached that has heard of a failure before us
             raise
-    communicator = SharedMemoryCommunicator(descriptor, client, group, collective_timeout_seconds)
+    communicator = Communicator(ShmBackend(descriptor, client, group, collective_timeout_seconds))
     communicator.barrier()
     if client.rank == 0:
         with contextlib.suppress(GradsyncError):  # a rank may do its work and end before this one is asked to go on

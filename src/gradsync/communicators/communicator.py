@@ -1,0 +1,1473 @@
+"""The communicator: every public collective checks its arguments, makes the agreement, and has the backend move bytes.
+
+A collective first becomes a CollectiveCall, which refuses what a caller can get wrong, in the same words on every
+backend, before any other rank is involved; then it runs, at once or through the queue (asynchronous.py). What moves
+the bytes is a `Backend`.
+
+All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
+same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
+data moves, and can go on; on NCCL, ranks that leave what they have repeated may find out too late: then the error is
+`broken`, and so is the communicator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+
+import numpy as np
+
+from gradsync.arguments import integer_of
+from gradsync.communicators.agreement import (
+    ROWS,
+    Agreement,
+    Description,
+    agreement_on,
+    all_reduce_agreement,
+    all_to_all_agreement,
+    broadcast_agreement,
+    digest_of,
+    gather_agreement,
+    mismatch,
+    reduce_scatter_agreement,
+)
+from gradsync.communicators.backend import (
+    Backend,
+    Message,
+    PreparedList,
+    Shape,
+    bounds_of,
+    part_of,
+    row_elements,
+    row_shape,
+)
+from gradsync.communicators.groups import NO_COLOR, Family, NonMember, listed, meet_members
+from gradsync.communicators.host_arrays import ArrayKind, overlaps_itself
+from gradsync.communicators.lifetime import Lifetime, culprit_of
+from gradsync.communicators.nonfinite import NonFinite, NonFiniteFinder
+from gradsync.communicators.resident import ResidentMemory
+from gradsync.communicators.verdicts import NEWS_SECONDS, await_news
+from gradsync.errors import (
+    BackendUnavailable,
+    CommunicatorClosed,
+    InvalidArgument,
+    PlanMismatch,
+    RankFailed,
+    UnsupportedDtype,
+    describe,
+    shown,
+)
+from gradsync.futures import Completion, check_may_call, pending
+from gradsync.machine import machine_identity
+from gradsync.reduction import Array, ReduceOp, check_operation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from gradsync.communicators.asynchronous import Asynchronous
+    from gradsync.communicators.objects import Objects
+
+#: Rows by rank; "ask" where ranks do not know the others': they are exchanged first.
+Sizes = Sequence[int] | Literal["ask"] | None
+
+BYTE = np.dtype(np.uint8)
+
+_TOO_MUCH = 2**63  # for NumPy, and for the numbers that ranks tell each other
+_UNKNOWN = -1  # a number of rows that a rank was not told
+# What a GPU's array takes of host memory at a time, where its values are read.
+_PIECE_BYTES = 32 * 1024**2
+
+
+class CollectiveCall(NamedTuple):
+    """One collective of one rank, checked.
+
+    Attributes:
+        what: its name in errors.
+        agreement: what this rank believes all ranks are about to do.
+        move: move(launch) moves the bytes through the backend's hooks and returns the result. Runs within the
+            communicator's turn and `_launching`; keeps the arrays.
+    """
+
+    what: str
+    agreement: Agreement
+    move: Callable[[Any], Any]
+
+
+class Wire(Protocol):
+    """What travels in place of the values of a list; see bucketing/compression.py."""
+
+    def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
+        """Returns the flat array that is reduced in place of the sources; valid until the next call."""
+
+    def decode(self, flat: Array, targets: Sequence[Array], arrays: ArrayKind) -> None:
+        """Brings the reduced values to the targets."""
+
+
+class Watch(Protocol):
+    """Looks at values where they are reduced: on the CPU within the call, on a GPU by work on the same stream.
+
+    Attributes:
+        looks_for_nonfinite: whether a communicator that has a finder is to use it, in place of `before`.
+    """
+
+    looks_for_nonfinite: bool
+
+    def before(self, sources: Sequence[Array]) -> None:
+        """Looks at this rank's values, which the reduction has not touched yet."""
+
+    def after(self, targets: Sequence[Array], found: NonFinite | None) -> None:
+        """Looks at the reduced values.
+
+        Args:
+            targets: where they are.
+            found: what the communicator has found not to be finite; None where it has not looked.
+        """
+
+
+class Communicator:
+    """A fixed group of ranks that run collectives together.
+
+    One thread at a time may use a communicator; a second one gets an error that says so. A collective that fails in
+    the middle (a rank died, a deadline passed, Ctrl-C) breaks the communicator for all its ranks: every later call
+    raises CommunicatorClosed with the first reason. Only PlanMismatch leaves it usable, unless it says `broken`.
+
+    Args:
+        backend: moves the bytes; this communicator's own from now on.
+
+    Attributes:
+        rank: this process's number, 0 <= rank < world_size.
+        world_size: number of ranks.
+        ranks: the members' numbers in the world, by rank; errors name ranks by these.
+        label: how error messages name this rank: "rank 1/4".
+        backend: "local", "shm", "nccl" or "mpi".
+        device: where arrays live: "cpu", or a CUDA device such as "cuda:0".
+        recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
+        lifetime: for gradsync's own use: who may use the communicator, and whether it has ended.
+        arrays, runs_beside_host, finder: for gradsync's own use: the backend's.
+        debug: whether its ranks agree on every collective before it, and gradients are watched: see use_debug_mode.
+        on_exit: for the process group: called in place of close() or abort() when a `with` block ends.
+    """
+
+    device: str = "cpu"
+    debug: bool = False
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._shortcut = backend.shortcut
+        self.rank = backend.rank
+        self.world_size = backend.world_size
+        self.ranks = backend.ranks
+        self.label = backend.label
+        self.backend = backend.name
+        self.device = backend.device
+        self.arrays = backend.arrays
+        self.runs_beside_host = backend.runs_beside_host
+        self.finder = backend.finder
+        self.recorder = backend.recorder
+        self.lifetime = backend.lifetime = Lifetime(self, backend)
+        self.mark_work = backend.mark_work
+        self.mark_end = backend.mark_end
+        self.follow_work = backend.follow_work
+        self.on_exit: Callable[[BaseException | None], None] | None = None
+
+    # -- Reductions ----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
+        """Reduces `array` over all ranks, element by element; every rank gets the result.
+
+        Every rank must call it, with equal shapes, dtypes and operators. Elements correspond by index, whatever the
+        memory layout: a Fortran-ordered array on one rank meets a C-ordered one on another rightly.
+
+        Args:
+            array: array of any shape and layout on this communicator's device. Receives the result when `out` is
+                None.
+            op: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype; half precision is
+                accumulated in float32 on the CPU.
+            out: array of the same shape and dtype for the result; `array` is then left as it is.
+            stream: CUDA stream that orders the operation; None is CuPy's current stream. Unused on the CPU.
+
+        Returns:
+            `out`, or `array` when `out` is None.
+
+        Raises:
+            UnsupportedDtype: the dtype table has no such operator for the dtype.
+            InvalidArgument: not an array, wrong `out`, or a read-only target.
+            PlanMismatch: the ranks disagree.
+            RankFailed: another rank died or aborted.
+            CollectiveTimeout: a rank did not arrive before the deadline.
+            CommunicatorClosed: closed, aborted, or inherited through a fork.
+            NcclError: NCCL or the GPU failed.
+        """
+        result = self._shortcut("all_reduce", array, out, op)
+        if result is not None:
+            return result
+        return self._run(self._all_reduce_call(array, op, out=out), stream)
+
+    def _all_reduce_call(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None) -> CollectiveCall:
+        source = self.native_array(array, "all_reduce")
+        op = self._checked_op("all_reduce", op, source)
+        if out is None:
+            target = source
+            self._check_writable("all_reduce", target)
+        else:
+            target = self._checked_out("all_reduce", out, source.shape, source.dtype)
+        agreement = all_reduce_agreement(source.shape, source.dtype, op)
+
+        def move(launch: Any) -> Any:
+            flat_source = self._flat_source(source, None if target is source else target)
+            flat_target = flat_source if target is source else self._flat_target(target)
+            self._backend.keep(source, flat_source)
+            self._backend.all_reduce([flat_source], [flat_target], op, agreement)
+            self._deliver(flat_target, target, launch)
+            return array if out is None else out
+
+        return CollectiveCall("all_reduce", agreement, move)
+
+    def reduce(
+        self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None, stream: Any = None
+    ) -> Any:
+        """Reduces `array` over all ranks, element by element; the root gets the result.
+
+        Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU the result has the bits that
+        all_reduce gives, but for products of complex numbers; on a GPU NCCL may take the ranks in another order.
+
+        Args:
+            array: as for all_reduce. Receives the result on the root when `out` is None; other ranks keep theirs.
+            op: as for all_reduce.
+            root: the rank that gets the result.
+            out: on the root, an array of the same shape and dtype for the result. Not looked at elsewhere.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            On the root `out`, or `array` when `out` is None; None elsewhere.
+
+        Raises:
+            InvalidArgument: a root outside the communicator, or as for all_reduce.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
+                all_reduce.
+        """
+        return self._run(self._reduce_call(array, op, root, out=out), stream)
+
+    def _reduce_call(self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None) -> CollectiveCall:
+        source = self.native_array(array, "reduce")
+        op = self._checked_op("reduce", op, source)
+        root = self._checked_root("reduce", root)
+        target = None
+        if self.rank == root and out is not None:
+            target = self._checked_out("reduce", out, source.shape, source.dtype)
+        elif self.rank == root:
+            target = source
+            self._check_writable("reduce", target)
+        agreement = agreement_on("reduce", source.shape, source.dtype, f"{op.value}, root {root}")
+
+        def move(launch: Any) -> Any:
+            flat_source = self._flat_source(source, None if target is source else target)
+            self._backend.keep(source, flat_source)
+            if target is None:
+                self._backend.reduce(flat_source, None, op, root, agreement)
+                return None
+            flat_target = flat_source if target is source else self._flat_target(target)
+            self._backend.reduce(flat_source, flat_target, op, root, agreement)
+            self._deliver(flat_target, target, launch)
+            return array if out is None else out
+
+        return CollectiveCall("reduce", agreement, move)
+
+    def reduce_scatter(
+        self,
+        array: Any,
+        op: str | ReduceOp = "sum",
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Reduces `array` over all ranks, element by element; each rank gets its rows of the result.
+
+        Every rank must call it, with equal shapes, dtypes, operators and sizes. The bits of the result are those of
+        all_reduce where those of reduce are.
+
+        Args:
+            array: as for all_reduce; its rows (first axis; a 0-d array is one row) are dealt out in rank order.
+            op: as for all_reduce.
+            sizes: rows of each rank; None is equal parts.
+            out: array for this rank's rows; may be exactly these rows of `array`. None makes a new one.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            This rank's rows of the result: `out`, or a new array.
+
+        Raises:
+            InvalidArgument: rows that do not divide equally, sizes that are not the rows of the array, wrong `out`.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
+                all_reduce.
+        """
+        result = self._shortcut("reduce_scatter", array, out, op) if sizes is None else None
+        if result is not None:
+            return result
+        return self._run(self._reduce_scatter_call(array, op, sizes=sizes, out=out), stream)
+
+    def _reduce_scatter_call(
+        self, array: Any, op: str | ReduceOp = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
+    ) -> CollectiveCall:
+        what = "reduce_scatter"
+        source = self.native_array(array, what)
+        op = self._checked_op(what, op, source)
+        shape = row_shape(source.shape)
+        given = None if sizes is None else self._checked_sizes(what, "sizes", sizes, shape[0])
+        sizes = self._equal_sizes(what, "sizes", shape[0]) if given is None else given
+        part_shape = (sizes[self.rank], *shape[1:])
+        target = None if out is None else self._checked_out(what, out, part_shape, source.dtype)
+        agreement = reduce_scatter_agreement(source.shape, source.dtype, op, given)
+        bounds = bounds_of(sizes, row_elements(shape))
+        own_bytes = part_of(bounds_of(sizes, row_elements(shape) * source.dtype.itemsize), self.rank)
+
+        def move(launch: Any) -> Any:
+            result = self.arrays.empty(part_shape, source.dtype, source) if target is None else target
+            flat_source = self._flat_source(source, result, source_part=own_bytes)
+            flat_target = self._flat_target(result)
+            self._backend.keep(source, flat_source)
+            self._backend.reduce_scatter(flat_source, flat_target, bounds, op, agreement)
+            self._deliver(flat_target, result, launch)
+            return result if out is None else out
+
+        return CollectiveCall(what, agreement, move)
+
+    def _checked_op(self, what: str, op: str | ReduceOp, source: Array) -> ReduceOp:
+        """Returns an operator that the dtype table has for the array."""
+        try:
+            parsed = ReduceOp.parse(op)
+            check_operation(parsed, source.dtype)
+        except (InvalidArgument, UnsupportedDtype) as error:
+            raise type(error)(f"{self.label}: {what}: {error}") from None
+        return parsed
+
+    # -- Movements: rows are what the first axis counts; a 0-d array is one row ----------------------------------
+
+    def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
+        """Copies the root's `array` into every other rank's, in place.
+
+        Every rank must call it, with equal shapes, dtypes and roots.
+
+        Args:
+            array: array of any shape, layout and dtype without Python objects, on this communicator's device.
+            root: the rank whose values all ranks get.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            `array`.
+
+        Raises:
+            InvalidArgument: not an array, a root outside the communicator, or a read-only target.
+            UnsupportedDtype: the dtype holds Python objects.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+        result = self._shortcut("broadcast", array, None, root)
+        if result is not None:
+            return result
+        return self._run(self._broadcast_call(array, root), stream)
+
+    def _broadcast_call(self, array: Any, root: int = 0) -> CollectiveCall:
+        root = self._checked_root("broadcast", root)
+        native = self.native_array(array, "broadcast")
+        if self.rank != root:
+            self._check_writable("broadcast", native, remedy="pass a copy")
+        agreement = broadcast_agreement(native.shape, native.dtype, root)
+
+        def move(launch: Any) -> Any:
+            flat = self.arrays.flat(native)
+            self._backend.keep(native, flat)
+            self._backend.broadcast([flat.view(BYTE)], root, agreement)
+            if self.rank != root:
+                self._backend.bring_back(flat, native, launch)
+            return array
+
+        return CollectiveCall("broadcast", agreement, move)
+
+    def all_gather(self, array: Any, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
+        """Concatenates the arrays of all ranks along the first axis, in rank order; every rank gets the result.
+
+        Every rank must call it, with equal dtypes, equal shapes but for the number of rows, and the same `sizes`.
+
+        Args:
+            array: array of any layout and dtype without Python objects, on this communicator's device.
+            sizes: rows of each rank. None: as many on each. "ask": the ranks do not know; they exchange them first.
+            out: array for the result, of which `array` may be exactly this rank's rows; None makes a new one.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            `out`, or a new array.
+
+        Raises:
+            InvalidArgument: not an array, sizes that do not fit, `out` with sizes "ask", or a wrong `out`.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
+                broadcast.
+        """
+        result = self._shortcut("all_gather", array, out, "") if sizes is None else None
+        if result is not None:
+            return result
+        return self._run(self._all_gather_call(array, sizes=sizes, out=out), stream)
+
+    def _all_gather_call(self, array: Any, *, sizes: Sizes = None, out: Any = None) -> CollectiveCall:
+        return self._gathering("all_gather", array, None, sizes, out)
+
+    def gather(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
+        """Concatenates the arrays of all ranks along the first axis, in rank order; the root gets the result.
+
+        Every rank must call it, with equal dtypes, equal shapes but for the number of rows, and the same root and
+        `sizes`.
+
+        Args:
+            array: as for all_gather.
+            root: the rank that gets the result.
+            sizes: as for all_gather.
+            out: on the root as for all_gather. Not looked at elsewhere.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            On the root `out`, or a new array; None elsewhere.
+
+        Raises:
+            InvalidArgument: a root outside the communicator, or as for all_gather.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
+                broadcast.
+        """
+        return self._run(self._gather_call(array, root, sizes=sizes, out=out), stream)
+
+    def _gather_call(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None) -> CollectiveCall:
+        root = self._checked_root("gather", root)
+        return self._gathering("gather", array, root, sizes, out if self.rank == root else None)
+
+    def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
+        """Makes the call of a gather; without a root all ranks receive."""
+        source = self.native_array(array, what)
+        rows, *rest = row_shape(source.shape)
+        to_root = "" if root is None else f"root {root}"
+        if isinstance(sizes, str):
+            if sizes != "ask":
+                raise InvalidArgument(f'{self.label}: {what} needs sizes as a list, None or "ask", got {sizes!r}')
+            if out is not None:
+                raise InvalidArgument(f'{self.label}: {what} needs sizes as a list where out is given, got "ask"')
+            asking = agreement_on(what, (ROWS, *rest), source.dtype, _joined("rows asked for", to_root))
+
+            def ask_and_move(launch: Any) -> Any:
+                known = tuple([numbers[0] for numbers in self._backend.share_numbers([rows], asking)])
+                detail = _joined(f"rows {list(known)}", to_root)
+                agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
+                return self._gather_rows(source, known, root, None, agreement, launch)
+
+            return CollectiveCall(what, asking, ask_and_move)
+        if sizes is None:
+            known = (rows,) * self.world_size
+            agreement = gather_agreement(what, source.shape, source.dtype, to_root)
+        else:
+            row_bytes = row_elements((rows, *rest)) * source.dtype.itemsize
+            known = self._checked_sizes(what, "sizes", sizes, row_bytes=row_bytes)
+            if known[self.rank] != rows:
+                raise InvalidArgument(
+                    f"{self.label}: {what}: sizes {list(known)} give this rank {known[self.rank]} rows, its array has "
+                    f"{rows}"
+                )
+            detail = _joined(f"rows {list(known)}", to_root)
+            agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
+        target = None if out is None else self._checked_out(what, out, (sum(known), *rest), source.dtype)
+
+        def move(launch: Any) -> Any:
+            result = self._gather_rows(source, known, root, target, agreement, launch)
+            return result if out is None else out
+
+        return CollectiveCall(what, agreement, move)
+
+    def _gather_rows(
+        self,
+        source: Array,
+        sizes: Sequence[int],
+        root: int | None,
+        target: Array | None,
+        agreement: Agreement,
+        launch: Any,
+    ) -> Array | None:
+        """Gathers rows into the target, a new one for None; returns it, or None on a rank that gets nothing."""
+        rest = row_shape(source.shape)[1:]
+        bounds = bounds_of(sizes, row_elements((0, *rest)) * source.dtype.itemsize)
+        if root is not None and root != self.rank:
+            flat = self._flat_source(source)
+            self._backend.keep(source, flat)
+            self._backend.gather(flat.view(BYTE), None, bounds, root, agreement)
+            return None
+        if target is None:
+            target = self.arrays.empty((sum(sizes), *rest), source.dtype, source)
+        flat = self._flat_source(source, target, target_part=part_of(bounds, self.rank))
+        flat_target = self._flat_target(target)
+        self._backend.keep(source, flat)
+        if root is None:
+            self._backend.all_gather(flat.view(BYTE), flat_target.view(BYTE), bounds, agreement)
+        else:
+            self._backend.gather(flat.view(BYTE), flat_target.view(BYTE), bounds, root, agreement)
+        self._deliver(flat_target, target, launch)
+        return target
+
+    def scatter(
+        self,
+        array: Any,
+        root: int = 0,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Deals out the rows of the root's `array` in rank order; each rank gets its own.
+
+        Every rank must call it, with the same root and sizes, and with parts of equal dtypes, and equal shapes but for
+        given sizes.
+
+        Args:
+            array: on the root an array of any layout and dtype without Python objects, on this communicator's device.
+                Not looked at elsewhere: pass None.
+            root: the rank whose rows are dealt out.
+            sizes: rows of each rank; None is equal parts.
+            out: array for this rank's rows; only the root may leave it out, as only it knows their shape and dtype.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            This rank's rows: `out`, or a new array.
+
+        Raises:
+            InvalidArgument: a root outside the communicator, rows that do not divide equally, sizes that are not the
+                rows of the array, wrong `out`, or none where it is needed.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
+                broadcast.
+        """
+        return self._run(self._scatter_call(array, root, sizes=sizes, out=out), stream)
+
+    def _scatter_call(
+        self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None
+    ) -> CollectiveCall:
+        what = "scatter"
+        root = self._checked_root(what, root)
+        is_root = self.rank == root
+        if is_root and array is None:
+            raise InvalidArgument(f"{self.label}: {what} needs an array on its root, which is this rank; got None")
+        if not is_root and out is None:
+            raise InvalidArgument(
+                f"{self.label}: {what} needs out= on every rank but its root, rank {self.ranks[root]}, which alone "
+                "knows the shape and dtype of the rows; got None"
+            )
+        source = self.native_array(array, what) if is_root else None
+        model = self.native_array(out, f"{what}: out") if source is None else source
+        shape, dtype = row_shape(model.shape), model.dtype
+        if sizes is not None:
+            known = self._checked_sizes(what, "sizes", sizes, shape[0] if is_root else None)
+        elif is_root:
+            known = self._equal_sizes(what, "sizes", shape[0])
+        else:
+            known = (shape[0],) * self.world_size
+        part_shape = (known[self.rank], *shape[1:])
+        target = None if out is None else self._checked_out(what, out, part_shape, dtype)
+        detail = f"root {root}" if sizes is None else f"root {root}, rows {list(known)}"
+        agreement = agreement_on(what, part_shape if sizes is None else (ROWS, *shape[1:]), dtype, detail)
+        bounds = bounds_of(known, row_elements(shape) * dtype.itemsize)
+
+        def move(launch: Any) -> Any:
+            result = self.arrays.empty(part_shape, dtype, model) if target is None else target
+            flat_target = self._flat_target(result)
+            if source is None:
+                self._backend.scatter(None, flat_target.view(BYTE), bounds, root, agreement)
+            else:
+                flat = self._flat_source(source, result)
+                self._backend.keep(source, flat)
+                self._backend.scatter(flat.view(BYTE), flat_target.view(BYTE), bounds, root, agreement)
+            self._deliver(flat_target, result, launch)
+            return result if out is None else out
+
+        return CollectiveCall(what, agreement, move)
+
+    def all_to_all(
+        self,
+        array: Any,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Deals out the rows of every rank's `array`: part i goes to rank i, and rank i's part comes here.
+
+        Every rank must call it, with equal dtypes, and equal shapes but for given sizes.
+
+        Args:
+            array: array of any layout and dtype without Python objects, on this communicator's device.
+            send_sizes: how many rows go to each rank; None is equal parts, on all ranks. Where it is given, on all
+                ranks, the ranks exchange it first.
+            recv_sizes: how many rows come from each rank, where this rank knows it: checked against what they send.
+            out: array for the result; needs `recv_sizes` beside `send_sizes`. None makes a new one.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            The rows that have come, in rank order: `out`, or a new array.
+
+        Raises:
+            InvalidArgument: rows that do not divide equally, sizes that are not the rows of the array, wrong `out`.
+            PlanMismatch: the ranks disagree; also where one expects other rows than another one sends.
+            UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
+        """
+        result = self._shortcut("all_to_all", array, out, "") if send_sizes is None and recv_sizes is None else None
+        if result is not None:
+            return result
+        return self._run(self._all_to_all_call(array, send_sizes=send_sizes, recv_sizes=recv_sizes, out=out), stream)
+
+    def _all_to_all_call(
+        self,
+        array: Any,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        out: Any = None,
+    ) -> CollectiveCall:
+        what = "all_to_all"
+        source = self.native_array(array, what)
+        rows, *rest = row_shape(source.shape)
+        if send_sizes is None and recv_sizes is not None:
+            raise InvalidArgument(f"{self.label}: {what} needs send_sizes beside recv_sizes")
+        if send_sizes is None:
+            sending = receiving = self._equal_sizes(what, "send_sizes", rows)
+            agreement = all_to_all_agreement(source.shape, source.dtype)
+        else:
+            sending = self._checked_sizes(what, "send_sizes", send_sizes, rows)
+            receiving = (_UNKNOWN,) * self.world_size
+            if recv_sizes is not None:
+                receiving = self._checked_sizes(what, "recv_sizes", recv_sizes)
+            elif out is not None:
+                raise InvalidArgument(f"{self.label}: {what} needs recv_sizes where out is given beside send_sizes")
+            agreement = agreement_on(what, (ROWS, *rest), source.dtype, "uneven rows")
+        target = None if out is None else self._checked_out(what, out, (sum(receiving), *rest), source.dtype)
+
+        def move(launch: Any) -> Any:
+            coming, largest = receiving, sending[0]
+            if send_sizes is not None:
+                coming, largest = self._share_sizes(sending, receiving, agreement)
+            result = target
+            if result is None:
+                result = self.arrays.empty((sum(coming), *rest), source.dtype, source)
+            self._deal_rows(source, result, sending, coming, largest, agreement, launch)
+            return result if out is None else out
+
+        return CollectiveCall(what, agreement, move)
+
+    def _deal_rows(
+        self,
+        source: Array,
+        target: Array,
+        sending: Sequence[int],
+        coming: Sequence[int],
+        largest: int,
+        agreement: Agreement,
+        launch: Any,
+    ) -> None:
+        row_bytes = row_elements(row_shape(source.shape)) * source.dtype.itemsize
+        flat, flat_target = self._flat_source(source, target), self._flat_target(target)
+        self._backend.keep(source, flat)
+        self._backend.all_to_all(
+            flat.view(BYTE),
+            flat_target.view(BYTE),
+            bounds_of(sending, row_bytes),
+            bounds_of(coming, row_bytes),
+            largest * row_bytes,
+            agreement,
+        )
+        self._deliver(flat_target, target, launch)
+
+    def _share_sizes(
+        self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement
+    ) -> tuple[tuple[int, ...], int]:
+        """Returns how many rows come from each rank, and the largest part between any two ranks.
+
+        Raises:
+            PlanMismatch: on every rank, where one expects other rows than another one sends.
+        """
+        n = self.world_size
+        shared = self._backend.share_numbers([*sending, *receiving], agreement)
+        for receiver, numbers in enumerate(shared):
+            for sender, expected in enumerate(numbers[n:]):
+                if expected not in (_UNKNOWN, shared[sender][receiver]):
+                    raise mismatch(self.label, agreement, self._descriptions(shared))
+        return tuple([numbers[self.rank] for numbers in shared]), max([max(numbers[:n]) for numbers in shared])
+
+    def _descriptions(self, shared: Sequence[Sequence[int]]) -> dict[int, Description]:
+        n = self.world_size
+        return {
+            rank: Description(f"all_to_all (sends rows {list(numbers[:n])}, expects {_expected(numbers[n:])})")
+            for rank, numbers in zip(self.ranks, shared, strict=True)
+        }
+
+    # -- Messages: between two ranks they keep their order; there are no tags ------------------------------------
+
+    def send(self, array: Any, dest: int, *, stream: Any = None) -> None:
+        """Sends an array to one other rank, which must call recv. Returns when that rank has taken it.
+
+        Two ranks that both send first wait for each other until the deadline, as do two that both receive first: use
+        exchange. On a GPU it returns when the message has been launched.
+
+        Args:
+            array: array of any shape, layout and dtype without Python objects, on this communicator's device.
+            dest: the rank that receives it, not this one.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Raises:
+            InvalidArgument: not an array, or no other rank of this communicator.
+            UnsupportedDtype: the dtype holds Python objects.
+            PlanMismatch: the other rank expects another shape or dtype, or does something else: raised on both.
+            RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+        self._run(self._send_call(array, dest), stream)
+
+    def _send_call(self, array: Any, dest: int) -> CollectiveCall:
+        dest = self._checked_peer("send", "dest", dest)
+        source = self.native_array(array, "send")
+        agreement = self._message_agreement(source, self.rank, dest)
+
+        def move(_launch: Any) -> None:
+            self._backend.exchange(self._outgoing(source, None, dest, agreement), None)
+
+        return CollectiveCall("send", agreement, move)
+
+    def recv(self, array: Any, source: int, *, stream: Any = None) -> Any:
+        """Receives an array from one other rank, which must call send.
+
+        Args:
+            array: array for the values, of the shape and dtype that is sent, in any layout, on this communicator's
+                device.
+            source: the rank that sends it, not this one.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            `array`.
+
+        Raises:
+            InvalidArgument: not an array that can be written to, or no other rank of this communicator.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
+        """
+        return self._run(self._recv_call(array, source), stream)
+
+    def _recv_call(self, array: Any, source: int) -> CollectiveCall:
+        source = self._checked_peer("recv", "source", source)
+        target = self.native_array(array, "recv")
+        self._check_writable("recv", target, remedy="pass another array")
+        agreement = self._message_agreement(target, source, self.rank)
+
+        def move(launch: Any) -> Any:
+            flat = self._flat_target(target)
+            self._backend.exchange(None, Message(source, flat.view(BYTE), agreement))
+            self._deliver(flat, target, launch)
+            return array
+
+        return CollectiveCall("recv", agreement, move)
+
+    def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
+        """Sends an array to one rank and receives one from another, or the same, at once.
+
+        However ranks pair up, in a ring or in twos, exchanges do not wait for each other in a circle. Each message may
+        also meet a plain send or recv on the other side.
+
+        Args:
+            array: what is sent, as for send.
+            dest: the rank that receives it; may be this one, where `source` is too.
+            out: array for what comes, of its shape and dtype; may share memory with `array`.
+            source: the rank that sends it.
+            stream: CUDA stream that orders the operation. Unused on the CPU.
+
+        Returns:
+            `out`.
+
+        Raises:
+            InvalidArgument: not an array, no rank of this communicator, or an `out` that cannot be written to.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
+        """
+        return self._run(self._exchange_call(array, dest=dest, out=out, source=source), stream)
+
+    def _exchange_call(self, array: Any, *, dest: int, out: Any, source: int) -> CollectiveCall:
+        dest = self._checked_peer("exchange", "dest", dest, is_self_allowed=True)
+        source = self._checked_peer("exchange", "source", source, is_self_allowed=True)
+        if (dest == self.rank) != (source == self.rank):
+            raise InvalidArgument(
+                f"{self.label}: exchange with itself needs both dest and source {self.rank}, got dest {dest}, "
+                f"source {source}"
+            )
+        outgoing = self.native_array(array, "exchange")
+        target = self.native_array(out, "exchange: out")
+        self._check_writable("exchange", target, "out", "pass another array")
+        sending = self._message_agreement(outgoing, self.rank, dest)
+        receiving = self._message_agreement(target, source, self.rank)
+        if dest == self.rank and sending.digest != receiving.digest:
+            raise InvalidArgument(
+                f"{self.label}: exchange with itself needs out of shape {outgoing.shape} and dtype {outgoing.dtype}, "
+                f"got shape {target.shape} and dtype {target.dtype}"
+            )
+
+        def move(launch: Any) -> Any:
+            flat = self._flat_target(target)
+            message = self._outgoing(outgoing, target, dest, sending)
+            self._backend.exchange(message, Message(source, flat.view(BYTE), receiving))
+            self._deliver(flat, target, launch)
+            return out
+
+        return CollectiveCall("exchange", sending, move)
+
+    def _outgoing(self, source: Array, target: Array | None, dest: int, agreement: Agreement) -> Message:
+        flat = self._flat_source(source, target)
+        self._backend.keep(source, flat)
+        return Message(dest, flat.view(BYTE), agreement)
+
+    def _message_agreement(self, array: Array, sender: int, receiver: int) -> Agreement:
+        way = f"rank {self.ranks[sender]} to rank {self.ranks[receiver]}"
+        return agreement_on("message", array.shape, array.dtype, way, is_message=True)
+
+    def _checked_peer(self, what: str, name: str, peer: int, *, is_self_allowed: bool = False) -> int:
+        number = integer_of(peer)
+        if number is None or not 0 <= number < self.world_size or (number == self.rank and not is_self_allowed):
+            allowed = self._rank_range() + ("" if is_self_allowed else f", and not {self.rank}, this rank")
+            raise InvalidArgument(f"{self.label}: {what} needs {name} from {allowed}, got {shown(peer)}")
+        return number
+
+    # -- Meeting -------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        self._run(self._barrier_call(), None)
+
+    def _barrier_call(self) -> CollectiveCall:
+        agreement = agreement_on("barrier", (), None, "")
+        return CollectiveCall("barrier", agreement, lambda _launch: self._backend.meet(agreement))
+
+    @cached_property
+    def asynchronous(self) -> Asynchronous:
+        """The collectives as futures: `communicator.asynchronous.all_reduce(array)` returns at once."""
+        from gradsync.communicators.asynchronous import Asynchronous  # here: not every program needs it
+
+        return Asynchronous(self)
+
+    @cached_property
+    def objects(self) -> Objects:
+        """Collectives on Python objects: `communicator.objects.all_gather(anything)`."""
+        from gradsync.communicators.objects import Objects
+
+        return Objects(self)
+
+    # -- Groups --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def family(self) -> Family:
+        """The communicators that were made from the same world."""
+        return Family(self.recorder.group)
+
+    def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
+        """Makes a group of some of these ranks, which are numbered in ascending order there.
+
+        Only the members need to call it; all with the same ranks, and groups with common members in the same order.
+        A group is closed with the process group at the latest. Collectives of groups with common members must be called
+        in one order by all these.
+
+            group = comm.new_group([0, 2])
+            if group:
+                group.all_reduce(array)
+
+        Args:
+            ranks: the members, as this communicator numbers them, in any order.
+
+        Returns:
+            The group; a NonMember, which is false and not None, on a rank that is not in it.
+
+        Raises:
+            InvalidArgument: no ranks, one twice, or one outside this communicator.
+            RendezvousTimeout: a member did not come before the deadline of this communicator's collectives; the text
+                names those that are missing.
+            RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: it cannot be made. A rank that fails while it
+                makes a group fails for all ranks; aborting this communicator ends the wait for the members.
+        """
+        members = self._checked_members(ranks)
+        if pending:
+            check_may_call(self.label, "new_group")
+        self.lifetime.check_usable("new_group")
+        if self.rank not in members:
+            return NonMember(self.label, f"the group of ranks {self._listed(members)}")
+        name = self._new_name(members)
+        with self._telling_failures("new_group"):
+            self._meet_members("new_group", members, name)
+            return self._taken_in(self._backend.connect_group(members, name))
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | NonMember:
+        """Makes a group of the ranks of each color.
+
+        Every rank must call it.
+
+        Args:
+            color: any integer of 64 bits; None joins no group.
+            key: the ranks of a group are numbered by it, those with the same key by their rank here.
+
+        Returns:
+            The group of this rank's color; a NonMember, which is false and not None, where that is None.
+
+        Raises:
+            InvalidArgument: color or key is no integer of 64 bits.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+            RendezvousTimeout, BackendUnavailable: as for new_group.
+        """
+        agreement = agreement_on("split", (), None, "")
+        number = 0 if color is None else self._checked_word("color", color)
+        mine = [0 if color is None else 1, number, self._checked_word("key", key)]
+        call = CollectiveCall("split", agreement, lambda _launch: self._backend.share_numbers(mine, agreement))
+        shared: list[list[int]] = self._run(call, None)
+        colors = list(dict.fromkeys([number for has_color, number, _ in shared if has_color]))
+        if color is None:
+            with self._telling_failures("split"):
+                self._backend.split_group(NO_COLOR, 0, (), "")
+            return NonMember(self.label, "any group of a split in which its color was None")
+        same = [rank for rank, (has_color, number, _) in enumerate(shared) if has_color and number == color]
+        members = tuple(sorted(same, key=lambda rank: (shared[rank][2], rank)))
+        name = self._new_name(members)
+        with self._telling_failures("split"):
+            self._meet_members("split", members, name)
+            group = self._backend.split_group(colors.index(color), members.index(self.rank), members, name)
+        return self._taken_in(cast(Communicator, group))  # not None: it has a color
+
+    def split_by_machine(self) -> Communicator:
+        """Makes a group of the ranks on each machine. Every rank must call it.
+
+        Ranks in different containers of one machine count as on different ones: they do not see each other's processes.
+
+        Returns:
+            The group of this rank's machine.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, ...: as for split.
+        """
+        import socket  # here: start-up counts
+
+        machine = digest_of("machine", machine_identity() or socket.gethostname())
+        return cast(Communicator, self.split(machine - 2**63))  # it has a color
+
+    @contextmanager
+    def _telling_failures(self, what: str) -> Iterator[None]:
+        """Tells the other ranks of a failure in making a group; they would wait for this one otherwise."""
+        try:
+            yield
+        except (RankFailed, CommunicatorClosed):
+            self.lifetime.check_usable(what)  # the server may have told only that this rank has failed
+            raise  # of what has ended the members' wait, each of them finds out itself
+        except BaseException as error:
+            if self._backend.client is not None:
+                if isinstance(error, BackendUnavailable):
+                    # A member that died is not there either, and is the better reason.
+                    await_news(NEWS_SECONDS, self._backend.client.check)
+                self._backend.client.report_failure(f"in {what}: {describe(error)}")
+            raise
+
+    def _new_name(self, members: Sequence[int]) -> str:
+        return self.family.new_name(self._listed(members))
+
+    def _listed(self, members: Sequence[int]) -> str:
+        return listed([self.ranks[member] for member in members])
+
+    def _taken_in(self, group: Communicator) -> Communicator:
+        if self.debug:
+            group.use_debug_mode()
+        self.family.add(group)
+        return group
+
+    def _meet_members(self, what: str, members: Sequence[int], name: str) -> None:
+        """Waits for the other members of a group; here, because then the error can say what was called."""
+        if self._backend.client is None or len(members) == 1:
+            return
+
+        def look_around(missing: tuple[int, ...]) -> None:
+            self.lifetime.check_usable(what)
+            self._backend.look_for_ended([self.ranks.index(rank) for rank in missing])
+
+        def on_timeout(waited_seconds: float, whom: str) -> str:
+            return (
+                f"{self.label}: {what} of the ranks {self._listed(members)} waited {waited_seconds:.3g} s: every "
+                f"member must call {what}, all with the same ranks, and groups that have members in common in the same "
+                f"order; missing: {whom}"
+            )
+
+        meet_members(self._backend.client, members, name, self._backend.timeout_seconds, look_around, on_timeout)
+
+    def _checked_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        try:
+            members = sorted(operator.index(rank) for rank in ranks)
+        except TypeError:
+            members = []
+        fits = members and members[0] >= 0 and members[-1] < self.world_size and len(set(members)) == len(members)
+        if not fits:
+            raise InvalidArgument(
+                f"{self.label}: new_group needs one or more distinct ranks from 0 to {self.world_size - 1}, "
+                f"got {ranks!r}"
+            )
+        return tuple(members)
+
+    def _checked_word(self, name: str, value: int) -> int:
+        number = integer_of(value)
+        if number is None or not -(2**63) <= number < 2**63:
+            needed = "an integer of 64 bits or None" if name == "color" else "an integer of 64 bits"
+            raise InvalidArgument(f"{self.label}: split needs {name} to be {needed}, got {value!r}")
+        return number
+
+    # -- Life and death ------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator can no longer be used."""
+        return self.lifetime.ended_because is not None
+
+    def close(self) -> None:
+        """Releases the communicator in order. Not collective, and may be repeated.
+
+        Asynchronous collectives that were submitted end first, each by its own deadline. Else it never blocks on other
+        ranks on the CPU; on NCCL it lets what was launched end, for 20 s at most. A rank that still needs this one
+        afterwards gets RankFailed.
+
+        Raises:
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
+        """
+        was_told, told = self.lifetime.was_told or self.family.was_aborted, self.family.told()
+        failure = None if self.closed else self._backend.drain()
+        try:
+            self.lifetime.close()
+        finally:
+            self._backend.await_told()
+        if failure is not None and not was_told and str(failure) not in told:
+            raise failure
+
+    def abort(self, reason: str, *, culprit: int | None = None) -> None:
+        """Breaks the communicator for all ranks at once: those inside or entering a collective get RankFailed.
+
+        Args:
+            reason: told to every rank, e.g. "ValueError in the backward pass".
+            culprit: the rank that the others' RankFailed names; None is this rank.
+        """
+        self.family.was_aborted = True  # who aborts one knows that all end: closing has no other failure to raise
+        self.lifetime.abort(reason, culprit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.on_exit is not None:
+            self.on_exit(error)
+        elif error is None or isinstance(error, PlanMismatch) or self.world_size == 1:
+            self.close()
+        else:
+            self.abort(describe(error), culprit=culprit_of(error))
+
+    def __repr__(self) -> str:
+        ended = self.lifetime.ended_because
+        state = "" if ended is None else f", closed: {ended}"
+        return f"<{type(self).__name__} {self.label} on {self.device} ({self.backend}){state}>"
+
+    # -- For bucketing, whose arguments are trusted --------------------------------------------------------------
+
+    def use_debug_mode(self) -> None:
+        """For gradsync's own use: from now on, on all ranks, agrees on every collective before data moves.
+
+        Where the collective itself carries a digest, or the ranks always agree first, that is nothing new.
+        """
+        self.debug = True
+        self._backend.agree_always()
+
+    def all_reduce_list(
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        agreement: Agreement,
+        *,
+        write_backs: Sequence[tuple[Array, Array]] = (),
+        producers: Sequence[Any] = (),
+        mean_over: int | None = None,
+        prepared: PreparedList | None = None,
+        wire: Wire | None = None,
+        watch: Watch | None = None,
+    ) -> Completion | None:
+        """Reduces a list of arrays as one collective: what a gradient bucket needs.
+
+        Every rank must call it with lists of equal sizes and dtypes. The arguments are trusted: the bucketing layer
+        has checked them.
+
+        Args:
+            sources: 1-D contiguous arrays of one dtype, on the communicator's device.
+            targets: where the results go: for each source an array of its size and dtype, or the source itself.
+            op: an operator that the dtype table allows.
+            agreement: what this rank believes all ranks are about to do.
+            write_backs: pairs of a target and the native array that gets its values afterwards.
+            producers: marks (see mark_work) of the work that made the sources.
+            mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
+            prepared: what prepare_list gave for these very arrays.
+            wire: what travels in place of the values.
+            watch: looks at the values before and after.
+
+        Returns:
+            None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        finder = self._finder_for(watch) if wire is None else None
+        with self.lifetime.turn("all_reduce", agreement), self._backend.launching(None, producers) as launch:
+            if watch is not None and finder is None:
+                watch.before(sources)
+            if finder is not None and prepared is None:
+                prepared = self._backend.prepare(sources, targets, op, looks=True)
+            if wire is not None:
+                flat = wire.encode(sources, self.arrays)
+                self._backend.keep(*sources, *targets, flat)
+                self._backend.all_reduce([flat], [flat], op, agreement)
+                wire.decode(flat, targets, self.arrays)
+            elif prepared is not None:
+                prepared.run(agreement)
+            else:
+                self._backend.all_reduce(sources, targets, op, agreement)
+            if mean_over is not None:
+                for target in targets:
+                    self.arrays.divide(target, mean_over)
+            if watch is not None:
+                watch.after(targets, None if finder is None else finder.take())
+            for target, native in write_backs:
+                self._backend.bring_back(target, native, launch)
+        return launch
+
+    def _finder_for(self, watch: Watch | None) -> NonFiniteFinder | None:
+        return self.finder if watch is not None and watch.looks_for_nonfinite else None
+
+    def prepare_list(
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool = False
+    ) -> PreparedList | None:
+        """Works out what stays the same where all_reduce_list gets these very arrays again and again.
+
+        Not collective: ranks that have prepared theirs meet others that have not. For the thread that runs the
+        collectives, as close() in another one meanwhile would take the memory away.
+
+        Args:
+            sources, targets, op: as for all_reduce_list.
+            looks: whether all_reduce_list will get a watch that looks for what is not finite.
+
+        Returns:
+            None where the backend gains nothing by it.
+        """
+        if self.lifetime.ended_because is not None:
+            return None
+        return self._backend.prepare(sources, targets, op, looks=looks)
+
+    def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
+        """Copies the root's arrays into the other ranks', in place, as one collective: parameters at start-up.
+
+        Every rank must call it with arrays of the same shapes and dtypes. The arguments are trusted.
+
+        Args:
+            natives: what native_array returned, of any layout; writable except on the root.
+            root: the rank whose values all ranks get.
+            agreement: what this rank believes all ranks are about to do.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+
+        def move(launch: Any) -> None:
+            flats = [self.arrays.flat(native) for native in natives]
+            self._backend.keep(*natives, *flats)
+            self._backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)
+            if self.rank != root:
+                for flat, native in zip(flats, natives, strict=True):
+                    self._backend.bring_back(flat, native, launch)
+
+        if natives:
+            self._run(CollectiveCall("broadcast", agreement, move), None)
+        else:
+            self.agree(agreement)
+
+    def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """Returns the numbers of every rank, by rank; for gradsync's own use.
+
+        Every rank must call it, with as many numbers.
+
+        Args:
+            what: names the operation in errors.
+            numbers: at most some thousands, of 64 bits.
+            agreement: what this rank believes all ranks are about to do.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+        shared: list[list[int]] = self._run(
+            CollectiveCall(what, agreement, lambda _launch: self._backend.share_numbers(numbers, agreement)), None
+        )
+        return shared
+
+    def _digest_of_values(self, native: Array) -> str:
+        """Returns the SHA-256 of an array's elements in C order, whatever its layout; for gradsync's own use.
+
+        Elements count by their bytes. A GPU's array passes through host memory in pieces, after what the current stream
+        has still to do with it.
+        """
+        import hashlib  # here: start-up counts
+
+        hasher = hashlib.sha256()
+        if isinstance(native, np.ndarray):
+            hasher.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)
+            return hasher.hexdigest()
+        flat: Any = self.arrays.flat(native)
+        step = max(1, _PIECE_BYTES // flat.dtype.itemsize)
+        for begin in range(0, flat.size, step):
+            hasher.update(flat[begin : begin + step].get().view(np.uint8).data)
+        return hasher.hexdigest()
+
+    def agree(self, agreement: Agreement) -> None:
+        """For bucketing: makes sure that every rank goes on with the same agreement. May wait for all ranks.
+
+        Raises:
+            PlanMismatch: the ranks' digests differ.
+        """
+        with self.lifetime.turn("agree", agreement):
+            self._backend.agree(agreement)
+
+    # -- Memory in which gradients live --------------------------------------------------------------------------
+
+    def make_resident_memory(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
+        """Makes memory of which every rank has a part, and ranges of which are reduced where they lie.
+
+        Every rank must call it, with the same size.
+
+        Args:
+            size_bytes: of each rank's part.
+            agreement: what this rank believes all ranks are about to do.
+
+        Raises:
+            PlanMismatch: the sizes differ; nothing has been allocated.
+            BackendUnavailable: some rank, which the text names, cannot have so much memory. No rank gets any, and the
+                communicator can be used as before.
+            RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        """
+        what = "make_resident_memory"
+        memory: ResidentMemory | None = None
+        failure: BackendUnavailable | None = None
+
+        def make(_launch: Any) -> list[list[int]]:
+            nonlocal memory, failure
+            sizes = self._backend.share_numbers([size_bytes], agreement)
+            if sizes.count([size_bytes]) < self.world_size:
+                headlines = [f"resident memory of {size} bytes" for [size] in sizes]
+                texts = dict(zip(self.ranks, map(Description, headlines), strict=True))
+                raise mismatch(self.label, agreement, texts)
+            try:
+                memory = self._backend.make_resident(size_bytes, agreement)
+            except BackendUnavailable as error:
+                failure = error
+            return self._backend.share_numbers([failure is None], agreement)
+
+        have_made = self._run(CollectiveCall(what, agreement, make), None)
+        without = [rank for rank, [has_made] in zip(self.ranks, have_made, strict=True) if not has_made]
+        if failure is not None:
+            raise BackendUnavailable(f"{self.label}: {what}: {failure}") from failure
+        if without or memory is None:
+            raise BackendUnavailable(
+                f"{self.label}: {what} needs {size_bytes} bytes on every rank: they could not be had on ranks {without}"
+            )
+        return memory
+
+    def all_reduce_resident(
+        self,
+        memory: ResidentMemory,
+        begin_bytes: int,
+        end_bytes: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        agreement: Agreement,
+        *,
+        producers: Sequence[Any] = (),
+        mean_over: int | None = None,
+        watch: Watch | None = None,
+    ) -> Completion | None:
+        """Reduces a range of resident memory in place, on every rank.
+
+        Every rank must call it for the same memory, range, dtype and operator; the bits of the result are those that
+        all_reduce_list gives, but for products of complex numbers. The arguments are trusted. What a failed call
+        leaves in the range is undefined, but for PlanMismatch, which leaves it as it was.
+
+        Args:
+            memory: of this communicator.
+            begin_bytes: where the range begins in `memory.bytes`: a multiple of 64.
+            end_bytes: where it ends: any number of elements later, none too.
+            dtype: of the elements.
+            op, agreement, producers, mean_over, watch: as for all_reduce_list.
+
+        Returns:
+            As all_reduce_list does.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        finder = self._finder_for(watch)
+        with self.lifetime.turn("all_reduce", agreement), self._backend.launching(None, producers) as launch:
+            values = [] if watch is None else [memory.view(begin_bytes, end_bytes, dtype)]
+            if watch is not None and finder is None:
+                watch.before(values)
+            looks = finder is not None
+            self._backend.all_reduce_resident(
+                memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks
+            )
+            if watch is not None:
+                watch.after(values, None if finder is None else finder.take())
+        return launch
+
+    # -- Running -------------------------------------------------------------------------------------------------
+
+    def native_array(self, array: Any, what: str) -> Array:
+        """Returns `array` as this backend's own array type over the same memory; for bucketing too.
+
+        Args:
+            array: what a caller handed in.
+            what: names the operation in the error.
+
+        Raises:
+            InvalidArgument: not an array, or one that this communicator cannot reach.
+            UnsupportedDtype: the elements are Python objects.
+        """
+        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; spares making the label
+            return array
+        native: Array = self.arrays.native(array, f"{self.label}: {what}")
+        return native
+
+    def _run(self, call: CollectiveCall, stream: Any) -> Any:
+        with self.lifetime.turn(call.what, call.agreement):
+            with self._backend.launching(stream) as launch:
+                result = call.move(launch)
+            self._backend.await_host_results(launch)
+        return result
+
+    # -- Checks --------------------------------------------------------------------------------------------------
+
+    def _checked_root(self, what: str, root: int, name: str = "root") -> int:
+        number = integer_of(root)
+        if number is None or not 0 <= number < self.world_size:
+            raise InvalidArgument(f"{self.label}: {what} needs {name} from {self._rank_range()}, got {shown(root)}")
+        return number
+
+    def _rank_range(self) -> str:
+        """Returns how the ranks are numbered, for errors."""
+        within = ", numbered within the group" if "group" in self.label else ""
+        return f"0 to {self.world_size - 1}{within}"
+
+    def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
+        """Refuses an argument that cannot be written to; errors name it, and what to do."""
+        if not self.arrays.writeable(target):
+            flaw = "is read-only"
+        elif overlaps_itself(target):
+            flaw = f"has elements that share memory (strides {target.strides})"
+        else:
+            return
+        raise InvalidArgument(f"{self.label}: {what} writes into {name}, which {flaw}: {remedy}")
+
+    def _checked_out(self, what: str, out: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
+        """Returns a caller's `out` as a native array, of the shape and dtype that the result has."""
+        target = self.native_array(out, f"{what}: out")
+        if target.shape != shape or target.dtype != dtype:
+            raise InvalidArgument(
+                f"{self.label}: {what} needs out of shape {shape} and dtype {dtype}, "
+                f"got shape {target.shape} and dtype {target.dtype}"
+            )
+        self._check_writable(what, target, "out", "pass another array")
+        return target
+
+    def _checked_sizes(
+        self, what: str, name: str, sizes: Any, total: int | None = None, *, row_bytes: int = 1
+    ) -> tuple[int, ...]:
+        """Returns how many rows each rank has; their sum is `total` where that is known."""
+        try:
+            checked = tuple(operator.index(size) for size in sizes)
+        except TypeError:
+            checked = ()
+        if len(checked) != self.world_size or min(checked) < 0 or sum(checked) * max(row_bytes, 1) >= _TOO_MUCH:
+            raise InvalidArgument(
+                f"{self.label}: {what} needs {name} as {self.world_size} numbers of rows, each 0 or more and together "
+                f"less than 2**63 bytes, got {sizes!r}"
+            )
+        if total is not None and sum(checked) != total:
+            raise InvalidArgument(
+                f"{self.label}: {what}: {name} {list(checked)} are {sum(checked)} rows, the array has {total}"
+            )
+        return checked
+
+    def _equal_sizes(self, what: str, name: str, rows: int) -> tuple[int, ...]:
+        """Returns the rows of each rank's part where the parts are equal."""
+        if rows % self.world_size:
+            raise InvalidArgument(
+                f"{self.label}: {what} cuts the first axis into {self.world_size} equal parts, which {rows} rows do "
+                f"not give: pass {name}="
+            )
+        return (rows // self.world_size,) * self.world_size
+
+    # -- Arrays --------------------------------------------------------------------------------------------------
+
+    def _flat_source(
+        self,
+        source: Array,
+        target: Array | None = None,
+        *,
+        source_part: slice | None = None,
+        target_part: slice | None = None,
+    ) -> Array:
+        """Returns the elements of a source, safe to be read while the target is being written.
+
+        Args:
+            source: native array.
+            target: native array for the results; None where they cannot touch the source, or each element of it only
+                once it has been read.
+            source_part: bytes of the source that may be the very bytes of the target: an in-place call.
+            target_part: bytes of the target that may be the very bytes of the source, likewise.
+        """
+        arrays = self.arrays
+        flat: Array = arrays.flat(source)
+        if target is None or not arrays.is_viewed_flat(source):
+            return flat
+        if not arrays.share_memory(source, target):
+            return flat
+        is_in_place = (source_part is not None and self._is_part(target, source, source_part)) or (
+            target_part is not None and self._is_part(source, target, target_part)
+        )
+        return flat if is_in_place else flat.copy()
+
+    def _is_part(self, part: Array, whole: Array, where: slice) -> bool:
+        """Whether a non-empty array is exactly these bytes of another one, both contiguous."""
+        arrays = self.arrays
+        if not arrays.is_viewed_flat(part) or not arrays.is_viewed_flat(whole):
+            return False
+        begin = arrays.byte_bounds(whole)[0]
+        return arrays.byte_bounds(part) == (begin + where.start, begin + where.stop)
+
+    def _flat_target(self, target: Array) -> Array:
+        """Returns room for the elements of a target: the target itself, where it is contiguous on the device."""
+        arrays = self.arrays
+        flat: Array = arrays.flat(target) if arrays.is_viewed_flat(target) else arrays.empty_flat(target)
+        return flat
+
+    def _deliver(self, flat: Array, target: Array, launch: Any) -> None:
+        """Brings results from their room to where the caller wants them."""
+        self._backend.keep(target, flat)
+        self._backend.bring_back(flat, target, launch)
+
+
+def _joined(*details: str) -> str:
+    return ", ".join([detail for detail in details if detail])
+
+
+def _expected(numbers: Sequence[int]) -> str:
+    return "any" if _UNKNOWN in numbers else str(list(numbers))

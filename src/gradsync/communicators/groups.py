@@ -1,0 +1,157 @@
+"""Groups: communicators of some of a communicator's ranks.
+
+A group is a communicator like any other, over the same backend. What all groups of one world share is in `Family`:
+their names, and who is to be closed with the world. The backends make the groups, in `connect_group`.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradsync.errors import GradsyncError, RendezvousTimeout, name_ranks
+
+if TYPE_CHECKING:
+    from gradsync.communicators.communicator import Communicator
+    from gradsync.rendezvous.client import RendezvousClient
+
+NO_COLOR = -1  # what Backend.split_group is told of a rank that joins no group
+_LISTED_CHARACTERS = 40  # of a group's members in its name
+_LOOK_AROUND_EVERY_SECONDS = 0.25
+
+
+class Family:
+    """A world's communicator and all that were made from it.
+
+    Args:
+        name: the world's.
+
+    Attributes:
+        local_group: the ranks of this machine, where comm.py was asked for them.
+        was_aborted: whether this rank has aborted one of them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.local_group: Communicator | None = None
+        self.was_aborted = False
+        self._counts: dict[str, int] = {}
+        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._told: set[str] = set()
+
+    def new_name(self, what: str) -> str:
+        """Returns e.g. "world/0,2#1", the same on all ranks that have asked for `what` equally often."""
+        count = self._counts[what] = self._counts.get(what, 0) + 1
+        return f"{self.name}/{what}#{count}"
+
+    def add(self, communicator: Communicator) -> None:
+        """Takes a communicator in, for as long as somebody holds it."""
+        communicator.family = self
+        self._communicators.add(communicator)
+
+    def note_told(self, error: BaseException) -> None:
+        """Notes that a call of one of them has raised this failure: the server's verdict ends them all."""
+        self._told.add(str(error))
+
+    def told(self) -> frozenset[str]:
+        """Returns the texts of the failures that a call of one of them has raised."""
+        return frozenset(self._told)
+
+    def close(self) -> None:
+        """Closes all that were taken in; raises the first error that none has raised yet, when all are closed."""
+        self.local_group = None
+        errors = []
+        for communicator in list(self._communicators):
+            try:
+                communicator.close()
+            except GradsyncError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class NonMember:
+    """Stands where a member has its communicator, and counts as false: `if group: group.all_reduce(array)`.
+
+    It is not None: that means the world wherever a communicator may be passed, and who is no member must not take part
+    in the world's collectives by mistake. Passed on as a communicator it is refused.
+
+    Args:
+        label: how messages name this rank.
+        group: what it is no member of, e.g. "the group of ranks 0,2".
+    """
+
+    def __init__(self, label: str, group: str) -> None:
+        self._label = label
+        self._group = group
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __str__(self) -> str:
+        return f"{self._label} is no member of {self._group}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Python's own questions, of copy and pickle for example
+            raise AttributeError(name)
+        raise AttributeError(f"{self}, and has no {name!r} there: ask `if group:` first")
+
+
+def meet_members(
+    client: RendezvousClient,
+    members: Sequence[int],
+    name: str,
+    timeout_seconds: float,
+    look_around: Callable[[tuple[int, ...]], None],
+    on_timeout: Callable[[float, str], str],
+) -> None:
+    """Returns once all members have come.
+
+    Args:
+        client: of the ranks that they are taken from.
+        members: numbers there.
+        name: of the group, not used before in this generation.
+        timeout_seconds: how long to wait.
+        look_around: look_around(missing ranks) is called while waiting; raises when the wait is in vain.
+        on_timeout: on_timeout(waited seconds, whom in words) returns the text of the error.
+
+    Raises:
+        RendezvousTimeout: a member did not come.
+        RankFailed: one has died.
+    """
+    # A place of its own, which the server forgets when all have left it, however the group itself may end.
+    meeting = client.group(members, f"{name}/members")
+    began = time.monotonic()
+    try:
+        while True:
+            left_seconds = max(began + timeout_seconds - time.monotonic(), 1e-3)
+            try:
+                meeting.barrier(meeting.name, timeout_seconds=min(left_seconds, _LOOK_AROUND_EVERY_SECONDS))
+                return
+            except RendezvousTimeout as error:
+                look_around(error.missing_ranks)
+                if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
+                    text = on_timeout(time.monotonic() - began, whom(error))
+                    raise RendezvousTimeout(text, missing_ranks=error.missing_ranks, missing=error.missing) from error
+    finally:
+        meeting.close()
+
+
+def whom(error: RendezvousTimeout) -> str:
+    """Returns for whom a barrier has waited, with where the server says they are; it may itself be the one."""
+    return error.missing or (name_ranks(error.missing_ranks) if error.missing_ranks else "the rendezvous server")
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Returns the ranks as text, of bounded length."""
+    text = ",".join(map(str, ranks))
+    if len(text) <= _LISTED_CHARACTERS:
+        return text
+    from hashlib import blake2b  # here: start-up counts
+
+    return f"{len(ranks)} ranks from {ranks[0]}, {blake2b(text.encode(), digest_size=8).hexdigest()}"
