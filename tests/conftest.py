@@ -15,9 +15,12 @@ import pytest
 hypothesis.settings.register_profile("gradsync", deadline=None)
 hypothesis.settings.load_profile("gradsync")
 
-# A shell starts what runs in its background with SIGINT ignored, and every process of a test would inherit that.
+# A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP, and every process of a test would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Each process of NumPy's would start a thread for each core, at a fourth of what its import costs.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

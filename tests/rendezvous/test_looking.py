@@ -26,8 +26,8 @@ def child():
 class Stream:
     """A connection of which the kernel tells this."""
 
-    def __init__(self, unacked: int, last_ack_ms: int) -> None:
-        self.info = struct.pack("=24xI28xI4x", unacked, last_ack_ms)
+    def __init__(self, unacked: int, last_ack_ms: int, retransmits: int = 0, last_data_ms: int = 0) -> None:
+        self.info = struct.pack("=2xB21xI24xII4x", retransmits, unacked, last_data_ms, last_ack_ms)
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         assert (level, option, size) == (socket.IPPROTO_TCP, socket.TCP_INFO, 64)
@@ -71,7 +71,15 @@ def test_process_of_another_user_that_proc_hides_runs(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("stream", "state"),
-    [(QUIET, ProcessState.UNKNOWN), (Stream(3, 2200), ProcessState.UNKNOWN), (DEAD_LINE, ProcessState.UNREACHABLE)],
+    [
+        (QUIET, ProcessState.UNKNOWN),
+        (Stream(3, 2200), ProcessState.UNKNOWN),
+        (DEAD_LINE, ProcessState.UNREACHABLE),
+        # The peer's own retransmissions come; it has our acknowledgements no more than our data.
+        (Stream(1, 10, retransmits=3, last_data_ms=2300), ProcessState.UNREACHABLE),
+        (Stream(1, 10, retransmits=3, last_data_ms=2200), ProcessState.UNKNOWN),
+        (Stream(1, 10, retransmits=2, last_data_ms=9000), ProcessState.UNKNOWN),
+    ],
 )
 def test_machine_that_acknowledges_nothing_is_unreachable(stream: Stream, state: ProcessState) -> None:
     assert look_at(None, stream) is state

@@ -25,10 +25,12 @@ LOOK_EVERY_SECONDS = 0.5
 # Seen at the third look, 2.5 s after the last word, so that the fourth, at 3 s, decides; and not at the second, be that
 # late, or the last answer acknowledged late, by a fifth of a second.
 _UNREACHABLE_AFTER_MS = 2250
-# struct tcp_info: tcpi_unacked, and tcpi_last_ack_recv in milliseconds; Source: include/uapi/linux/tcp.h.
+# A line that is cut in one direction: what the peer sends again still comes, and acknowledges nothing new.
+_UNREACHABLE_AFTER_RETRANSMITS = 3  # in a row, at least 1.4 s
+# struct tcp_info: tcpi_retransmits, tcpi_unacked, tcpi_last_data_recv (of what is new) and tcpi_last_ack_recv, the last
+# two in milliseconds. Source: include/uapi/linux/tcp.h.
 _TCP_INFO_BYTES = 64
-_UNACKED = struct.Struct("=24xI")
-_LAST_ACK = struct.Struct("=56xI")
+_TCP_INFO = struct.Struct("=2xB21xI24xII4x")
 
 
 def heartbeat_seconds(world_size: int) -> float:
@@ -264,4 +266,9 @@ def _is_unreachable(stream: socket.socket) -> bool:
         return False
     if len(info) < _TCP_INFO_BYTES:
         return False
-    return bool(_UNACKED.unpack_from(info)[0]) and _LAST_ACK.unpack_from(info)[0] > _UNREACHABLE_AFTER_MS
+    retransmits, unacked, last_data_ms, last_ack_ms = _TCP_INFO.unpack(info)
+    if not unacked:
+        return False
+    if retransmits >= _UNREACHABLE_AFTER_RETRANSMITS and last_data_ms > _UNREACHABLE_AFTER_MS:
+        return True
+    return bool(last_ack_ms > _UNREACHABLE_AFTER_MS)
