@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import threading
 from collections import defaultdict
 from typing import Any
 
@@ -38,26 +39,30 @@ class Block:
 
 
 class _AddressSpace:
-    """Which addresses are device memory."""
+    """Which addresses are device memory: added by threads that allocate while the streams' threads look them up."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
         self._addresses: list[int] = []
+        self._lock = threading.Lock()
 
     def add(self, block: Block) -> None:
-        self._blocks[block.address] = block
-        bisect.insort(self._addresses, block.address)
+        with self._lock:
+            self._blocks[block.address] = block
+            bisect.insort(self._addresses, block.address)
 
     def remove(self, block: Block) -> None:
-        del self._blocks[block.address]
-        self._addresses.remove(block.address)
+        with self._lock:
+            del self._blocks[block.address]
+            self._addresses.remove(block.address)
 
     def find(self, address: int, size: int) -> Block | None:
         """Returns the block that holds the range, or None."""
-        index = bisect.bisect_right(self._addresses, address) - 1
-        if index < 0:
-            return None
-        block = self._blocks[self._addresses[index]]
+        with self._lock:
+            index = bisect.bisect_right(self._addresses, address) - 1
+            if index < 0:
+                return None
+            block = self._blocks[self._addresses[index]]
         return block if address + size <= block.address + block.size else None
 
 
