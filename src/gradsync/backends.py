@@ -107,7 +107,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
 
 
 def _check_shm() -> None:
-    from gradsync.communicators.shared_memory.platform_check import check_platform
+    from gradsync.communicators.shared_memory.segment import check_platform
 
     check_platform()
 
@@ -264,7 +264,7 @@ def _offer_of_host(backend: str, place: RankEnvironment) -> str:
         if backend == "mpi":
             _check_mpi(place)
             return _YES
-        from gradsync.communicators.shared_memory.layout import check_memory
+        from gradsync.communicators.shared_memory.shm_backend import check_memory
 
         _check_shm()
         if place.local_world_size != place.world_size:

@@ -15,7 +15,7 @@ from contract import expect, seconds_waited
 from gradsync import process_group
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.backend import Message
-from gradsync.communicators.shared_memory import waiting as shared_waiting
+from gradsync.communicators.shared_memory import barrier as shared_barrier
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -26,7 +26,7 @@ def message(data: Any, peer: int) -> Message:
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found while waiting must be certain, however early somebody looks."""
-    monkeypatch.setattr(shared_waiting, "_LOOK_FOR_FAILURES_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(shared_barrier, "_LOOK_FOR_FAILURES_EVERY_SECONDS", 0.0)
 
 
 # Between processes.

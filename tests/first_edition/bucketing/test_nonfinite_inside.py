@@ -9,7 +9,7 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.communicators.shared_memory.layout import CHUNK_BYTES
+from gradsync.communicators.shared_memory.shm_backend import CHUNK_BYTES
 from rank_processes import run_ranks
 
 Gradients = list[np.ndarray[Any, Any]]

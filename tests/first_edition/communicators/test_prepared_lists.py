@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import gradsync as gs
 from contract import REDUCTIONS, assert_identical, contribution, dtype_of, exactly_reduced, expect
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.shared_memory import calls
+from gradsync.communicators.shared_memory import pipelined
 from gradsync.reduction import ReduceOp
 from rank_processes import run_ranks
 
@@ -210,6 +210,6 @@ def test_what_is_scattered_is_what_was_gathered(sizes: list[int], name: str) -> 
     sources = given_by(0, sizes, name, seed=3)
     targets = [np.zeros_like(source) for source in sources]
     packed = np.empty(sum(sizes), dtype_of(name))
-    calls.run([calls.gathering(sources, packed), calls.scattering(packed, targets)])
+    pipelined.run_calls([pipelined.gathering(sources, packed), pipelined.scattering(packed, targets)])
     assert_identical(packed, np.concatenate(sources))
     assert_same_list(targets, sources)

@@ -16,7 +16,8 @@ import pytest
 import gradsync as gs
 from contract import assert_equal_to_reference, contribution, exactly_reduced, expect
 from contract_resident import agreed, make, reduce_values
-from gradsync.communicators.shared_memory import handover, huge_pages
+from gradsync.communicators.shared_memory import resident as shared_resident
+from gradsync.communicators.shared_memory import segment
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import ReduceOp
 from rank_processes import run_ranks, run_ranks_for_outcomes
@@ -166,7 +167,7 @@ def fail_to_allocate(comm: Any, where: str) -> str:
     """The last rank, or the first, has no memory; all hear of it, and go on."""
     failing = 0 if where == "create_segment" else comm.world_size - 1
     before = len(os.listdir("/proc/self/fd"))
-    kept = getattr(handover, where)
+    kept = getattr(shared_resident, where)
     if comm.rank == failing:
 
         def refuse(*arguments: Any, **_: Any) -> int:
@@ -174,11 +175,11 @@ def fail_to_allocate(comm: Any, where: str) -> str:
                 os.close(arguments[0])
             raise BackendUnavailable("there is not enough memory")
 
-        setattr(handover, where, refuse)
+        setattr(shared_resident, where, refuse)
     started = time.monotonic()
     error = expect(gs.BackendUnavailable, lambda: make(comm, 4 * SIZE))
     assert time.monotonic() - started < 10
-    setattr(handover, where, kept)
+    setattr(shared_resident, where, kept)
     text = str(error)
     del error
     gc.collect()
@@ -202,7 +203,7 @@ def die_while_making(comm: Any, failing: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        handover.create_segment = handover.take_segment = die  # type: ignore[assignment]
+        shared_resident.create_segment = shared_resident.take_segment = die  # type: ignore[assignment]
     make(comm, 4 * SIZE)
 
 
@@ -231,8 +232,8 @@ def test_more_than_there_is_is_refused(backend: str, world_size: int) -> None:
 def reduce_large(comm: Any, are_refused: bool) -> None:
     """Memory for huge pages, with and without them."""
     if are_refused:
-        huge_pages._MADV_COLLAPSE = 1000
-        huge_pages._ATTEMPTS = 0
+        segment._MADV_COLLAPSE = 1000
+        segment._ATTEMPTS = 0
     size = 5_000_001
     memory = make(comm, 4 * size)
     assert not memory.bytes.any()

@@ -16,11 +16,10 @@ import gradsync as gs
 from contract import expect
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.backend import Message
-from gradsync.communicators.shared_memory import transfer as shared_transfer
-from gradsync.communicators.shared_memory import waiting as shared_waiting
+from gradsync.communicators.shared_memory import barrier as shared_barrier
+from gradsync.communicators.shared_memory import point_to_point
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
-from gradsync.communicators.shared_memory.channels import SharedChannels
-from gradsync.communicators.shared_memory.transfer import PIECE_BYTES, SLOTS
+from gradsync.communicators.shared_memory.point_to_point import PIECE_BYTES, SLOTS, SharedChannels
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.diagnostics.recorder import FlightRecorder
 
@@ -106,7 +105,7 @@ def values(size: int, seed: int = 0) -> Any:
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found while waiting must be certain, however early somebody looks."""
-    monkeypatch.setattr(shared_waiting, "_LOOK_FOR_FAILURES_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(shared_barrier, "_LOOK_FOR_FAILURES_EVERY_SECONDS", 0.0)
 
 
 # What is sent arrives.
@@ -428,7 +427,7 @@ def test_the_clock_runs_only_while_nothing_comes(monkeypatch: pytest.MonkeyPatch
             time.sleep(3.6 / SLOTS)
         target[...] = source
 
-    monkeypatch.setattr(shared_transfer, "copy_words", copy_slowly)
+    monkeypatch.setattr(point_to_point, "copy_words", copy_slowly)
     ranks = ranks_of(2, timeout_seconds=3.0)
     sent, taken = run(ranks, lambda rank: rank.send(data, 1), lambda rank: rank.receive(received, 0))
     assert sent is None

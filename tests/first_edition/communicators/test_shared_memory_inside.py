@@ -13,7 +13,7 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
-from gradsync.communicators.shared_memory import platform_check
+from gradsync.communicators.shared_memory import segment
 from gradsync.communicators.shared_memory import shm_backend as shared_memory
 from rank_processes import run_ranks
 
@@ -40,9 +40,9 @@ def test_nothing_leaks() -> None:
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform_check.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(segment.platform, "machine", lambda: "aarch64")
     with pytest.raises(gs.BackendUnavailable, match="x86-64 only, this is linux on aarch64"):
-        platform_check.check_platform()
+        segment.check_platform()
 
 
 def fail_while_joining(comm: Any) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.communicators.shared_memory.rings import HOT_BYTES, SharedRings, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.arena import HOT_BYTES, SharedRings, share_begin, shares_bytes
 
 ROUND_BYTES = 64 * 1024
 

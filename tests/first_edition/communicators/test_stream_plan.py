@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.communicators.shared_memory.stream_plan import (
+from gradsync.communicators.shared_memory.pipelined import (
     CHUNKS_IN_FLIGHT,
     Lengths,
     Stretch,

@@ -13,7 +13,6 @@ from contract import expect
 from gradsync.communicators import verdicts
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.shared_memory import barrier as shared_barrier
-from gradsync.communicators.shared_memory import waiting as shared_waiting
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.diagnostics.recorder import FlightRecorder
@@ -138,8 +137,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (shared_barrier, shared_waiting):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(shared_barrier, "time", clock)
     return clock
 
 
@@ -182,7 +180,7 @@ def test_who_hears_of_an_abort_first_waits_for_the_verdict_behind_it(verdict: Ex
 
 
 def test_without_the_verdict_the_abort_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_waiting, "NEWS_SECONDS", 0.05)
+    monkeypatch.setattr(shared_barrier, "NEWS_SECONDS", 0.05)
     first, second = barriers(Client(gs.CollectiveTimeout("late")), Client())
     expect(gs.CollectiveTimeout, lambda: first.meet(BARRIER))
     first.announce_abort("late", 1)
@@ -211,6 +209,6 @@ def test_a_verdict_does_not_stop_a_round_that_is_complete() -> None:
 
 
 def test_what_another_thread_has_heard_is_seen_before_any_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.communicators.shared_memory.waiting._LOOK_FOR_FAILURES_EVERY_SECONDS", 1e9)
+    monkeypatch.setattr("gradsync.communicators.shared_memory.barrier._LOOK_FOR_FAILURES_EVERY_SECONDS", 1e9)
     clients = [Client(gs.RendezvousError("the server is gone")), Client()]
     expect(gs.RendezvousError, lambda: barriers(*clients)[0].meet(BARRIER))

@@ -10,11 +10,8 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, word_dtype
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import Piece
-from gradsync.communicators.shared_memory import calls
-from gradsync.communicators.shared_memory.calls import Call, Delivery
-from gradsync.communicators.shared_memory.scratch import Scratch
-from gradsync.communicators.shared_memory.stream_plan import Stretch, worth_a_call
-from gradsync.communicators.shared_memory.workplace import Workplace
+from gradsync.communicators.shared_memory.arena import Scratch, Workplace
+from gradsync.communicators.shared_memory.pipelined import Call, Delivery, Stretch, run_calls, worth_a_call
 from gradsync.diagnostics import tracing
 from gradsync.reduction import Array, ReduceOp, reduce_into
 
@@ -85,6 +82,6 @@ class AllAtOnce:
             self._finder.look(self._is_finite, self._result, contributions, 0)
         if laps is not None:
             laps.end("reducing")
-        calls.run(self._delivered)
+        run_calls(self._delivered)
         if laps is not None and self._delivered:
             laps.end("splitting")

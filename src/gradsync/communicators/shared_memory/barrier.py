@@ -1,27 +1,44 @@
-"""The meeting point of the ranks of a shared-memory communicator.
+"""Where the ranks of a shared-memory communicator meet, how they wait, and what they report of their end.
 
-A rank arrives by storing the number of the round in its line of waiting.py. The 64-bit digest of what it is
-about to do lies in the same line, so that comparing the ranks' plans costs nothing.
+Each rank owns one cache line and one short text in shared memory; it writes only its own and reads all. In the line
+stands whether the rank has closed or aborted the communicator; other words of it belong to the barrier, so that a rank
+which only arrives touches nothing else. Aligned 8-byte stores become visible in program order on x86-64, which is all
+the ordering that this protocol, and those built on it, need; check_platform refuses other processors.
+
+A rank arrives at the barrier by storing the number of the round in its line. The 64-bit digest of what it is about to
+do lies in the same line, so that comparing the ranks' plans costs nothing.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 from zlib import crc32
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
-from gradsync.communicators.shared_memory.pages import whole_pages
-from gradsync.communicators.shared_memory.waiting import (
-    SPINS,
-    WORDS_PER_RANK,
-    Rests,
-    SharedWaiting,
-    TextBoard,
-    waiting_bytes,
-)
-from gradsync.communicators.verdicts import Verdicts
+from gradsync.communicators.shared_memory.segment import whole_pages
+from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
+from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
+
+# One 64-byte line of eight words for each rank, and one for all, of which the first word is not zero once any rank
+# has aborted. The first three words of a rank's line, and the last two, are the barrier's.
+WORDS_PER_RANK = 8
+_STATE = 3
+_CULPRIT = 4  # of an aborted rank: the rank whose failure made it abort, often its own; as it is numbered in the world
+_GAVE_UP_AT = 5  # of an aborted rank: the first round of the barrier that it did not complete
+# The last two: aborted because of the server's verdict, and closed by a rank that knew of one. Every rank can hear it
+# there, or will in a moment.
+_OPEN, _CLOSED, _ABORTED, _CONDEMNED, _CLOSED_CONDEMNED = 0, 1, 2, 3, 4
+_REASON_BYTES = 1024  # why a rank aborted
+
+# Waiting: first read, which answers within a microsecond on idle cores; then let others run, in case this core is
+# wanted; then sleep, because sched_yield starves beside a busy process. Failures are looked for while sleeping.
+SPINS = 60
+_YIELD_FOR_SECONDS = 100e-6
+_SLEEP_SECONDS = 50e-6
+_LOOK_FOR_FAILURES_EVERY_SECONDS = 5e-3
 
 # Words of a rank's line.
 _ARRIVALS = 0  # the number of the last round that the rank has arrived at
@@ -29,6 +46,216 @@ _DIGESTS = 1  # two words, even and odd rounds: a fast rank may be one round ahe
 _TEXT_BYTES = 16384  # description of the collective, for PlanMismatch
 
 _NO_DIGEST = 0
+
+ANY_ROUND = 2**64 - 1  # later than all
+
+
+def waiting_bytes(world_size: int) -> int:
+    """Returns how much shared memory the lines and texts of that many ranks need."""
+    return (world_size + 1) * WORDS_PER_RANK * 8 + world_size * _REASON_BYTES
+
+
+class SharedWaiting:
+    """The ranks of one communicator as each other's partners in waiting.
+
+    Args:
+        memory: waiting_bytes(world_size) bytes of shared memory, zero at the start.
+        rank: this rank, as it is numbered in the communicator, like all ranks below where nothing else is said.
+        ranks: the numbers of all ranks in the world, by which errors and the server name them.
+        label: this rank in errors.
+        timeout_seconds: how long to wait for a rank before CollectiveTimeout.
+        verdicts: the server's; asked for every few milliseconds of waiting.
+
+    Attributes:
+        words: the lines.
+        aborted: the index of the word that is not zero once any rank has aborted.
+        completed: the last round of the barrier that this rank saw all arrive at.
+        is_verdict_known: tells, at next to no cost, whether the server's verdict is there.
+        rank, ranks, label: see above.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        ranks: Sequence[int],
+        label: str,
+        timeout_seconds: float,
+        verdicts: Verdicts,
+    ) -> None:
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.label = label
+        self.completed = 0
+        self.is_verdict_known = verdicts.is_known
+        self.aborted = len(ranks) * WORDS_PER_RANK
+        lines_bytes = (len(ranks) + 1) * WORDS_PER_RANK * 8
+        self.words = memory[:lines_bytes].cast("Q")
+        self._reasons = TextBoard(memory[lines_bytes:], _REASON_BYTES)
+        self._line = rank * WORDS_PER_RANK
+        self._peers = [peer for peer in range(len(ranks)) if peer != rank]
+        self._timeout_seconds = timeout_seconds
+        self._verdicts = verdicts
+
+    def look_for_failures(self, missing: Callable[[], list[int]], waited_seconds: float, round_number: int) -> None:
+        """Raises why the ranks that are waited for will not come, where there is a reason, or too long a wait.
+
+        Args:
+            missing: returns the ranks that have not done their part; looks anew whenever it is called.
+            waited_seconds: how long this rank has waited.
+            round_number: as for look_for_aborts.
+
+        Raises:
+            RankFailed: a rank closed or aborted the communicator, or died.
+            CollectiveTimeout: the ranks that are missing did not come before the deadline.
+        """
+        awaited = missing()
+        if self.words[self._line + _STATE] != _OPEN:  # by another thread of this process
+            raise RankFailed(
+                f"{self.label}: the communicator was closed or aborted during a collective",
+                rank=self.ranks[self.rank],
+                phase="collective",
+            )
+        try:
+            self._verdicts.check()
+        except (RankFailed, CollectiveTimeout, RendezvousError):
+            # Who did its part before it failed, or left with the server, is not missed here: what comes next will tell.
+            if missing():
+                raise
+        self._look_for_closed(awaited, missing)
+        self.look_for_aborts(round_number)
+        if awaited:
+            self._look_at_the_clock([self.ranks[peer] for peer in awaited], waited_seconds)
+
+    def _look_for_closed(self, awaited: Sequence[int], missing: Callable[[], list[int]]) -> None:
+        for peer in awaited:
+            state = self.words[peer * WORDS_PER_RANK + _STATE]
+            # A rank may do its part and then close: that is looked at again after its state.
+            if state in (_CLOSED, _CLOSED_CONDEMNED) and peer in missing():
+                if state == _CLOSED_CONDEMNED:
+                    self._verdicts.await_news(NEWS_SECONDS)
+                number = self.ranks[peer]
+                self._raise_failed(
+                    number,
+                    f"rank {number} closed the communicator while this rank still needed it; "
+                    "do all ranks make the same number of steps?",
+                )
+
+    def look_for_aborts(self, round_number: int) -> None:
+        """Raises when a rank gave up in that round of the barrier or an earlier one, even if it had arrived.
+
+        Args:
+            round_number: in which this rank waits; ANY_ROUND where an abort, whenever it was, ends the wait.
+        """
+        for peer in self._peers:
+            line = peer * WORDS_PER_RANK
+            state = self.words[line + _STATE]
+            if state in (_ABORTED, _CONDEMNED) and self.words[line + _GAVE_UP_AT] <= round_number:
+                if state == _CONDEMNED:
+                    self._verdicts.await_news(NEWS_SECONDS)
+                self._verdicts.check()  # what the server says is the same on every rank
+                reason = self._reasons.read(peer).decode(errors="replace")
+                self._raise_failed(self.words[line + _CULPRIT], f"rank {self.ranks[peer]} aborted: {reason}")
+
+    def _look_at_the_clock(self, awaited: list[int], waited_seconds: float) -> None:
+        if waited_seconds >= self._timeout_seconds:
+            # First here: a rank that comes now must not take what it finds for complete, and go on beside the verdict.
+            self._announce(_CONDEMNED, f"waited {waited_seconds:.3g} s for ranks {awaited}", awaited[0])
+            self._verdicts.give_up(waited_seconds, awaited)
+        self._verdicts.warn(waited_seconds, awaited)
+
+    def _raise_failed(self, culprit: int, what: str) -> NoReturn:
+        raise RankFailed(f"{self.label}: {what}", rank=culprit, phase="collective")
+
+    def announce_closed(self) -> None:
+        """Tells the others that this rank will not come again; what it did before still counts."""
+        self.words[self._line + _STATE] = _CLOSED_CONDEMNED if self.is_verdict_known() else _CLOSED
+
+    def announce_abort(self, reason: str, culprit: int | None = None) -> None:
+        """Makes every rank that waits, now or later, raise RankFailed with the reason.
+
+        Args:
+            reason: told to all.
+            culprit: the rank whose failure this is, as it is numbered in the world; None is this rank.
+        """
+        state = _CONDEMNED if self._verdicts.was_heard else _ABORTED
+        self._announce(state, reason, self.ranks[self.rank] if culprit is None else culprit)
+
+    def _announce(self, state: int, reason: str, culprit: int) -> None:
+        self._reasons.write(self.rank, reason.encode(errors="backslashreplace"))
+        self.words[self._line + _GAVE_UP_AT] = self.completed + 1
+        self.words[self._line + _CULPRIT] = culprit
+        self.words[self._line + _STATE] = state
+        self.words[self.aborted] = 1
+
+    def release(self) -> None:
+        """Lets go of the shared memory; nothing here can be used afterwards."""
+        self._reasons.release()
+        self.words.release()
+
+
+class Rests:
+    """What a rank does between two looks at what it waits for.
+
+    Args:
+        began: when the wait began, in time.monotonic() seconds.
+    """
+
+    __slots__ = ("_began", "_look_at", "_now", "_sleep_from")
+
+    def __init__(self, began: float) -> None:
+        now = time.monotonic()
+        self._began = began
+        self._now = now
+        self._sleep_from = now + _YIELD_FOR_SECONDS
+        self._look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
+
+    def rest(self) -> bool:
+        """Lets others run for a moment; returns whether it is time to look for failures."""
+        if self._now < self._sleep_from:
+            os.sched_yield()
+        else:
+            time.sleep(_SLEEP_SECONDS)
+        self._now = now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
+        return True
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the wait had lasted after the last rest."""
+        return self._now - self._began
+
+
+class TextBoard:
+    """Short texts in shared memory, each a length, then bytes.
+
+    Args:
+        memory: room for all.
+        bytes_each: room for one text and its length.
+    """
+
+    def __init__(self, memory: memoryview, bytes_each: int) -> None:
+        self._memory = memory
+        self._bytes_each = bytes_each
+
+    def write(self, place: int, text: bytes) -> None:
+        """Writes as much of the text as there is room for."""
+        data = text[: self._bytes_each - 4]
+        begin = place * self._bytes_each
+        self._memory[begin + 4 : begin + 4 + len(data)] = data
+        self._memory[begin : begin + 4] = len(data).to_bytes(4, "little")
+
+    def read(self, place: int) -> bytes:
+        """Returns the text that was written last."""
+        begin = place * self._bytes_each
+        length = int.from_bytes(self._memory[begin : begin + 4], "little")
+        return bytes(self._memory[begin + 4 : begin + 4 + length])
+
+    def release(self) -> None:
+        """Lets go of the memory."""
+        self._memory.release()
 
 
 def header_bytes(world_size: int) -> int:

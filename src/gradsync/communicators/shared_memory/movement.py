@@ -14,8 +14,7 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, largest_part, part_of
 from gradsync.communicators.host_copy import copy_words, pack_words, split_words
 from gradsync.communicators.pieces import pieces_between
-from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
-from gradsync.communicators.shared_memory.workplace import Workplace
+from gradsync.communicators.shared_memory.arena import Workplace, share_begin, shares_bytes
 from gradsync.reduction import Array
 
 _BYTE = np.dtype(np.uint8)

@@ -11,9 +11,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, largest_part, part_of
 from gradsync.communicators.host_copy import copy_words, word_dtype
-from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
-from gradsync.communicators.shared_memory.scratch import Scratch
-from gradsync.communicators.shared_memory.workplace import Workplace
+from gradsync.communicators.shared_memory.arena import Scratch, Workplace, share_begin, shares_bytes
 from gradsync.reduction import Array, ReduceOp, reduce_into
 
 

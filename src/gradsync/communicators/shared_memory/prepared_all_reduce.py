@@ -13,9 +13,8 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, word_dtype
+from gradsync.communicators.shared_memory.arena import HOT_BYTES, Workplace
 from gradsync.communicators.shared_memory.prepared_arrays import ArraysOfOneKind
-from gradsync.communicators.shared_memory.rings import HOT_BYTES
-from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.errors import UnsupportedDtype
 from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, check_operation, divide_into
 

@@ -21,10 +21,9 @@ from gradsync.communicators.agreement import (
 )
 from gradsync.communicators.backend import Backend, bounds_of, part_of, row_shape
 from gradsync.communicators.host_copy import word_dtype
+from gradsync.communicators.shared_memory.arena import Workplace, share_begin, shares_bytes
 from gradsync.communicators.shared_memory.prepared_all_reduce import PreparedAllReduce, quiet_caller
 from gradsync.communicators.shared_memory.prepared_movement import PreparedMovement, PreparedReduceScatter
-from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
-from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import Array, ReduceOp
 
 _MAX_PREPARED = 1024

@@ -10,9 +10,8 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Shape, row_shape
 from gradsync.communicators.host_copy import copy_words, word_dtype
+from gradsync.communicators.shared_memory.arena import Workplace, share_begin, shares_bytes
 from gradsync.communicators.shared_memory.prepared_arrays import ArraysOfOneKind
-from gradsync.communicators.shared_memory.rings import share_begin, shares_bytes
-from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.reduction import UFUNCS, Array, ReduceOp, divide_into
 
 

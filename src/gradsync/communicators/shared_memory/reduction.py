@@ -23,10 +23,8 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.shared_memory.all_at_once import AllAtOnce
-from gradsync.communicators.shared_memory.scratch import Scratch
-from gradsync.communicators.shared_memory.slots import Slots
-from gradsync.communicators.shared_memory.workplace import Workplace
-from gradsync.communicators.shared_memory.write_back import WriteBack
+from gradsync.communicators.shared_memory.arena import Scratch, Slots, Workplace
+from gradsync.communicators.shared_memory.pipelined import WriteBack
 from gradsync.errors import CommunicatorClosed
 from gradsync.reduction import Array, ReduceOp
 

@@ -20,38 +20,35 @@ from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
-from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
-from gradsync.communicators.shared_memory.channels import SharedChannels
-from gradsync.communicators.shared_memory.handover import Handover
-from gradsync.communicators.shared_memory.layout import (
-    CHUNK_BYTES,
-    ROUND_BYTES,
-    SMALL_BYTES,
-    create_shared_memory,
-    segment_bytes,
-)
+from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, Slots, Workplace
+from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.movement import SharedMovement
 from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
-from gradsync.communicators.shared_memory.platform_check import check_platform
+from gradsync.communicators.shared_memory.point_to_point import SharedChannels
 from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
 from gradsync.communicators.shared_memory.reduction import ListReduction, PreparedListReduction
-from gradsync.communicators.shared_memory.resident import Range, ResidentReduction, SharedResidentMemory
-from gradsync.communicators.shared_memory.rings import SharedRings
-from gradsync.communicators.shared_memory.scratch import Scratch
+from gradsync.communicators.shared_memory.resident import Handover, Range, ResidentReduction, SharedResidentMemory
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
+    check_platform,
+    create_segment,
     map_segment,
     populate,
     take_segment,
 )
-from gradsync.communicators.shared_memory.slots import Slots
-from gradsync.communicators.shared_memory.waiting import ANY_ROUND
-from gradsync.communicators.shared_memory.workplace import Workplace
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news
 from gradsync.errors import BackendUnavailable, GradsyncError
 from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
+
+# What a rank publishes of a large list between two rounds of the barrier. Measured: larger chunks leave the cache,
+# smaller ones pay for more rounds and NumPy calls.
+CHUNK_BYTES = 1024 * 1024
+# Likewise of what is moved, or reduced on one rank: some write the next round while others read the last one.
+ROUND_BYTES = 512 * 1024
+# Up to here one barrier and n reads of everything beat two barriers and a share of the work.
+SMALL_BYTES = 128 * 1024
 
 
 class ShmBackend(Backend):
@@ -222,6 +219,30 @@ class ShmBackend(Backend):
             self._memory.release()
             self._mapping.close()
         del self._memory, self._mapping
+
+
+def segment_bytes(world_size: int) -> int:
+    """Returns how much memory the ranks share."""
+    own_bytes = SharedRings.bytes_for(world_size, ROUND_BYTES) + Slots.bytes_for(world_size, CHUNK_BYTES)
+    return header_bytes(world_size) + own_bytes + SharedChannels.bytes_for(world_size)
+
+
+def create_shared_memory(world_size: int) -> int:
+    """Returns the descriptor of memory for a communicator of so many ranks.
+
+    Raises:
+        BackendUnavailable: there is not enough, or no way to share it.
+    """
+    return create_segment(segment_bytes(world_size))
+
+
+def check_memory(world_size: int) -> None:
+    """Makes sure that there is memory for a communicator of so many ranks: takes it, and gives it back.
+
+    Raises:
+        BackendUnavailable: there is not, or no way to share it.
+    """
+    os.close(create_shared_memory(world_size))
 
 
 def connect_shared_memory(
