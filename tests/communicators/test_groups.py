@@ -7,13 +7,14 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import gradsync as gs
-from contract import expect
+from contract import expect, meet_on_disk
 from gradsync import process_group
 from places import SHM, STAND_IN, STAND_IN_STUCK, Place, on
 
@@ -102,8 +103,8 @@ def test_nothing_leaks(place: Place, world_size: int) -> None:
 # -- What goes wrong ----------------------------------------------------------------------------------------------
 
 
-def die_while_others_make_a_group(comm: Any, victim: int) -> str:
-    comm.barrier()
+def die_while_others_make_a_group(comm: Any, victim: int, folder: Path) -> str:
+    meet_on_disk(comm, folder)
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     error = expect(gs.RankFailed, lambda: comm.new_group(range(comm.world_size)))
@@ -113,9 +114,9 @@ def die_while_others_make_a_group(comm: Any, victim: int) -> str:
 
 # Not rank 0 of the stand-in, which serves its collectives.
 @pytest.mark.parametrize(("place", "victim"), [(SHM, 0), (SHM, 2), (STAND_IN, 2)])
-def test_a_member_dies_while_others_make_a_group(place: Place, victim: int) -> None:
+def test_a_member_dies_while_others_make_a_group(place: Place, victim: int, tmp_path: Path) -> None:
     started = time.monotonic()
-    outcomes = place.outcomes(3, die_while_others_make_a_group, victim)
+    outcomes = place.outcomes(3, die_while_others_make_a_group, victim, tmp_path)
     assert time.monotonic() - started < 20
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
@@ -143,10 +144,10 @@ def test_a_member_that_does_not_come_to_the_making_is_named(place: Place, world_
     assert "in new_group: RendezvousTimeout" in texts[2]
 
 
-def die_inside(comm: Any) -> tuple[int | None, str]:
+def die_inside(comm: Any, folder: Path) -> tuple[int | None, str]:
     group = comm.new_group([0, 2])
     others = comm.new_group([0, 1])
-    comm.barrier()
+    meet_on_disk(comm, folder)
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 0:
@@ -157,16 +158,18 @@ def die_inside(comm: Any) -> tuple[int | None, str]:
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *on(STAND_IN, 3)])
-def test_a_member_that_dies_in_a_collective_has_its_number_in_the_world(place: Place, world_size: int) -> None:
-    outcomes = place.outcomes(world_size, die_inside)
+def test_a_member_that_dies_in_a_collective_has_its_number_in_the_world(
+    place: Place, world_size: int, tmp_path: Path
+) -> None:
+    outcomes = place.outcomes(world_size, die_inside, tmp_path)
     for outcome in outcomes[:2]:
         rank, text = outcome.returned()
         assert rank == 2
         assert "rank 2" in text
 
 
-def leave_after_the_world_has_heard(comm: Any) -> None:
-    rank, _ = die_inside(comm)
+def leave_after_the_world_has_heard(comm: Any, folder: Path) -> None:
+    rank, _ = die_inside(comm, folder)
     assert rank == 2
     deadline = time.monotonic() + LATER
     while not comm.closed:  # by its watcher
@@ -174,8 +177,8 @@ def leave_after_the_world_has_heard(comm: Any) -> None:
         time.sleep(0.001)
 
 
-def test_a_failure_that_a_group_has_raised_is_not_raised_by_the_end_of_the_world() -> None:
-    for outcome in STAND_IN.outcomes(3, leave_after_the_world_has_heard)[:2]:
+def test_a_failure_that_a_group_has_raised_is_not_raised_by_the_end_of_the_world(tmp_path: Path) -> None:
+    for outcome in STAND_IN.outcomes(3, leave_after_the_world_has_heard, tmp_path)[:2]:
         outcome.returned()
 
 

@@ -117,7 +117,8 @@ def test_ctrl_c_while_the_ranks_boot_is_quiet(tmp_path):
     script = command.write_script(tmp_path, "import signal; signal.pause()")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     code, out, err = command.run("run", "-n", 2, *PATIENTLY, script, env=os.environ | {"PYTHONPATH": path})
-    assert (code, out, err) == (130, "", STOPPING)
+    assert (code, out) == (130, "")
+    assert err in (STOPPING, "gradsync: stopping 1 rank (Ctrl-C again kills it)\n")  # the other may not be started yet
 
 
 def test_exit_codes_survive_an_ignored_sigchld(tmp_path):

@@ -47,6 +47,7 @@ SMOKES = [
     Smoke("first_light", ("--quick", "--only", "gradients"), 2),
     Smoke("full_speed", ("--quick", "--only", "sizes"), 8 * 4),
     Smoke("gpu", ("--tiny",), 8, {"PYTHONPATH": str(STAND_IN)}),
+    Smoke("heartbeats", ("--old", str(ROOT), "--quick"), 4),
     Smoke("over_mpi", ("--rounds", "1"), 7),
     Smoke("partition", ("--rounds", "1"), 10),
     Smoke("rendezvous_scale", ("--quick",), 2),
