@@ -142,7 +142,7 @@ def check_path_does_not_matter(comm: Any, kit: Any) -> None:
 
     NCCL does not promise that, nor does MPI among many ranks.
     """
-    if comm.backend == "nccl" or (comm.backend == "mpi" and not comm._backend._transport.is_direct):
+    if comm.backend == "nccl" or (comm.backend == "mpi" and not comm._backend._requests.is_direct):
         return
     n = comm.world_size
     values = contribution(comm.rank, (20_000 * n,), "float32")

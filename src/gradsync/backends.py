@@ -114,7 +114,7 @@ def _check_shm() -> None:
 
 def _check_mpi(place: RankEnvironment) -> None:
     """Makes sure that MPI can join the ranks of the run; initialises it."""
-    from gradsync.communicators.mpi.library import check_place, load_mpi
+    from gradsync.communicators.mpi.mpi_job import check_place, load_mpi
 
     if place.source == "gradsync":  # which keeps from its ranks what mpiexec may have told itself
         raise BackendUnavailable(

@@ -21,7 +21,7 @@ from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_a
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.lifetime import culprit_of
-from gradsync.communicators.mpi.unfinished import end_forked_child, end_job, has_job_failed
+from gradsync.communicators.mpi.mpi_job import end_forked_child, end_job, has_job_failed
 from gradsync.communicators.world import (
     get_initial_world,
     get_world,
@@ -371,7 +371,7 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
     if backend == "local":
         return alone()
     if backend == "mpi":
-        from gradsync.communicators.mpi.mpi_hosting import mpi_place
+        from gradsync.communicators.mpi.mpi_job import mpi_place
 
         place = mpi_place()  # a launcher whose variables we do not know
         if place is not None:
@@ -463,7 +463,7 @@ def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:
     global _client, _meeting
     place, share = settings.place, None
     if is_told_over_mpi(place, settings.address, wanted):
-        from gradsync.communicators.mpi.mpi_hosting import share_over_mpi
+        from gradsync.communicators.mpi.mpi_job import share_over_mpi
 
         share = share_over_mpi(place)
     _client, _meeting = join(place, settings.address, settings.timeout_seconds, _meeting, share=share)

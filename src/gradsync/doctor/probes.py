@@ -101,7 +101,7 @@ def _ask_numpy() -> dict[str, Any]:
 
 
 def _ask_mpi() -> dict[str, Any]:
-    from gradsync.communicators.mpi.library import load_mpi
+    from gradsync.communicators.mpi.mpi_job import load_mpi
 
     mpi = load_mpi()
     import mpi4py

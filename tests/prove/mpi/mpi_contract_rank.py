@@ -17,20 +17,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import gradsync as gs
 from contract_suite import run_part_anew
-from gradsync.communicators.mpi import reduction, transport
+from gradsync.communicators.mpi import mpi_backend, mpi_reduction, waiting
 
 
 def main(folder: Path, parts: list[str], options: dict[str, object]) -> None:
     """Runs one part after the other, each in a process group of its own, until one fails."""
     is_native = bool(os.environ.get("GRADSYNC_TEST_NATIVE_MPI"))
     if is_native:
-        transport.DIRECT_RANKS = 0
-        transport._PIECE_BYTES = 2**16
-        transport._COUNT_LIMIT = 2**17
-        reduction._NATIVE_ELEMENTS = 2**14
+        waiting.DIRECT_RANKS = 0
+        waiting._PIECE_BYTES = 2**16
+        mpi_backend._COUNT_LIMIT = 2**17
+        mpi_reduction._NATIVE_ELEMENTS = 2**14
     comm: Any = gs.init_process_group("mpi")
     rank = comm.rank
-    assert comm._backend._transport.is_direct is not is_native
+    assert comm._backend._requests.is_direct is not is_native
     found: dict[str, object] = {}
     try:
         for part in parts:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +15,8 @@ import numpy as np
 
 import gradsync as gs
 from gradsync.communicators import verdicts
-from gradsync.communicators.mpi import joining, reduction
-from gradsync.communicators.mpi.library import loaded_mpi
-from gradsync.communicators.mpi.unfinished import has_job_failed
+from gradsync.communicators.mpi import mpi_backend, mpi_reduction
+from gradsync.communicators.mpi.mpi_job import has_job_failed, loaded_mpi
 
 LAST = 1  # the rank that misbehaves
 LONG_SECONDS = 40.0  # for what comes to its end in another way
@@ -99,7 +100,7 @@ def sends_to_the_other_first(comm: Any) -> None:
         comm.send(array, 0)  # the line of rank 1
 
 
-def one_of_an_exchange_is_barred(comm: Any) -> None:
+def one_of_an_exchange_is_refused(comm: Any) -> None:
     """Ranks 0 and 1 exchange around a ring of three, while rank 2 waits for both in a collective."""
     array = np.ones(1000)
     after, before = (comm.rank + 1) % 3, (comm.rank - 1) % 3
@@ -114,6 +115,66 @@ def one_of_an_exchange_is_barred(comm: Any) -> None:
             assert set(error.descriptions) == {0, 1, 2}, error
         assert comm.all_reduce(np.ones(3))[0] == 3
     tell("went on")
+
+
+def neither_half_of_an_exchange_fits(comm: Any) -> None:
+    """Each half is told of as what it is, though both are between the same two ranks."""
+    mine, room = np.ones(3 + comm.rank), np.ones(10 + comm.rank)
+    for _ in range(10):
+        try:
+            comm.exchange(mine, dest=1 - comm.rank, out=room, source=1 - comm.rank)
+            tell("nobody told")
+        except gs.PlanMismatch as error:
+            way = f"rank {1 - comm.rank} to rank {comm.rank}"  # what is received is looked at first
+            assert all(way in text for text in error.descriptions.values()), error
+        assert comm.all_reduce(np.ones(3))[0] == 2
+    tell("went on")
+
+
+def a_message_follows_a_collective_at_once(comm: Any) -> None:
+    """A rank that has left a collective greets the last one, which still is in it, and looks around."""
+    backend = comm._backend
+    for number in range(4):
+        array = np.full(1000, comm.rank)
+        meet = comm.send if number < 2 else comm.recv
+        comm.barrier()
+        if comm.rank == LAST:
+            while not any(backend._comm.Iprobe(0, tag) for tag in range(2, 6)):
+                pass
+            backend._refuse_messages()
+            meet = comm.recv if number < 2 else comm.send
+        meet(array, 1 - comm.rank)
+        assert (array == (0 if number < 2 else LAST)).all()
+    tell("went on")
+
+
+def gradients_differ_late_in_a_bucket(comm: Any) -> None:
+    """Behind more than a hundred thousand letters that are equal."""
+    sync = gs.AllreduceCallback("mean", comm)
+    gradients = [np.ones(1) for _ in range(5000)]
+    if comm.rank == LAST:
+        gradients[4990] = np.ones((1, 1))
+    try:
+        with sync.backward():
+            for number, gradient in enumerate(gradients):
+                sync(f"the weights of layer number {number}", gradient)
+    except gs.PlanMismatch as error:
+        tell(str(error).replace("\n", " | "))
+
+
+def memory_of_what_was_given_up_stays(comm: Any) -> None:
+    """The last rank agrees, and then stays away: MPI may still write where the result was to go."""
+    if comm.rank == LAST:
+        mpi_reduction.reduce_into = lambda *_: time.sleep(LONG_SECONDS)
+    result = np.empty(100_000)
+    place = weakref.ref(result)
+    try:
+        comm.all_reduce(np.ones(100_000), out=result)
+    except (gs.CollectiveTimeout, gs.RankFailed) as error:
+        name = type(error).__name__
+    del result, comm
+    gc.collect()
+    tell(f"{name}, and its memory stays: {place() is not None}")
 
 
 def threads_use_groups_of_their_own(comm: Any) -> None:
@@ -168,14 +229,14 @@ def backends_by_turns(comm: Any) -> None:
 
 def is_interrupted_while_it_reduces(comm: Any) -> None:
     """Ctrl-C comes to one rank beside its waits, while the next chunk is on its way."""
-    array, reduce_into = np.ones(4_000_000), reduction.reduce_into
+    array, reduce_into = np.ones(4_000_000), mpi_reduction.reduce_into
 
     def interrupted(*arguments: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         reduce_into(*arguments)
 
     if comm.rank == LAST:
-        reduction.reduce_into = interrupted
+        mpi_reduction.reduce_into = interrupted
     try:
         comm.all_reduce(array)
     except (KeyboardInterrupt, gs.RankFailed) as error:
@@ -184,14 +245,14 @@ def is_interrupted_while_it_reduces(comm: Any) -> None:
 
 def one_is_late_for_a_group(comm: Any) -> None:
     """It lets the others in, and does not come itself: their call of MPI cannot be taken back."""
-    run_with_timeout = joining.run_with_timeout
+    run_with_timeout = mpi_backend.run_with_timeout
 
     def late(*arguments: Any) -> Any:
         time.sleep(4.0)
         return run_with_timeout(*arguments)
 
     if comm.rank == LAST:
-        joining.run_with_timeout = late
+        mpi_backend.run_with_timeout = late
     try:
         comm.new_group(range(comm.world_size))
     except (gs.CollectiveTimeout, gs.RankFailed) as error:
@@ -221,7 +282,11 @@ SCENES: dict[str, Callable[[Any], None]] = {
         aborts,
         answers_other_ranks_differently,
         sends_to_the_other_first,
-        one_of_an_exchange_is_barred,
+        one_of_an_exchange_is_refused,
+        neither_half_of_an_exchange_fits,
+        a_message_follows_a_collective_at_once,
+        gradients_differ_late_in_a_bucket,
+        memory_of_what_was_given_up_stays,
         threads_use_groups_of_their_own,
         groups_come_and_go,
         generations_follow,

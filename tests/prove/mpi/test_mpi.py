@@ -126,10 +126,30 @@ def test_ranks_that_both_send_first_are_told_and_end_at_the_deadline(mpich: Mpi,
         assert seconds_of(rank, told) < SOON_SECONDS
 
 
-def test_a_rank_in_a_collective_bars_the_messages_of_others(mpich: Mpi, tmp_path: Path) -> None:
-    told = play(mpich, tmp_path, "one_of_an_exchange_is_barred", world_size=3)
+def test_a_rank_in_a_collective_refuses_the_messages_of_others(mpich: Mpi, tmp_path: Path) -> None:
+    told = play(mpich, tmp_path, "one_of_an_exchange_is_refused", world_size=3)
     assert told.count("went on") == 3
     assert "nobody told" not in told
+
+
+def test_messages_that_follow_a_collective_at_once_are_not_refused(mpich: Mpi, tmp_path: Path) -> None:
+    assert play(mpich, tmp_path, "a_message_follows_a_collective_at_once").count("went on") == 2
+
+
+def test_each_half_of_an_exchange_that_does_not_fit_is_described_as_what_it_is(mpich: Mpi, tmp_path: Path) -> None:
+    told = play(mpich, tmp_path, "neither_half_of_an_exchange_fits")
+    assert told.count("went on") == 2
+    assert "nobody told" not in told
+
+
+def test_the_first_difference_is_named_in_a_large_bucket(mpich: Mpi, tmp_path: Path) -> None:
+    told = play(mpich, tmp_path, "gradients_differ_late_in_a_bucket")
+    assert told.count("first difference, gradient 4990 of the bucket") == 2
+
+
+def test_memory_of_a_collective_that_was_given_up_stays(mpich: Mpi, tmp_path: Path) -> None:
+    told = play(mpich, tmp_path, "memory_of_what_was_given_up_stays", "1.5", fails=True)
+    assert "and its memory stays: True" in told
 
 
 def test_ranks_meet_over_mpi_whatever_secret_they_have(mpich: Mpi, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """The communicator of CPU clusters: NumPy arrays over MPI, through mpi4py's buffer calls.
 
-Data goes over MPI; who is alive, and what has failed, is told over the rendezvous, which starts by itself over MPI.
+Data goes over MPI. Who is alive, and what has failed, the ranks learn from the rendezvous server, whose address they
+share over MPI. From top to bottom: mpi_backend, mpi_reduction, waiting, mpi_job.
 """

@@ -1,42 +1,52 @@
 """The backend of CPU clusters: NumPy arrays over MPI.
 
-MPI moves the bytes. The rendezvous tells who has died, or will not come, which MPI does not.
+MPI moves the bytes. The rendezvous server knows who has died, or will not come, which MPI does not.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message
+from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
+from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
+from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
 from gradsync.communicators.host_path import OwnPath
-from gradsync.communicators.mpi.agreements import MpiAgreements
-from gradsync.communicators.mpi.joining import make_communicator
-from gradsync.communicators.mpi.library import check_place, load_mpi, to_mpi_error
-from gradsync.communicators.mpi.messages import MpiMessages
-from gradsync.communicators.mpi.reduction import MpiReduction
-from gradsync.communicators.mpi.transport import MpiTransport
-from gradsync.communicators.mpi.waiting import MpiWaiting
+from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
+from gradsync.communicators.mpi.mpi_reduction import MpiReduction
+from gradsync.communicators.mpi.waiting import MpiRequests, pieces
 from gradsync.communicators.pieces import cuts, pieces_between
 from gradsync.communicators.verdicts import Verdicts, raise_if_left
 from gradsync.diagnostics import tracing
-from gradsync.errors import GradsyncError
+from gradsync.errors import CollectiveTimeout, GradsyncError
 from gradsync.futures import Completion
+from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
 # Up to here arrays of a list are packed together; larger ones travel by themselves: packing would cost more.
 _SMALL_BYTES = 256 * 1024
 _BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is broadcast at a time
+_COUNT_LIMIT = 2**31  # of MPI 3, in a collective with a part for each rank
+
+_ALL_BITS = 2**64 - 1
+# What the ranks tell each other where they disagree: of a collective, all together; of a message, each of the two.
+_TEXTS_BYTES = 64 * 1024 * 1024
+_TEXT_BYTES = 4096
+_SHOWN_LINES = 20
+
+# Of what the sender of a message sends, and of what its receiver does; each plus 1 after an odd number of collectives.
+_TAG_OF_SENDER, _TAG_OF_RECEIVER = 2, 4
 
 
 def connect_mpi(
@@ -48,7 +58,7 @@ def connect_mpi(
 ) -> Communicator:
     """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
 
-    Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
+    A caller that gets an error reports it to the other ranks, which would wait for this one otherwise.
 
     Args:
         client: this rank's connection, joined.
@@ -63,8 +73,53 @@ def connect_mpi(
     """
     mpi = load_mpi()
     check_place(mpi, client.rank, client.world_size)
-    comm = make_communicator(mpi, client, group, timeout_seconds)
+    comm = _create_comm(mpi, client, group, timeout_seconds)
     return Communicator(MpiBackend(mpi, comm, client, group, collective_timeout_seconds))
+
+
+def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds: float) -> Any:
+    """Returns a communicator of MPI of the client's ranks, in their order. Every one of them must call it.
+
+    MPI's call waits for all of them and cannot be interrupted: they enter it when all have come to it.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+        client: these ranks' connection to the rendezvous server; its world is MPI's.
+        name: not used before in this generation.
+        timeout_seconds: for all of it.
+
+    Raises:
+        MpiError: MPI failed.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not come, or died.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    client.barrier(f"mpi/{name}/ready", timeout_seconds=timeout_seconds)
+    world = mpi.COMM_WORLD
+    members = world.Get_group().Incl(list(client.world_ranks))
+    tag = zlib.crc32(name.encode()) % 32768  # every MPI has tags up to there
+
+    inside = [members]  # as long as MPI is at work, which neither a deadline nor Ctrl-C ends
+
+    def create() -> Any:
+        try:
+            return world.Create_group(members, tag)
+        except mpi.Exception as error:
+            raise to_mpi_error(error, client.label) from error
+        finally:
+            inside.clear()
+            members.Free()
+
+    try:
+        seconds = max(0.0, deadline - time.monotonic())
+        return run_with_timeout(create, "gradsync-mpi-join", seconds, client.check)
+    except TimeoutError as error:
+        raise CollectiveTimeout(
+            f"{client.label}: MPI_Comm_create_group did not return within {timeout_seconds:.3g} s, although all ranks "
+            "had come to it"
+        ) from error
+    finally:
+        if inside:
+            keep_for_ever(inside)
 
 
 class MpiBackend(Backend):
@@ -72,7 +127,7 @@ class MpiBackend(Backend):
 
     Args:
         mpi: the module mpi4py.MPI.
-        comm: a communicator of MPI of exactly these ranks in this order; taken over.
+        comm: a communicator of MPI of exactly these ranks in this order; freed by `release`.
         client: this rank's connection to the rendezvous server.
         group: the communicator's name, not used before in this generation.
         timeout_seconds: how long a collective waits for a rank.
@@ -89,12 +144,11 @@ class MpiBackend(Backend):
         self._verdicts = Verdicts(client, self.recorder)
         self._departures = f"mpi/{group}/closed"
         self._raise_if_left = partial(raise_if_left, client, self._departures, self.label)
-        self._waiting = MpiWaiting(mpi, self.ranks, timeout_seconds, self._verdicts, self._raise_if_left)
-        self._errors = _MpiErrors(mpi, self.label, self._waiting)
-        self._transport = MpiTransport(mpi, comm, self._waiting)
-        self._messages = MpiMessages(self._transport, self.ranks, self.label, self.agree)
-        self._agreements = MpiAgreements(self._transport, self.ranks, self.label, self._messages.bar_waiting_peers)
-        self._reduction = MpiReduction(self._transport)
+        self._requests = MpiRequests(mpi, comm, self.ranks, timeout_seconds, self._verdicts, self._raise_if_left)
+        self._errors = _MpiErrors(mpi, self.label, self._requests)
+        self._reduction = MpiReduction(self._requests)
+        self._digest = np.zeros(2, np.uint64)
+        self._smallest = np.zeros(2, np.uint64)
         self._flat = np.empty(0, np.uint8)  # where lists are packed
 
     # -- Reductions --------------------------------------------------------------------------------------------
@@ -103,19 +157,19 @@ class MpiBackend(Backend):
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         laps = tracing.laps_of(self.recorder)
-        self.agree(agreement)
+        self._agree(agreement)
         if laps is not None:
             laps.end("waiting")
+        pairs = list(zip(sources, targets, strict=True))
+        small = [pair for pair in pairs if pair[0].nbytes <= _SMALL_BYTES]
         with np.errstate(all="ignore"):
-            pairs = list(zip(sources, targets, strict=True))
-            small = [pair for pair in pairs if pair[0].nbytes <= _SMALL_BYTES]
             if len(small) > 1:
                 large = [pair for pair in pairs if pair[0].nbytes > _SMALL_BYTES]
                 self._all_reduce_packed(small, large, op, laps)
-            else:
-                self._reduction.all_reduce(pairs, op)
-                if laps is not None:
-                    laps.end("reducing")
+                return
+            self._reduction.reduce(pairs, op)
+        if laps is not None:
+            laps.end("reducing")
 
     def _all_reduce_packed(
         self,
@@ -130,7 +184,7 @@ class MpiBackend(Backend):
         pack_words([source.view(words) for source, _ in small], flat.view(words))
         if laps is not None:
             laps.end("packing")
-        self._reduction.all_reduce([(flat, flat), *large], op)
+        self._reduction.reduce([(flat, flat), *large], op)
         if laps is not None:
             laps.end("reducing")
         split_words(flat.view(words), [target.view(words) for _, target in small])
@@ -138,49 +192,87 @@ class MpiBackend(Backend):
             laps.end("splitting")
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self._agree(agreement)
         with np.errstate(all="ignore"):
-            self._reduction.reduce(source, target, op, root)
+            self._reduction.reduce([(source, target)], op, root)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self._agree(agreement)
         with np.errstate(all="ignore"):
             self._reduction.reduce_scatter(source, target, bounds, op)
 
     # -- Movements ---------------------------------------------------------------------------------------------
 
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        self.agree(agreement)
+        self._agree(agreement)
         small = [flat for flat in flats if flat.size <= _SMALL_BYTES]
         alone = flats
         if len(small) > 1:
             self._broadcast_packed(small, root)
             alone = [flat for flat in flats if flat.size > _SMALL_BYTES]
         for flat in alone:
-            self._transport.broadcast(flat, root)
+            self._broadcast(flat, root)
 
     def _broadcast_packed(self, flats: Sequence[Array], root: int) -> None:
         sizes = tuple([flat.size for flat in flats])
         for begin, end in cuts(sum(sizes), _BROADCAST_BYTES):
             room = self._room(end - begin)
-            pieces = [flats[array][low:high] for array, low, high in pieces_between(sizes, begin, end)]
+            parts = [flats[array][low:high] for array, low, high in pieces_between(sizes, begin, end)]
             if self.rank == root:
-                pack_words(pieces, room)
-            self._transport.broadcast(room, root)
+                pack_words(parts, room)
+            self._broadcast(room, root)
             if self.rank != root:
-                split_words(room, pieces)
+                split_words(room, parts)
+
+    def _broadcast(self, flat: Array, root: int) -> None:
+        for piece in pieces(flat):
+            self._requests.finish([self._comm.Ibcast([piece, self._mpi.BYTE], root)], piece)
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        self.agree(agreement)
-        self._transport.all_gather(source, target, bounds)
+        self._agree(agreement)
+        self._all_gather(source, target, bounds)
+
+    def _all_gather(self, source: Array, target: Array, bounds: Bounds) -> None:
+        own = target[part_of(bounds, self.rank)]
+        _copy(source, own)
+        if self._goes_directly(bounds):
+            peers = self._requests.peers
+            self._requests.move([(peer, own) for peer in peers], _parts(target, bounds, peers))
+        else:
+            request = self._comm.Iallgatherv(self._mpi.IN_PLACE, self._layout(target, bounds))
+            self._requests.finish([request], target)
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self.agree(agreement)
-        self._transport.gather(source, target, bounds, root)
+        self._agree(agreement)
+        if target is not None:
+            _copy(source, target[part_of(bounds, root)])
+        if self._goes_directly(bounds):
+            if target is None:
+                self._requests.move([(root, source)], [])
+            else:
+                self._requests.move([], _parts(target, bounds, self._requests.peers))
+            return
+        if target is None:
+            request = self._comm.Igatherv([source, self._mpi.BYTE], None, root)
+        else:
+            request = self._comm.Igatherv(self._mpi.IN_PLACE, self._layout(target, bounds), root)
+        self._requests.finish([request], (source, target))
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self.agree(agreement)
-        self._transport.scatter(source, target, bounds, root)
+        self._agree(agreement)
+        if source is not None:
+            _copy(source[part_of(bounds, root)], target)
+        if self._goes_directly(bounds):
+            if source is None:
+                self._requests.move([], [(root, target)])
+            else:
+                self._requests.move(_parts(source, bounds, self._requests.peers), [])
+            return
+        if source is None:
+            request = self._comm.Iscatterv(None, [target, self._mpi.BYTE], root)
+        else:
+            request = self._comm.Iscatterv(self._layout(source, bounds), self._mpi.IN_PLACE, root)
+        self._requests.finish([request], (source, target))
 
     def all_to_all(
         self,
@@ -191,25 +283,30 @@ class MpiBackend(Backend):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        self.agree(agreement)
-        self._transport.all_to_all(source, target, send_bounds, receive_bounds)
-
-    def exchange(self, send: Message | None, receive: Message | None) -> None:
-        self._messages.move(send, receive)
+        self._agree(agreement)
+        peers = self._requests.peers  # MPI's own algorithms send as many messages
+        _copy(source[part_of(send_bounds, self.rank)], target[part_of(receive_bounds, self.rank)])
+        self._requests.move(_parts(source, send_bounds, peers), _parts(target, receive_bounds, peers))
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        self.agree(agreement)
-        rows: list[list[int]] = self._transport.all_gather_numbers(np.array(numbers, np.int64)).tolist()
+        self._agree(agreement)
+        return self._share_numbers(numbers)
+
+    def _share_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        mine = np.array(numbers, np.int64)
+        shared = np.empty((self.world_size, mine.size), np.int64)
+        self._requests.finish([self._comm.Iallgather(mine, shared)], (mine, shared))
+        rows: list[list[int]] = shared.tolist()
         return rows
 
-    def agree(self, agreement: Agreement) -> None:
-        with self._errors:  # bucketing agrees outside of a launch
-            self._agreements.agree(agreement)
+    def _goes_directly(self, bounds: Bounds) -> bool:
+        """Whether parts go from rank to rank: the ranks are few, or the bytes more than MPI's collectives count."""
+        return self._requests.is_direct or bounds[-1] >= _COUNT_LIMIT
 
-    def launching(
-        self, stream: Any, producers: Sequence[Any] | None = None
-    ) -> AbstractContextManager[Completion | None]:
-        return self._errors
+    def _layout(self, array: Array, bounds: Bounds) -> list[Any]:
+        """Returns an array with a part for each rank, as MPI takes it."""
+        counts = [end - begin for begin, end in pairwise(bounds)]
+        return [array, counts, list(bounds[:-1]), self._mpi.BYTE]
 
     def _room(self, size: int) -> Array:
         """Returns memory of so many bytes, which stays from call to call."""
@@ -217,13 +314,91 @@ class MpiBackend(Backend):
             self._flat = np.empty(size, np.uint8)
         return self._flat[:size]
 
+    def launching(
+        self, stream: Any, producers: Sequence[Any] | None = None
+    ) -> AbstractContextManager[Completion | None]:
+        return self._errors
+
+    # -- Agreement ---------------------------------------------------------------------------------------------
+
+    def agree(self, agreement: Agreement) -> None:
+        with self._errors:  # bucketing agrees outside of a launch
+            self._agree(agreement)
+
+    def _agree(self, agreement: Agreement) -> None:
+        """Reduces the digest to its smallest and its largest value, which must be equal."""
+        self._requests.begun += 1
+        if self.world_size == 1:
+            return
+        mine, smallest = self._digest, self._smallest
+        mine[0] = agreement.digest
+        mine[1] = _ALL_BITS - agreement.digest  # the smallest of these is of the largest digest
+        request = self._comm.Iallreduce(mine, smallest, self._mpi.MIN)
+        self._requests.finish([request], (mine, smallest), self._refuse_messages)
+        if int(smallest[0]) != _ALL_BITS - int(smallest[1]):
+            self._raise_mismatch(agreement)
+
+    def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
+        """Exchanges descriptions; every rank makes the same error of them."""
+        text = agreement.text_for_others().encode(errors="replace")[: _TEXTS_BYTES // self.world_size]
+        sizes = [size for (size,) in self._share_numbers([len(text)])]
+        bounds = [0, *accumulate(sizes)]
+        texts = np.empty(bounds[-1], np.uint8)
+        self._all_gather(np.frombuffer(text, np.uint8), texts, bounds)
+        decoded = [texts[begin:end].tobytes().decode(errors="replace") for begin, end in pairwise(bounds)]
+        descriptions = Description.parse_whole(dict(zip(self.ranks, decoded, strict=True)))
+        shown = {rank: d._replace(lines=d.lines[:_SHOWN_LINES]) for rank, d in descriptions.items()}
+        raise mismatch(self.label, agreement, shown)
+
+    # -- Messages ----------------------------------------------------------------------------------------------
+
+    def exchange(self, send: Message | None, receive: Message | None) -> None:
+        if send is not None and receive is not None and send.peer == self.rank:
+            copy_words(send.flat, receive.flat)
+            return
+        transfers: list[_Transfer] = []
+        if receive is not None:
+            transfers.append(_Transfer(self._requests, receive, is_sending=False))
+        if send is not None:
+            transfers.append(_Transfer(self._requests, send, is_sending=True))
+
+        def is_done() -> bool:  # either gets on by itself: the peer may do one after the other
+            return not [transfer for transfer in transfers if not transfer.advance()]
+
+        self._requests.wait(
+            is_done,
+            transfers,
+            missing=lambda: [transfer.peer for transfer in transfers if transfer.pending],
+            absent=lambda: [transfer.peer for transfer in transfers if not transfer.has_peer_come],
+        )
+        for transfer in transfers:
+            if transfer.is_refused:
+                self._agree(transfer.agreement)  # which ends the peer's collective by PlanMismatch on all ranks
+        for transfer in transfers:
+            if transfer.texts is not None:
+                both = zip((self.rank, transfer.peer), map(Description.parse, transfer.texts), strict=True)
+                raise message_mismatch(self.label, {self.ranks[rank]: description for rank, description in both})
+
+    def _refuse_messages(self) -> None:
+        """Refuses, by an empty answer, the messages of ranks that wait in them while this rank is in a collective.
+
+        Ranks that have left this very collective, and begun a message after it, have the other one of two tags.
+        """
+        digest = np.zeros(1, np.uint64)
+        sender, receiver = _tags_after(self._requests.begun - 1)
+        for tag, answer in ((sender, receiver), (receiver, sender)):
+            while self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status := self._mpi.Status()):
+                peer = status.Get_source()
+                self._comm.Recv(digest, peer, tag)
+                self._comm.Isend(digest[:0], peer, answer).Free()  # of no bytes: nothing has to stay
+
     # -- Groups ------------------------------------------------------------------------------------------------
 
     def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
         client = self.client.group(members, name)
         seconds = self.timeout_seconds
         try:
-            comm = make_communicator(self._mpi, client, name, seconds)
+            comm = _create_comm(self._mpi, client, name, seconds)
             return Communicator(MpiBackend(self._mpi, comm, client, name, seconds))
         except BaseException:
             client.close()
@@ -238,33 +413,91 @@ class MpiBackend(Backend):
     # -- Ending ------------------------------------------------------------------------------------------------
 
     def announce_close(self) -> None:
-        self.client.announce_left(self._departures, self._waiting.begun)
+        self.client.announce_left(self._departures, self._requests.begun)
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Tells the server, which tells all ranks; of MPI's waits nothing else ends them."""
+        """Reports to the server, which reports to all ranks: nothing else ends their waits for MPI."""
         if self.world_size == 1 or self._verdicts.was_heard or self._verdicts.known() is not None:
             return
 
-        def tell() -> None:
+        def report() -> None:
             with suppress(GradsyncError):  # the others find out by themselves that this rank is gone
                 self.client.report_failure(reason, culprit=culprit)
 
-        threading.Thread(target=tell, name="gradsync-mpi-abort").start()  # the process waits for it at its end
+        threading.Thread(target=report, name="gradsync-mpi-abort").start()  # the process waits for it at its end
 
     def release(self) -> None:
-        if not self._waiting.was_cut_off and not self._mpi.Is_finalized():
+        if not self._requests.has_abandoned and not self._mpi.Is_finalized():
             self._comm.Free()
         self._flat = np.empty(0, np.uint8)
-        del self._reduction, self._messages, self._agreements  # and the memory that they keep
+        del self._reduction  # and the memory that it keeps
+
+
+class _Transfer:
+    """One direction of a send, recv or exchange. MPI matches what the two ranks send each other by rank, tag and order.
+
+    Each rank first sends the digest of what it believes the message to be. Where these are equal the bytes follow, and
+    where they are not, the descriptions: so both ranks know it before anything is written, and `send` returns when the
+    receiver has come. A rank that waits in a collective meanwhile answers without a digest. Two ranks that meet in a
+    message have begun equally many collectives, so one that has begun one more refuses by the tag the messages before
+    it, and not those after it.
+
+    Args:
+        requests: of the communicator.
+        message: what is to be sent, or room for what arrives.
+        is_sending: which of the two.
+
+    Attributes:
+        peer, agreement: of the message.
+        pending: the requests of the step that is under way; empty when the message has ended.
+        has_peer_come: whether the peer has answered: then it does its part before it can close anything.
+        is_refused: whether the peer waits for this rank in a collective.
+        texts: what this rank and the peer were about to do, where that differs.
+    """
+
+    def __init__(self, requests: MpiRequests, message: Message, *, is_sending: bool) -> None:
+        self.peer = message.peer
+        self.agreement = message.agreement
+        self.has_peer_come = self.is_refused = False
+        self.texts: tuple[str, str] | None = None
+        self._test_all = requests.mpi.Request.Testall
+        self._steps = self._run(requests, message.flat, is_sending)
+        self.pending = next(self._steps)
+
+    def advance(self) -> bool:
+        """Goes on as far as MPI has come; returns whether the message has ended."""
+        while self.pending and self._test_all(self.pending):
+            self.pending = next(self._steps, [])
+        return not self.pending
+
+    def _run(self, requests: MpiRequests, flat: Array, is_sending: bool) -> Iterator[list[Any]]:
+        """Begins one step after the other, and yields the requests of each."""
+        comm, peer, digest = requests.comm, self.peer, self.agreement.digest
+        tags = _tags_after(requests.begun)
+        tag, peer_tag = tags if is_sending else tags[::-1]
+        mine, theirs = np.array([digest], np.uint64), np.zeros(1, np.uint64)
+        yield [comm.Irecv(theirs, peer, peer_tag), comm.Isend(mine, peer, tag)]
+        self.has_peer_come = True
+        if not theirs[0]:
+            self.is_refused = True
+        elif int(theirs[0]) != digest:
+            text = self.agreement.text_for_others().encode(errors="replace")[:_TEXT_BYTES]
+            room = np.zeros(_TEXT_BYTES, np.uint8)
+            yield [comm.Irecv(room, peer, peer_tag), comm.Isend(np.frombuffer(text, np.uint8), peer, tag)]
+            both = text, room.tobytes().rstrip(b"\0")  # the own one as short as the peer reads it
+            self.texts = both[0].decode(errors="replace"), both[1].decode(errors="replace")
+        elif flat.size:
+            part = [(peer, flat)]
+            yield requests.post(part, [], tag) if is_sending else requests.post([], part, peer_tag)
 
 
 class _MpiErrors(AbstractContextManager[None]):
     """Raises what MPI reports as MpiError, or as what the server knows to be its cause: a rank that has died."""
 
-    def __init__(self, mpi: Any, label: str, waiting: MpiWaiting) -> None:
+    def __init__(self, mpi: Any, label: str, requests: MpiRequests) -> None:
         self._exception = mpi.Exception
         self._label = label
-        self._waiting = waiting
+        self._requests = requests
 
     def __enter__(self) -> None:
         pass  # a launch of which there is nothing to wait for
@@ -275,7 +508,24 @@ class _MpiErrors(AbstractContextManager[None]):
         if kind is None:
             return
         if not issubclass(kind, GradsyncError):  # Ctrl-C, or no memory: it may have come beside a wait
-            self._waiting.cut_off((), trace)  # whose frames have what MPI still reads and writes
+            self._requests.abandon(trace)  # whose frames have what MPI still reads and writes
         if issubclass(kind, self._exception):
-            self._waiting.await_cause()
+            self._requests.await_cause()
             raise to_mpi_error(error, self._label) from error
+
+
+def _tags_after(collectives: int) -> tuple[int, int]:
+    """Returns the tags of the sender and of the receiver of a message, after so many collectives."""
+    odd = collectives % 2
+    return _TAG_OF_SENDER + odd, _TAG_OF_RECEIVER + odd
+
+
+def _parts(array: Array, bounds: Bounds, ranks: Sequence[int]) -> list[tuple[int, Array]]:
+    """Returns the parts of some ranks, with their ranks."""
+    return [(rank, array[part_of(bounds, rank)]) for rank in ranks]
+
+
+def _copy(source: Array, target: Array) -> None:
+    """Copies what stays on this rank; the very same memory in an in-place call."""
+    if source.size and source.__array_interface__["data"][0] != target.__array_interface__["data"][0]:
+        copy_words(source, target)
