@@ -21,7 +21,6 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news, raise_if_left
 from gradsync.errors import RankFailed
 from gradsync.machine import run_with_timeout
@@ -159,9 +158,6 @@ class PipeBackend(Backend):
     def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
         client = self.client.group(members, name)
         return connect_pipes(client, group=name, timeout_seconds=self.timeout_seconds)
-
-    def make_host_path(self) -> OwnPath:
-        return OwnPath(self)
 
     def look_for_ended(self, missing: list[int]) -> None:
         self._look(math.inf, [self.ranks[rank] for rank in missing])

@@ -25,6 +25,7 @@ from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
 from gradsync.bucketing.step_works import StepWorks
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.lifetime import Lifetime
 from gradsync.diagnostics import tracing
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
 from gradsync.futures import CollectiveEnd, check_may_call, pending
@@ -327,9 +328,9 @@ class BackwardPass:
         except InvalidArgument as error:
             _log.error("%s", error)
 
-    def communicator_ended(self, communicator: Communicator) -> None:
+    def communicator_ended(self, lifetime: Lifetime) -> None:
         """See Observer of lifetime.py: nobody will reduce what waits."""
-        if communicator is self._communicator:
+        if self._communicator is not None and lifetime is self._communicator.lifetime:
             self.unlock_waiting()
 
     def _locked_until(self, is_past: Callable[[CollectiveEnd], bool]) -> list[PendingGradient]:

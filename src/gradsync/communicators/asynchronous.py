@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradsync.communicators.collective_queue import submit
-from gradsync.communicators.lost_failures import LostFailure
+from gradsync.communicators.collective_queue import LostFailure, submit
 from gradsync.errors import CommunicatorClosed
 from gradsync.futures import CollectiveFuture
 from gradsync.reduction import ReduceOp

@@ -27,7 +27,6 @@ from gradsync.reduction import Array, ReduceOp
 
 if TYPE_CHECKING:
     from gradsync.communicators.communicator import Communicator
-    from gradsync.communicators.host_path import HostPath
     from gradsync.communicators.lifetime import Lifetime
     from gradsync.rendezvous.client import RendezvousClient
 
@@ -230,9 +229,9 @@ class Backend(ABC):
         Called outside of the communicator's turn. What the rendezvous server tells need not be looked for.
         """
 
-    @abstractmethod
     def make_host_path(self) -> HostPath:
         """Returns the way of Python objects; made at the first collective on objects, by all ranks."""
+        return OwnPath(self)
 
     def shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
         """A shortcut past all that a public method prepares: does it all, with all checks, and returns the result.
@@ -297,6 +296,70 @@ class Backend(ABC):
 
     def release(self) -> None:
         """Gives back descriptors, memory and threads. Called once, with no collective running; must not block."""
+
+
+class HostPath(ABC):
+    """How bytes of host memory travel between ranks, which Python objects need; on GPUs they keep off the GPU.
+
+    Within the communicator's turn. Every rank must call the same methods.
+
+    Sources and results are 1-D arrays of uint8; `bounds` says where the parts of the ranks lie, and is the same on all
+    ranks.
+    """
+
+    @abstractmethod
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """Agrees on the collective that begins; returns the numbers of every rank, as many on each.
+
+        Raises:
+            PlanMismatch: the ranks disagree; nothing was moved.
+        """
+
+    @abstractmethod
+    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
+        """Returns the parts of all ranks; `source` is this rank's."""
+
+    @abstractmethod
+    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
+        """Returns the parts of all ranks on the root, None elsewhere; `source` is this rank's."""
+
+    @abstractmethod
+    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
+        """Returns this rank's part of the root's source; None elsewhere."""
+
+
+class OwnPath(HostPath):
+    """The methods of a backend whose arrays live in host memory.
+
+    Args:
+        backend: of the communicator in whose turn this runs.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """See HostPath."""
+        return self._backend.share_numbers(numbers, agreement)
+
+    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
+        """See HostPath."""
+        target = np.empty(bounds[-1], np.uint8)
+        self._backend.all_gather(source, target, bounds, agreement)
+        return target
+
+    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
+        """See HostPath."""
+        target = np.empty(bounds[-1], np.uint8) if self._backend.rank == root else None
+        self._backend.gather(source, target, bounds, root, agreement)
+        return target
+
+    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
+        """See HostPath."""
+        rank = self._backend.rank
+        target = np.empty(bounds[rank + 1] - bounds[rank], np.uint8)
+        self._backend.scatter(source, target, bounds, root, agreement)
+        return target
 
 
 def part_of(bounds: Bounds, rank: int) -> slice:

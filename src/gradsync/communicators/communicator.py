@@ -168,7 +168,7 @@ class Communicator:
         self.runs_beside_host = backend.runs_beside_host
         self.finder = backend.finder
         self.recorder = backend.recorder
-        self.lifetime = backend.lifetime = Lifetime(self, backend)
+        self.lifetime = backend.lifetime = Lifetime(backend)
         self.mark_work = backend.mark_work
         self.mark_end = backend.mark_end
         self.follow_work = backend.follow_work
@@ -866,7 +866,7 @@ class Communicator:
     @cached_property
     def family(self) -> Family:
         """The communicators that were made from the same world."""
-        return Family(self.recorder.group)
+        return Family(self.recorder.group, self.lifetime.raised)
 
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
         """Makes a group of some of these ranks, which are numbered in ascending order there.
@@ -1037,13 +1037,13 @@ class Communicator:
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
         """
-        was_told, told = self.lifetime.was_told or self.family.was_aborted, self.family.told()
+        was_told, raised = self.lifetime.was_told, self.lifetime.raised.copy()  # before draining, which notes failures
         failure = None if self.closed else self._backend.drain()
         try:
             self.lifetime.close()
         finally:
             self._backend.await_told()
-        if failure is not None and not was_told and str(failure) not in told:
+        if failure is not None and not was_told and not raised.has(failure):
             raise failure
 
     def abort(self, reason: str, *, culprit: int | None = None) -> None:
@@ -1053,7 +1053,9 @@ class Communicator:
             reason: told to every rank, e.g. "ValueError in the backward pass".
             culprit: the rank that the others' RankFailed names; None is this rank.
         """
-        self.family.was_aborted = True  # who aborts one knows that all end: closing has no other failure to raise
+        self.lifetime.raised.was_aborted = (
+            True  # who aborts one knows that all end: closing has no other failure to raise
+        )
         self.lifetime.abort(reason, culprit)
 
     def __enter__(self) -> Self:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from gradsync.communicators.lifetime import RaisedFailures
 from gradsync.errors import GradsyncError, RendezvousTimeout, name_ranks
 
 if TYPE_CHECKING:
@@ -27,19 +28,18 @@ class Family:
 
     Args:
         name: the world's.
+        raised: of the world.
 
     Attributes:
         local_group: the ranks of this machine, where comm.py was asked for them.
-        was_aborted: whether this rank has aborted one of them.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, raised: RaisedFailures) -> None:
         self.name = name
         self.local_group: Communicator | None = None
-        self.was_aborted = False
+        self._raised = raised
         self._counts: dict[str, int] = {}
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-        self._told: set[str] = set()
 
     def new_name(self, what: str) -> str:
         """Returns e.g. "world/0,2#1", the same on all ranks that have asked for `what` equally often."""
@@ -49,15 +49,8 @@ class Family:
     def add(self, communicator: Communicator) -> None:
         """Takes a communicator in, for as long as somebody holds it."""
         communicator.family = self
+        communicator.lifetime.raised = self._raised
         self._communicators.add(communicator)
-
-    def note_told(self, error: BaseException) -> None:
-        """Notes that a call of one of them has raised this failure: the server's verdict ends them all."""
-        self._told.add(str(error))
-
-    def told(self) -> frozenset[str]:
-        """Returns the texts of the failures that a call of one of them has raised."""
-        return frozenset(self._told)
 
     def close(self) -> None:
         """Closes all that were taken in; raises the first error that none has raised yet, when all are closed."""

@@ -1,22 +1,26 @@
-"""Who may use a communicator, and how it ends: one collective at a time, until it is closed, aborted or forked away."""
+"""Who may use a communicator, and how it ends: one collective at a time, until it is closed, aborted or forked away.
+
+Ctrl-C may cut a collective off between any two steps: a lock would stay behind where it comes after taking it and
+before noting that. Here one step, which nothing interrupts, takes the place inside and notes for whom: the frame of the
+function whose `with` block it is. A frame that is noted and that no thread runs any more was cut off, and its place is
+free.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
 from sys import _getframe as frame_of
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.collective_queue import await_earlier, await_submitted, fail_submitted
-from gradsync.communicators.lost_failures import tell_lost
-from gradsync.communicators.occupancy import Occupancy, Turn
-from gradsync.communicators.queued_jobs import Job
-from gradsync.diagnostics import dump_at_failure
+from gradsync.communicators.collective_queue import Job, await_earlier, await_submitted, fail_submitted, tell_lost
+from gradsync.diagnostics import FlightRecorder, dump_at_failure
 from gradsync.errors import (
     CollectiveTimeout,
     CommunicatorClosed,
@@ -28,34 +32,111 @@ from gradsync.errors import (
 from gradsync.futures import pending
 
 if TYPE_CHECKING:
-    from gradsync.communicators.backend import Backend
-    from gradsync.communicators.communicator import Communicator
+    from gradsync.rendezvous.client import RendezvousClient
+
+
+class Ending(Protocol):
+    """What a Lifetime asks of the communicator's Backend; see there."""
+
+    name: str
+    label: str
+    client: RendezvousClient | None
+    recorder: FlightRecorder
+
+    def announce_close(self) -> None:
+        """Tells the other ranks that this one will not come again."""
+
+    def announce_abort(self, reason: str, culprit: int | None) -> None:
+        """Tells the other ranks to stop."""
+
+    def release(self) -> None:
+        """Gives back descriptors, memory and threads."""
 
 
 class Observer(Protocol):
     """Is called when a communicator ends."""
 
-    def communicator_ended(self, communicator: Communicator) -> None:
+    def communicator_ended(self, lifetime: Lifetime) -> None:
         """The communicator cannot be used any more. Called on any thread, perhaps more than once; must not raise."""
+
+
+class RaisedFailures:
+    """The failures that calls of a world's communicators have raised: closing one of these raises none of them again.
+
+    Attributes:
+        was_aborted: whether this rank has aborted one of the communicators.
+    """
+
+    def __init__(self) -> None:
+        self.was_aborted = False
+        self._texts: set[str] = set()
+
+    def add(self, error: BaseException) -> None:
+        """Notes that a call has raised this failure: the server's verdict ends all communicators."""
+        self._texts.add(str(error))
+
+    def has(self, error: BaseException) -> bool:
+        """Whether closing need not raise the failure: a call has, or who has aborted knows that all end."""
+        return self.was_aborted or str(error) in self._texts
+
+    def copy(self) -> RaisedFailures:
+        """Returns what there is until now."""
+        copied = RaisedFailures()
+        copied.was_aborted, copied._texts = self.was_aborted, set(self._texts)
+        return copied
+
+
+class Occupancy(dict[None, FrameType]):
+    """The place inside: empty, or the frame that has it.
+
+    setdefault(None, frame) takes it, and returns who has it now; clear() leaves it.
+    """
+
+    __slots__ = ()
+
+    def cut_off(self) -> FrameType | None:
+        """Returns the frame that has the place although no thread runs it any more; None where there is none."""
+        frame = self.get(None)
+        return None if frame is None or _is_running(frame) else frame
+
+
+class Turn:
+    """The context of one collective; one object serves all of a communicator, because collectives do not nest."""
+
+    __slots__ = ("_lifetime", "agreement", "what")
+
+    agreement: Agreement
+
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
+        self.what = ""
+
+    def __enter__(self) -> None:
+        self._lifetime.enter(frame_of(1), self.what, self.agreement)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lifetime.leave(error)
 
 
 class Lifetime:
     """The state of one communicator between its making and its release.
 
     Args:
-        communicator: whose it is.
-        backend: of that; its methods announce_close, announce_abort and release are called, its recorder is written.
+        backend: of the communicator; its recorder is written.
 
     Attributes:
+        raised: the failures that calls have raised: the family's, once it belongs to one.
         ended_because: why it cannot be used; None while it may be.
         was_told: whether a failure has been raised to the caller outside of a collective.
         submitting: held while something is submitted for it.
         last_job: what was submitted for it last, unless that is over; see collective_queue.py.
     """
 
-    def __init__(self, communicator: Communicator, backend: Backend) -> None:
-        self._communicator = communicator
+    def __init__(self, backend: Ending) -> None:
         self._backend = backend
+        self.raised = RaisedFailures()
         self._recorder = backend.recorder
         self._occupancy = Occupancy()
         self._make_locks()
@@ -95,7 +176,7 @@ class Lifetime:
     @property
     def label(self) -> str:
         """This rank in errors."""
-        return self._communicator.label
+        return self._backend.label
 
     def close(self) -> None:
         """Ends it in order; see Communicator.close. Raises a failure that no call of its family has raised."""
@@ -108,8 +189,7 @@ class Lifetime:
         tell_lost(self)
         if self._untold is not None:
             error, self._untold = self._untold, None
-            family = self._communicator.family
-            if not family.was_aborted and str(error) not in family.told():
+            if not self.raised.has(error):
                 raise error
 
     def abort(self, reason: str, culprit: int | None) -> None:
@@ -137,7 +217,7 @@ class Lifetime:
 
     def note_told(self, error: BaseException) -> None:
         """Notes that the failure is being raised outside of a collective, by a future: closing need not raise it."""
-        self._communicator.family.note_told(error)
+        self.raised.add(error)
         with self._claiming:
             self.was_told = True
             self._untold = None
@@ -151,7 +231,7 @@ class Lifetime:
         with self._claiming:
             observers = list(self._observers)
         for observer in observers:
-            observer.communicator_ended(self._communicator)
+            observer.communicator_ended(self)
 
     def _make_locks(self) -> None:
         # Reentrant: a signal's handler may come while its own thread holds them.
@@ -212,7 +292,7 @@ class Lifetime:
         if self.ended_because is not None:  # it is being released
             raise self.ended_error(what)
         raise InvalidArgument(
-            f"{self._communicator.label}: {what} while another thread is inside {self._what} of this "
+            f"{self._backend.label}: {what} while another thread is inside {self._what} of this "
             "communicator: one thread at a time may use it"
         )
 
@@ -240,7 +320,7 @@ class Lifetime:
         """
         if self._untold is not None:
             error, self._untold = self._untold, None
-            self._communicator.family.note_told(error)
+            self.raised.add(error)
             raise error
         if self.ended_because is not None:
             raise self.ended_error(what)
@@ -248,7 +328,7 @@ class Lifetime:
     def ended_error(self, what: str) -> CommunicatorClosed:
         """Returns the error of a collective, named `what`, that comes after the end."""
         return CommunicatorClosed(
-            f"{self._communicator.label}: {what} on a {self._communicator.backend} communicator that cannot "
+            f"{self._backend.label}: {what} on a {self._backend.name} communicator that cannot "
             f"be used: {self.ended_because}"
         )
 
@@ -261,7 +341,7 @@ class Lifetime:
             if self._untold is not None and str(error) == str(self._untold):
                 self._untold = None  # this call has raised it
             if not isinstance(error, PlanMismatch) or error.broken:
-                self._communicator.family.note_told(error)
+                self.raised.add(error)
                 self._abort_inside(headline(error), culprit_of(error))
         self._what = ""
         self._recorder.end(error is not None)
@@ -320,10 +400,20 @@ _of_this_process: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 _registering = threading.Lock()  # a set must not grow while another thread goes through it
 
 
-def usable_communicators() -> list[Communicator]:
-    """Returns the communicators of this process that have not ended; any thread may ask."""
+def _is_running(frame: FrameType) -> bool:
+    for running in sys._current_frames().values():
+        caller: FrameType | None = running
+        while caller is not None:
+            if caller is frame:
+                return True
+            caller = caller.f_back
+    return False
+
+
+def usable_recorders() -> list[FlightRecorder]:
+    """Returns the recorders of this process's communicators that have not ended; any thread may ask."""
     with _registering:
-        return [lifetime._communicator for lifetime in _of_this_process if lifetime.ended_because is None]
+        return [lifetime._recorder for lifetime in _of_this_process if lifetime.ended_because is None]
 
 
 def _disown_after_fork() -> None:

@@ -10,7 +10,6 @@ from gradsync.bucketing.flat_buffer import FlatBuffer
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_path import OwnPath
 from gradsync.reduction import Array, ReduceOp
 
 
@@ -73,9 +72,6 @@ class LocalBackend(Backend):
 
     def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
         return local_communicator()
-
-    def make_host_path(self) -> OwnPath:
-        return OwnPath(self)
 
     def agree(self, agreement: Agreement) -> None:
         pass  # a rank agrees with itself

@@ -1,7 +1,7 @@
 """Collectives on Python objects: settings, metrics, file names; not gradients.
 
 Objects travel by pickle, and reading a pickle runs code of whoever wrote it: that is for trusted peers only. The ranks
-of a run are that; they share its secret. On GPUs the bytes keep to the host, see host_path.py.
+of a run are that; they share its secret. On GPUs the bytes keep to the host, see HostPath in backend.py.
 
 A rank's object may not pickle. That rank takes part all the same, with the reason in the place of its object; so the
 others hear of it, and nothing hangs.
@@ -21,9 +21,8 @@ from gradsync.errors import InvalidArgument, describe
 from gradsync.reduction import Array
 
 if TYPE_CHECKING:
-    from gradsync.communicators.backend import Bounds
+    from gradsync.communicators.backend import Bounds, HostPath
     from gradsync.communicators.communicator import Communicator
-    from gradsync.communicators.host_path import HostPath
 
 _SHOWN_REFUSALS = 4
 _MAX_REASON_CHARACTERS = 500

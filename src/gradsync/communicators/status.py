@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradsync.communicators.lifetime import usable_communicators
+from gradsync.communicators.lifetime import usable_recorders
 from gradsync.diagnostics import FlightRecorder, stack_report
 from gradsync.rendezvous.frames import MAX_CALL_BYTES, MAX_TOLD_CALLS, MAX_TOLD_GROUPS, clip_text
 
@@ -37,7 +37,7 @@ def _calls(recorder: FlightRecorder, last: int) -> list[tuple[int, int, str, boo
 
 def _told_recorders() -> list[FlightRecorder]:
     """Returns the recorders of the groups that matter most, as many as there is room for in a message."""
-    recorders = [c.recorder for c in usable_communicators() if c.world_size > 1]
+    recorders = [r for r in usable_recorders() if r.place is not None and len(r.place.ranks) > 1]
     if len(recorders) <= MAX_TOLD_GROUPS:
         return recorders
     return sorted(recorders, key=_last_used, reverse=True)[:MAX_TOLD_GROUPS]

@@ -11,6 +11,7 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync.communicators.groups import Family, listed
+from gradsync.communicators.lifetime import RaisedFailures
 from gradsync.rendezvous import protocol
 from gradsync.rendezvous.frames import is_under
 from gradsync.rendezvous.protocol import Generation
@@ -19,7 +20,7 @@ from places import SHM, STAND_IN, Place, on
 
 
 def test_names_are_short_and_differ() -> None:
-    family = Family("world")
+    family = Family("world", RaisedFailures())
     names = [family.new_name(listed(ranks)) for ranks in (range(1000), range(1001), [0, 2], [2, 0], [0, 2])]
     assert names[2:] == ["world/0,2#1", "world/2,0#1", "world/0,2#2"]
     assert len(set(names)) == 5

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.communicators import lifetime, occupancy
+from gradsync.communicators import lifetime
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.local import LocalBackend
@@ -96,7 +96,7 @@ def test_an_end_from_within_leaves_the_release_to_the_one_inside(end: Callable[[
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
-FILES = {module.__file__ for module in (lifetime, occupancy, flight_recorder)}
+FILES = {module.__file__ for module in (lifetime, flight_recorder)}
 
 
 class Interruption:

@@ -8,7 +8,7 @@ import pytest
 
 from gradsync.communicators import status
 from gradsync.communicators.agreement import agreement_on
-from gradsync.diagnostics.recorder import FlightRecorder
+from gradsync.diagnostics.recorder import FlightRecorder, Place
 from gradsync.rendezvous.frames import MAX_TOLD_GROUPS
 
 BARRIER = agreement_on("barrier", (), None, "")
@@ -18,8 +18,7 @@ class Group:
     """What status.py looks at."""
 
     def __init__(self, name: str, world_size: int = 2) -> None:
-        self.recorder = FlightRecorder(name)
-        self.world_size = world_size
+        self.recorder = FlightRecorder(name, place=Place(0, tuple(range(world_size)), "shm"))
 
     def use(self, *, ends: bool = True) -> None:
         self.recorder.begin(BARRIER)
@@ -30,7 +29,7 @@ class Group:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     groups = [Group(f"g{number}") for number in range(2 * MAX_TOLD_GROUPS)]
-    monkeypatch.setattr(status, "usable_communicators", lambda: groups)
+    monkeypatch.setattr(status, "usable_recorders", lambda: [group.recorder for group in groups])
     return groups
 
 

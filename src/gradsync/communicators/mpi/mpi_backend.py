@@ -21,7 +21,6 @@ from gradsync.communicators.agreement import Agreement, Description, message_mis
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
-from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
 from gradsync.communicators.mpi.waiting import MpiRequests, pieces
@@ -406,9 +405,6 @@ class MpiBackend(Backend):
 
     def look_for_ended(self, missing: list[int]) -> None:
         self._raise_if_left(float("inf"), [self.ranks[rank] for rank in missing])
-
-    def make_host_path(self) -> OwnPath:
-        return OwnPath(self)
 
     # -- Ending ------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Bounds
-from gradsync.communicators.host_path import HostPath
+from gradsync.communicators.backend import Bounds, HostPath
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import GradsyncError, RendezvousError, RendezvousTimeout
 from gradsync.reduction import Array

@@ -17,7 +17,6 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_path import OwnPath
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, Slots, Workplace
@@ -190,9 +189,6 @@ class ShmBackend(Backend):
     def look_for_ended(self, missing: list[int]) -> None:
         with contextlib.suppress(ValueError):  # another thread has released the memory: the next look finds the end
             self._barrier.waiting.look_for_failures(lambda: missing, 0.0, ANY_ROUND)
-
-    def make_host_path(self) -> OwnPath:
-        return OwnPath(self)
 
     def agree(self, agreement: Agreement) -> None:
         self._barrier.meet(agreement)
