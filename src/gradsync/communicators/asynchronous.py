@@ -129,19 +129,16 @@ class Asynchronous:
 
     def _submit(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
         communicator = self._communicator
-        name = f"{communicator.label}: {call.what}"
-        if communicator.runs_beside_host:
-            return self._launch(name, call, stream)
-        return submit(communicator.lifetime, call.what, name, partial(communicator._run, call, stream))
-
-    def _launch(self, name: str, call: CollectiveCall, stream: Any) -> CollectiveFuture:
-        communicator = self._communicator
-        future = CollectiveFuture(name)
+        what, agreement, move, *_ = call
+        name = f"{communicator.label}: {what}"
+        if not communicator.runs_beside_host:
+            return submit(communicator.lifetime, what, name, partial(communicator._run, call, stream))
+        future = CollectiveFuture(name)  # a device has no plans: `move` takes the launch
         producers = [communicator.mark_work()] if stream is None else None
-        turn = communicator.lifetime.turn(call.what, call.agreement)
+        turn = communicator.lifetime.turn(what, agreement)
         try:
             with turn, communicator._backend.launching(stream, producers) as launch:
-                result = call.move(launch)
+                result = move(launch)
         except Exception as error:
             closed = isinstance(error, CommunicatorClosed)  # what has closed it, has told
             future.fail(error, None if closed else LostFailure(name, error, communicator.lifetime))

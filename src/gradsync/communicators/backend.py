@@ -8,7 +8,7 @@ how a backend is written.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from math import prod
@@ -49,6 +49,11 @@ class Message(NamedTuple):
     peer: int
     flat: Array
     agreement: Agreement
+
+
+#: A plan: run(source, target, agreement) does a collective on C-contiguous arrays of any shape, which may be one array
+#: or overlap in any way: all of the source has been read before the target is written.
+Run = Callable[[Array, Array, Agreement], None]
 
 
 class PreparedList(Protocol):
@@ -194,6 +199,29 @@ class Backend(ABC):
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """Returns the numbers of every rank, int64, as many on each. Waits, and moves them on the host's behalf."""
 
+    # -- Plans: for calls that recur, with NumPy arrays and equal parts; None where the methods above are as good -----
+    # Ranks that run a plan meet others that use these methods. `release` lets go of what plans hold.
+
+    def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
+        """Plans `all_reduce` of one array of so many elements."""
+        return None
+
+    def plan_reduce_scatter(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
+        """Plans `reduce_scatter` of an array of so many elements."""
+        return None
+
+    def plan_broadcast(self, size_bytes: int, root: int) -> Run | None:
+        """Plans `broadcast` of one array, which is source and target."""
+        return None
+
+    def plan_all_gather(self, size_bytes: int) -> Run | None:
+        """Plans `all_gather` of so much from each rank."""
+        return None
+
+    def plan_all_to_all(self, size_bytes: int) -> Run | None:
+        """Plans `all_to_all` of so much on each rank."""
+        return None
+
     # -- Meeting -----------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -232,18 +260,6 @@ class Backend(ABC):
     def make_host_path(self) -> HostPath:
         """Returns the way of Python objects; made at the first collective on objects, by all ranks."""
         return OwnPath(self)
-
-    def shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
-        """A shortcut past all that a public method prepares: does it all, with all checks, and returns the result.
-
-        None, having done nothing, sends the call the long way.
-
-        Args:
-            what: the public method.
-            array, out: what it was given.
-            detail: the operator, or the root, where it has one.
-        """
-        return None
 
     # -- Launching ---------------------------------------------------------------------------------------------
 
@@ -379,7 +395,7 @@ def row_shape(shape: Shape) -> Shape:
 
 def bounds_of(sizes: Sequence[int], row: int) -> Bounds:
     """Returns where the parts of `sizes` rows lie, given what a row holds."""
-    return [0, *accumulate([size * row for size in sizes])]
+    return (0, *accumulate([size * row for size in sizes]))
 
 
 def row_elements(shape: Shape) -> int:

@@ -2,7 +2,8 @@
 
 A collective first becomes a CollectiveCall, which refuses what a caller can get wrong, in the same words on every
 backend, before any other rank is involved; then it runs, at once or through the queue (asynchronous.py). What moves
-the bytes is a `Backend`.
+the bytes is a `Backend`. Of calls that are like an earlier one (of one collective, operator, shape and dtype) only the
+flags of the arrays at hand are left to be checked, and the backend may have a plan for them: see `_find_known`.
 
 All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
 same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
@@ -15,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
@@ -27,18 +28,18 @@ from gradsync.communicators.agreement import (
     Agreement,
     Description,
     agreement_on,
-    all_reduce_agreement,
     all_to_all_agreement,
     broadcast_agreement,
     digest_of,
     gather_agreement,
     mismatch,
-    reduce_scatter_agreement,
 )
 from gradsync.communicators.backend import (
     Backend,
+    Bounds,
     Message,
     PreparedList,
+    Run,
     Shape,
     bounds_of,
     part_of,
@@ -77,24 +78,33 @@ Sizes = Sequence[int] | Literal["ask"] | None
 BYTE = np.dtype(np.uint8)
 
 _TOO_MUCH = 2**63  # for NumPy, and for the numbers that ranks tell each other
+_MAX_KNOWN = 1024  # kinds of calls that a communicator remembers
 _UNKNOWN = -1  # a number of rows that a rank was not told
 # What a GPU's array takes of host memory at a time, where its values are read.
 _PIECE_BYTES = 32 * 1024**2
 
 
-class CollectiveCall(NamedTuple):
-    """One collective of one rank, checked.
+#: One collective of one rank, checked: its name in errors, what this rank believes all ranks are about to do, what
+#: moves the bytes within the communicator's turn, and two arrays. With arrays it is a backend's plan, which is called
+#: with them and the agreement; the second one is the result. Without, it is called with the launch, has the arrays
+#: itself, and returns the result.
+CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
+
+
+class _Known(NamedTuple):
+    """What was found out of calls that are alike: of one collective, operator or root, shape and dtype.
 
     Attributes:
-        what: its name in errors.
-        agreement: what this rank believes all ranks are about to do.
-        move: move(launch) moves the bytes through the backend's hooks and returns the result. Runs within the
-            communicator's turn and `_launching`; keeps the arrays.
+        agreement: what the ranks must have in common.
+        run: the backend's plan.
+        shape: of the result.
+        in_place: whether the array itself receives the result where no `out` is given; else a new one does.
     """
 
-    what: str
     agreement: Agreement
-    move: Callable[[Any], Any]
+    run: Run
+    shape: Shape
+    in_place: bool
 
 
 class Wire(Protocol):
@@ -157,7 +167,6 @@ class Communicator:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._shortcut = backend.shortcut
         self.rank = backend.rank
         self.world_size = backend.world_size
         self.ranks = backend.ranks
@@ -166,6 +175,7 @@ class Communicator:
         self.device = backend.device
         self.arrays = backend.arrays
         self.runs_beside_host = backend.runs_beside_host
+        self._known: dict[Any, _Known] = {}
         self.finder = backend.finder
         self.recorder = backend.recorder
         self.lifetime = backend.lifetime = Lifetime(backend)
@@ -202,30 +212,29 @@ class Communicator:
             CommunicatorClosed: closed, aborted, or inherited through a fork.
             NcclError: NCCL or the GPU failed.
         """
-        result = self._shortcut("all_reduce", array, out, op)
-        if result is not None:
-            return result
         return self._run(self._all_reduce_call(array, op, out=out), stream)
 
     def _all_reduce_call(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None) -> CollectiveCall:
-        source = self.native_array(array, "all_reduce")
-        op = self._checked_op("all_reduce", op, source)
+        known = self._find_known("all_reduce", op, array, out)
+        if known is not None:
+            return known
+        source, parsed, agreement = self._checked_reduction("all_reduce", array, op)
         if out is None:
             target = source
             self._check_writable("all_reduce", target)
         else:
             target = self._checked_out("all_reduce", out, source.shape, source.dtype)
-        agreement = all_reduce_agreement(source.shape, source.dtype, op)
 
         def move(launch: Any) -> Any:
             flat_source = self._flat_source(source, None if target is source else target)
             flat_target = flat_source if target is source else self._flat_target(target)
-            self._backend.keep(source, flat_source)
-            self._backend.all_reduce([flat_source], [flat_target], op, agreement)
+            self._backend.all_reduce([flat_source], [flat_target], parsed, agreement)
             self._deliver(flat_target, target, launch)
+            plan = self._backend.plan_all_reduce(source.size, source.dtype, parsed)
+            self._remember("all_reduce", op, source, agreement, plan, source.shape, in_place=True)
             return array if out is None else out
 
-        return CollectiveCall("all_reduce", agreement, move)
+        return "all_reduce", agreement, move, None, None
 
     def reduce(
         self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None, stream: Any = None
@@ -253,8 +262,7 @@ class Communicator:
         return self._run(self._reduce_call(array, op, root, out=out), stream)
 
     def _reduce_call(self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None) -> CollectiveCall:
-        source = self.native_array(array, "reduce")
-        op = self._checked_op("reduce", op, source)
+        source, parsed, _ = self._checked_reduction("reduce", array, op)
         root = self._checked_root("reduce", root)
         target = None
         if self.rank == root and out is not None:
@@ -262,20 +270,19 @@ class Communicator:
         elif self.rank == root:
             target = source
             self._check_writable("reduce", target)
-        agreement = agreement_on("reduce", source.shape, source.dtype, f"{op.value}, root {root}")
+        agreement = agreement_on("reduce", source.shape, source.dtype, f"{parsed.value}, root {root}")
 
         def move(launch: Any) -> Any:
             flat_source = self._flat_source(source, None if target is source else target)
-            self._backend.keep(source, flat_source)
             if target is None:
-                self._backend.reduce(flat_source, None, op, root, agreement)
+                self._backend.reduce(flat_source, None, parsed, root, agreement)
                 return None
             flat_target = flat_source if target is source else self._flat_target(target)
-            self._backend.reduce(flat_source, flat_target, op, root, agreement)
+            self._backend.reduce(flat_source, flat_target, parsed, root, agreement)
             self._deliver(flat_target, target, launch)
             return array if out is None else out
 
-        return CollectiveCall("reduce", agreement, move)
+        return "reduce", agreement, move, None, None
 
     def reduce_scatter(
         self,
@@ -306,45 +313,49 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 all_reduce.
         """
-        result = self._shortcut("reduce_scatter", array, out, op) if sizes is None else None
-        if result is not None:
-            return result
         return self._run(self._reduce_scatter_call(array, op, sizes=sizes, out=out), stream)
 
     def _reduce_scatter_call(
         self, array: Any, op: str | ReduceOp = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> CollectiveCall:
         what = "reduce_scatter"
-        source = self.native_array(array, what)
-        op = self._checked_op(what, op, source)
-        shape = row_shape(source.shape)
-        given = None if sizes is None else self._checked_sizes(what, "sizes", sizes, shape[0])
-        sizes = self._equal_sizes(what, "sizes", shape[0]) if given is None else given
-        part_shape = (sizes[self.rank], *shape[1:])
-        target = None if out is None else self._checked_out(what, out, part_shape, source.dtype)
-        agreement = reduce_scatter_agreement(source.shape, source.dtype, op, given)
-        bounds = bounds_of(sizes, row_elements(shape))
-        own_bytes = part_of(bounds_of(sizes, row_elements(shape) * source.dtype.itemsize), self.rank)
+        known = self._find_known(what, op, array, out) if sizes is None else None
+        if known is not None:
+            return known
+        source, parsed, agreement = self._checked_reduction(what, array, op)
+        rows = source.shape[0] if source.shape else 1
+        if sizes is None:
+            parts = _parts(source.shape, self._equal_sizes(what, "sizes", rows), source.dtype.itemsize, self.rank)
+        else:
+            given = self._checked_sizes(what, "sizes", sizes, rows)
+            parts = _parts(source.shape, given, source.dtype.itemsize, self.rank)
+            detail = f"{parsed.value}, rows {list(given)}"
+            agreement = agreement_on(what, source.shape, source.dtype, detail)
+        target = None if out is None else self._checked_out(what, out, parts.part_shape, source.dtype)
 
         def move(launch: Any) -> Any:
-            result = self.arrays.empty(part_shape, source.dtype, source) if target is None else target
-            flat_source = self._flat_source(source, result, source_part=own_bytes)
+            result = self.arrays.empty(parts.part_shape, source.dtype, source) if target is None else target
+            flat_source = self._flat_source(source, target, source_part=parts.own_bytes)
             flat_target = self._flat_target(result)
-            self._backend.keep(source, flat_source)
-            self._backend.reduce_scatter(flat_source, flat_target, bounds, op, agreement)
+            self._backend.reduce_scatter(flat_source, flat_target, parts.bounds, parsed, agreement)
             self._deliver(flat_target, result, launch)
+            if sizes is None:
+                plan = self._backend.plan_reduce_scatter(source.size, source.dtype, parsed)
+                self._remember(what, op, source, agreement, plan, parts.part_shape)
             return result if out is None else out
 
-        return CollectiveCall(what, agreement, move)
+        return what, agreement, move, None, None
 
-    def _checked_op(self, what: str, op: str | ReduceOp, source: Array) -> ReduceOp:
-        """Returns an operator that the dtype table has for the array."""
+    def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp, Agreement]:
+        """Returns the native array, an operator that the dtype table has for it, and what the ranks must agree on."""
+        is_native = type(array) is np.ndarray and not array.dtype.hasobject  # nearly always
+        source = array if is_native else self.native_array(array, what)
         try:
-            parsed = ReduceOp.parse(op)
-            check_operation(parsed, source.dtype)
+            if not isinstance(op, str):
+                ReduceOp.parse(op)  # which refuses it; the cache takes only what can be hashed
+            return source, *_reduction(what, op, source.shape, source.dtype)
         except (InvalidArgument, UnsupportedDtype) as error:
             raise type(error)(f"{self.label}: {what}: {error}") from None
-        return parsed
 
     # -- Movements: rows are what the first axis counts; a 0-d array is one row ----------------------------------
 
@@ -366,12 +377,12 @@ class Communicator:
             UnsupportedDtype: the dtype holds Python objects.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
-        result = self._shortcut("broadcast", array, None, root)
-        if result is not None:
-            return result
         return self._run(self._broadcast_call(array, root), stream)
 
     def _broadcast_call(self, array: Any, root: int = 0) -> CollectiveCall:
+        known = self._find_known("broadcast", root, array, None) if type(root) is int else None
+        if known is not None:
+            return known
         root = self._checked_root("broadcast", root)
         native = self.native_array(array, "broadcast")
         if self.rank != root:
@@ -379,14 +390,15 @@ class Communicator:
         agreement = broadcast_agreement(native.shape, native.dtype, root)
 
         def move(launch: Any) -> Any:
-            flat = self.arrays.flat(native)
-            self._backend.keep(native, flat)
+            flat = self._flat_source(native)
             self._backend.broadcast([flat.view(BYTE)], root, agreement)
             if self.rank != root:
-                self._backend.bring_back(flat, native, launch)
+                self._deliver(flat, native, launch)
+            plan = self._backend.plan_broadcast(native.nbytes, root)
+            self._remember("broadcast", root, native, agreement, plan, native.shape, in_place=True)
             return array
 
-        return CollectiveCall("broadcast", agreement, move)
+        return "broadcast", agreement, move, None, None
 
     def all_gather(self, array: Any, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; every rank gets the result.
@@ -407,13 +419,11 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
-        result = self._shortcut("all_gather", array, out, "") if sizes is None else None
-        if result is not None:
-            return result
         return self._run(self._all_gather_call(array, sizes=sizes, out=out), stream)
 
     def _all_gather_call(self, array: Any, *, sizes: Sizes = None, out: Any = None) -> CollectiveCall:
-        return self._gathering("all_gather", array, None, sizes, out)
+        known = self._find_known("all_gather", None, array, out) if sizes is None else None
+        return self._gathering("all_gather", array, None, sizes, out) if known is None else known
 
     def gather(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; the root gets the result.
@@ -445,7 +455,7 @@ class Communicator:
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
         """Makes the call of a gather; without a root all ranks receive."""
         source = self.native_array(array, what)
-        rows, *rest = row_shape(source.shape)
+        rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
         if isinstance(sizes, str):
             if sizes != "ask":
@@ -460,7 +470,7 @@ class Communicator:
                 agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
                 return self._gather_rows(source, known, root, None, agreement, launch)
 
-            return CollectiveCall(what, asking, ask_and_move)
+            return what, asking, ask_and_move, None, None
         if sizes is None:
             known = (rows,) * self.world_size
             agreement = gather_agreement(what, source.shape, source.dtype, to_root)
@@ -478,36 +488,37 @@ class Communicator:
 
         def move(launch: Any) -> Any:
             result = self._gather_rows(source, known, root, target, agreement, launch)
+            if root is None and sizes is None:
+                plan = self._backend.plan_all_gather(source.nbytes)
+                self._remember(what, None, source, agreement, plan, (sum(known), *rest))
             return result if out is None else out
 
-        return CollectiveCall(what, agreement, move)
+        return what, agreement, move, None, None
 
     def _gather_rows(
         self,
         source: Array,
-        sizes: Sequence[int],
+        sizes: tuple[int, ...],
         root: int | None,
         target: Array | None,
         agreement: Agreement,
         launch: Any,
     ) -> Array | None:
         """Gathers rows into the target, a new one for None; returns it, or None on a rank that gets nothing."""
-        rest = row_shape(source.shape)[1:]
-        bounds = bounds_of(sizes, row_elements((0, *rest)) * source.dtype.itemsize)
+        parts = _parts(source.shape, sizes, source.dtype.itemsize, self.rank)
         if root is not None and root != self.rank:
-            flat = self._flat_source(source)
-            self._backend.keep(source, flat)
-            self._backend.gather(flat.view(BYTE), None, bounds, root, agreement)
+            self._backend.gather(self._flat_source(source).view(BYTE), None, parts.byte_bounds, root, agreement)
             return None
         if target is None:
-            target = self.arrays.empty((sum(sizes), *rest), source.dtype, source)
-        flat = self._flat_source(source, target, target_part=part_of(bounds, self.rank))
-        flat_target = self._flat_target(target)
-        self._backend.keep(source, flat)
-        if root is None:
-            self._backend.all_gather(flat.view(BYTE), flat_target.view(BYTE), bounds, agreement)
+            target = self.arrays.empty(parts.shape, source.dtype, source)
+            flat = self._flat_source(source)
         else:
-            self._backend.gather(flat.view(BYTE), flat_target.view(BYTE), bounds, root, agreement)
+            flat = self._flat_source(source, target, target_part=parts.own_bytes)
+        flat_target = self._flat_target(target)
+        if root is None:
+            self._backend.all_gather(flat.view(BYTE), flat_target.view(BYTE), parts.byte_bounds, agreement)
+        else:
+            self._backend.gather(flat.view(BYTE), flat_target.view(BYTE), parts.byte_bounds, root, agreement)
         self._deliver(flat_target, target, launch)
         return target
 
@@ -579,12 +590,11 @@ class Communicator:
                 self._backend.scatter(None, flat_target.view(BYTE), bounds, root, agreement)
             else:
                 flat = self._flat_source(source, result)
-                self._backend.keep(source, flat)
                 self._backend.scatter(flat.view(BYTE), flat_target.view(BYTE), bounds, root, agreement)
             self._deliver(flat_target, result, launch)
             return result if out is None else out
 
-        return CollectiveCall(what, agreement, move)
+        return what, agreement, move, None, None
 
     def all_to_all(
         self,
@@ -615,9 +625,6 @@ class Communicator:
             PlanMismatch: the ranks disagree; also where one expects other rows than another one sends.
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
         """
-        result = self._shortcut("all_to_all", array, out, "") if send_sizes is None and recv_sizes is None else None
-        if result is not None:
-            return result
         return self._run(self._all_to_all_call(array, send_sizes=send_sizes, recv_sizes=recv_sizes, out=out), stream)
 
     def _all_to_all_call(
@@ -629,8 +636,12 @@ class Communicator:
         out: Any = None,
     ) -> CollectiveCall:
         what = "all_to_all"
+        is_even = send_sizes is None and recv_sizes is None
+        call = self._find_known(what, None, array, out) if is_even else None
+        if call is not None:
+            return call
         source = self.native_array(array, what)
-        rows, *rest = row_shape(source.shape)
+        rows, *rest = source.shape or (1,)
         if send_sizes is None and recv_sizes is not None:
             raise InvalidArgument(f"{self.label}: {what} needs send_sizes beside recv_sizes")
         if send_sizes is None:
@@ -650,36 +661,26 @@ class Communicator:
             coming, largest = receiving, sending[0]
             if send_sizes is not None:
                 coming, largest = self._share_sizes(sending, receiving, agreement)
-            result = target
-            if result is None:
-                result = self.arrays.empty((sum(coming), *rest), source.dtype, source)
-            self._deal_rows(source, result, sending, coming, largest, agreement, launch)
+            sent = _parts(source.shape, sending, source.dtype.itemsize, self.rank)
+            received = _parts(source.shape, coming, source.dtype.itemsize, self.rank)
+            result = self.arrays.empty(received.shape, source.dtype, source) if target is None else target
+            flat = self._flat_source(source, target)
+            flat_target = self._flat_target(result)
+            self._backend.all_to_all(
+                flat.view(BYTE),
+                flat_target.view(BYTE),
+                sent.byte_bounds,
+                received.byte_bounds,
+                largest * sent.row_bytes,
+                agreement,
+            )
+            self._deliver(flat_target, result, launch)
+            if is_even:
+                plan = self._backend.plan_all_to_all(source.nbytes)
+                self._remember(what, None, source, agreement, plan, received.shape)
             return result if out is None else out
 
-        return CollectiveCall(what, agreement, move)
-
-    def _deal_rows(
-        self,
-        source: Array,
-        target: Array,
-        sending: Sequence[int],
-        coming: Sequence[int],
-        largest: int,
-        agreement: Agreement,
-        launch: Any,
-    ) -> None:
-        row_bytes = row_elements(row_shape(source.shape)) * source.dtype.itemsize
-        flat, flat_target = self._flat_source(source, target), self._flat_target(target)
-        self._backend.keep(source, flat)
-        self._backend.all_to_all(
-            flat.view(BYTE),
-            flat_target.view(BYTE),
-            bounds_of(sending, row_bytes),
-            bounds_of(coming, row_bytes),
-            largest * row_bytes,
-            agreement,
-        )
-        self._deliver(flat_target, target, launch)
+        return what, agreement, move, None, None
 
     def _share_sizes(
         self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement
@@ -733,7 +734,7 @@ class Communicator:
         def move(_launch: Any) -> None:
             self._backend.exchange(self._outgoing(source, None, dest, agreement), None)
 
-        return CollectiveCall("send", agreement, move)
+        return "send", agreement, move, None, None
 
     def recv(self, array: Any, source: int, *, stream: Any = None) -> Any:
         """Receives an array from one other rank, which must call send.
@@ -765,7 +766,7 @@ class Communicator:
             self._deliver(flat, target, launch)
             return array
 
-        return CollectiveCall("recv", agreement, move)
+        return "recv", agreement, move, None, None
 
     def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
         """Sends an array to one rank and receives one from another, or the same, at once.
@@ -815,11 +816,10 @@ class Communicator:
             self._deliver(flat, target, launch)
             return out
 
-        return CollectiveCall("exchange", sending, move)
+        return "exchange", sending, move, None, None
 
     def _outgoing(self, source: Array, target: Array | None, dest: int, agreement: Agreement) -> Message:
         flat = self._flat_source(source, target)
-        self._backend.keep(source, flat)
         return Message(dest, flat.view(BYTE), agreement)
 
     def _message_agreement(self, array: Array, sender: int, receiver: int) -> Agreement:
@@ -845,7 +845,7 @@ class Communicator:
 
     def _barrier_call(self) -> CollectiveCall:
         agreement = agreement_on("barrier", (), None, "")
-        return CollectiveCall("barrier", agreement, lambda _launch: self._backend.meet(agreement))
+        return "barrier", agreement, lambda _launch: self._backend.meet(agreement), None, None
 
     @cached_property
     def asynchronous(self) -> Asynchronous:
@@ -923,7 +923,7 @@ class Communicator:
         agreement = agreement_on("split", (), None, "")
         number = 0 if color is None else self._checked_word("color", color)
         mine = [0 if color is None else 1, number, self._checked_word("key", key)]
-        call = CollectiveCall("split", agreement, lambda _launch: self._backend.share_numbers(mine, agreement))
+        call = "split", agreement, lambda _launch: self._backend.share_numbers(mine, agreement), None, None
         shared: list[list[int]] = self._run(call, None)
         colors = list(dict.fromkeys([number for has_color, number, _ in shared if has_color]))
         if color is None:
@@ -1192,7 +1192,7 @@ class Communicator:
                     self._backend.bring_back(flat, native, launch)
 
         if natives:
-            self._run(CollectiveCall("broadcast", agreement, move), None)
+            self._run(("broadcast", agreement, move, None, None), None)
         else:
             self.agree(agreement)
 
@@ -1210,7 +1210,7 @@ class Communicator:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
         shared: list[list[int]] = self._run(
-            CollectiveCall(what, agreement, lambda _launch: self._backend.share_numbers(numbers, agreement)), None
+            (what, agreement, lambda _launch: self._backend.share_numbers(numbers, agreement), None, None), None
         )
         return shared
 
@@ -1275,7 +1275,7 @@ class Communicator:
                 failure = error
             return self._backend.share_numbers([failure is None], agreement)
 
-        have_made = self._run(CollectiveCall(what, agreement, make), None)
+        have_made = self._run((what, agreement, make, None, None), None)
         without = [rank for rank, [has_made] in zip(self.ranks, have_made, strict=True) if not has_made]
         if failure is not None:
             raise BackendUnavailable(f"{self.label}: {what}: {failure}") from failure
@@ -1349,11 +1349,61 @@ class Communicator:
         return native
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
-        with self.lifetime.turn(call.what, call.agreement):
+        what, agreement, move, source, target = call
+        with self.lifetime.turn(what, agreement):
+            if target is not None:
+                move(source, target, agreement)
+                return target
             with self._backend.launching(stream) as launch:
-                result = call.move(launch)
+                result = move(launch)
             self._backend.await_host_results(launch)
         return result
+
+    # -- Calls that are like earlier ones ------------------------------------------------------------------------
+
+    def _find_known(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
+        """Returns a call that is like an earlier one: only the flags of the arrays at hand are left to be checked.
+
+        Returns:
+            None for what has to go the whole way, which also says what is wrong with it.
+        """
+        if type(array) is not np.ndarray:
+            return None
+        try:
+            known = self._known.get((what, detail, array.shape, array.dtype))
+        except TypeError:  # an operator that is none
+            return None
+        if known is None:
+            return None
+        agreement, run, shape, in_place = known
+        flags = array.flags
+        if not flags.c_contiguous:
+            return None
+        if out is not None:
+            if type(out) is not np.ndarray or out.shape != shape or out.dtype != array.dtype:
+                return None
+            flags = out.flags
+            return (what, agreement, run, array, out) if flags.c_contiguous and flags.writeable else None
+        if not in_place:
+            return what, agreement, run, array, np.empty(shape, array.dtype)
+        return (what, agreement, run, array, array) if flags.writeable else None
+
+    def _remember(
+        self,
+        what: str,
+        detail: Any,
+        source: Array,
+        agreement: Agreement,
+        run: Run | None,
+        shape: Shape,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        """Has `_find_known` find calls like this one, if the backend has a plan for them. Within the turn."""
+        if run is not None:
+            if len(self._known) >= _MAX_KNOWN:
+                del self._known[next(iter(self._known))]  # the oldest
+            self._known[what, detail, source.shape, source.dtype] = _Known(agreement, run, shape, in_place)
 
     # -- Checks --------------------------------------------------------------------------------------------------
 
@@ -1370,6 +1420,10 @@ class Communicator:
 
     def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
         """Refuses an argument that cannot be written to; errors name it, and what to do."""
+        if type(target) is np.ndarray:  # nearly always
+            flags = target.flags
+            if flags.c_contiguous and flags.writeable:
+                return
         if not self.arrays.writeable(target):
             flaw = "is read-only"
         elif overlaps_itself(target):
@@ -1380,7 +1434,7 @@ class Communicator:
 
     def _checked_out(self, what: str, out: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
         """Returns a caller's `out` as a native array, of the shape and dtype that the result has."""
-        target = self.native_array(out, f"{what}: out")
+        target = out if type(out) is np.ndarray and out.dtype == dtype else self.native_array(out, f"{what}: out")
         if target.shape != shape or target.dtype != dtype:
             raise InvalidArgument(
                 f"{self.label}: {what} needs out of shape {shape} and dtype {dtype}, "
@@ -1436,16 +1490,17 @@ class Communicator:
             source_part: bytes of the source that may be the very bytes of the target: an in-place call.
             target_part: bytes of the target that may be the very bytes of the source, likewise.
         """
+        if target is None and not self.runs_beside_host and source.flags.c_contiguous:
+            return source.ravel()  # a view, by the cheapest way
         arrays = self.arrays
         flat: Array = arrays.flat(source)
-        if target is None or not arrays.is_viewed_flat(source):
-            return flat
-        if not arrays.share_memory(source, target):
-            return flat
-        is_in_place = (source_part is not None and self._is_part(target, source, source_part)) or (
-            target_part is not None and self._is_part(source, target, target_part)
-        )
-        return flat if is_in_place else flat.copy()
+        if target is not None and arrays.is_viewed_flat(source) and arrays.share_memory(source, target):
+            is_in_place = (source_part is not None and self._is_part(target, source, source_part)) or (
+                target_part is not None and self._is_part(source, target, target_part)
+            )
+            flat = flat if is_in_place else flat.copy()
+        self._backend.keep(source, flat)
+        return flat
 
     def _is_part(self, part: Array, whole: Array, where: slice) -> bool:
         """Whether a non-empty array is exactly these bytes of another one, both contiguous."""
@@ -1457,14 +1512,67 @@ class Communicator:
 
     def _flat_target(self, target: Array) -> Array:
         """Returns room for the elements of a target: the target itself, where it is contiguous on the device."""
+        if not self.runs_beside_host and target.flags.c_contiguous:
+            return target if target.ndim == 1 else target.ravel()
         arrays = self.arrays
         flat: Array = arrays.flat(target) if arrays.is_viewed_flat(target) else arrays.empty_flat(target)
         return flat
 
     def _deliver(self, flat: Array, target: Array, launch: Any) -> None:
         """Brings results from their room to where the caller wants them."""
-        self._backend.keep(target, flat)
-        self._backend.bring_back(flat, target, launch)
+        if self.runs_beside_host:
+            self._backend.keep(target, flat)
+            self._backend.bring_back(flat, target, launch)
+        elif not target.flags.c_contiguous:
+            self.arrays.write_back(flat, target)
+
+
+class _Parts(NamedTuple):
+    """How the rows of an array lie flat, where each rank has some.
+
+    Attributes:
+        shape: of all rows; with a first axis, as a 0-d array is one row.
+        part_shape: of this rank's.
+        bounds, byte_bounds: where the ranks' parts lie, in elements and in bytes.
+        own_bytes: this rank's part.
+        row_bytes: what a row holds.
+    """
+
+    shape: Shape
+    part_shape: Shape
+    bounds: Bounds
+    byte_bounds: Bounds
+    own_bytes: slice
+    row_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _Parts:
+    """Returns how rows like those of an array of that shape lie; `sizes` are the rows of each rank."""
+    rest = row_shape(shape)[1:]
+    row = row_elements((0, *rest))
+    byte_bounds = bounds_of(sizes, row * itemsize)
+    return _Parts(
+        (sum(sizes), *rest),
+        (sizes[rank], *rest),
+        bounds_of(sizes, row),
+        byte_bounds,
+        part_of(byte_bounds, rank),
+        row * itemsize,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _reduction(what: str, op: str | ReduceOp, shape: Shape, dtype: np.dtype[Any]) -> tuple[ReduceOp, Agreement]:
+    """Returns the operator, and what the ranks of a reduction must have in common.
+
+    Raises:
+        InvalidArgument: no operator.
+        UnsupportedDtype: the dtype table does not have it.
+    """
+    parsed = ReduceOp.parse(op)
+    check_operation(parsed, dtype)
+    return parsed, agreement_on(what, shape, dtype, parsed.value)
 
 
 def _joined(*details: str) -> str:

@@ -303,6 +303,7 @@ class SharedBarrier:
         self._line = rank * WORDS_PER_RANK
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._arrivals = [peer * WORDS_PER_RANK + _ARRIVALS for peer in self._peers]
+        self._digests = [[peer * WORDS_PER_RANK + _DIGESTS + odd for peer in self._peers] for odd in (0, 1)]
         self.round = 0
 
     @property
@@ -322,11 +323,11 @@ class SharedBarrier:
             RankFailed: a rank closed or aborted the communicator, or died.
             CollectiveTimeout: a rank did not arrive before the deadline.
         """
-        self._arrive(agreement.digest)
-        words = self._words
-        digest_word = _DIGESTS + (self.round & 1)
-        for peer in self._peers:
-            if words[peer * WORDS_PER_RANK + digest_word] != agreement.digest:
+        digest, words = agreement.digest, self._words
+        self._arrive(digest)
+        digests = self._digests[self.round & 1]
+        for peer_digest in digests:
+            if words[peer_digest] != digest:
                 self._raise_mismatch(agreement)
 
     def arrive(self) -> None:
@@ -372,9 +373,11 @@ class SharedBarrier:
         return self._words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
 
     def _arrive(self, digest: int) -> None:
-        self._words[self._line + _DIGESTS + ((self.round + 1) & 1)] = digest
-        self.arrive()
-        self.await_round(self.round)
+        words, line = self._words, self._line
+        self.round = number = self.round + 1
+        words[line + _DIGESTS + (number & 1)] = digest
+        words[line + _ARRIVALS] = number  # publishes all data written before
+        self.await_round(number)
 
     def _wait_for(self, arrivals: int, wanted: int, began: float) -> None:
         words = self._words

@@ -422,6 +422,10 @@ class WriteBack:
 
     def run(self, agreement: Agreement) -> None:
         """Reduces each source into its target."""
+        with np.errstate(all="ignore"):  # overflow and NaN are the caller's business; errors would hit some ranks only
+            self._run(agreement)
+
+    def _run(self, agreement: Agreement) -> None:
         steps: Iterable[_StepCalls] = self._work_out() if self._kept is None else self._kept
         laps = tracing.laps_of(self._recorder)
         if laps is None:

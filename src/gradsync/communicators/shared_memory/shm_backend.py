@@ -15,17 +15,14 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message
+from gradsync.communicators.backend import Backend, Bounds, Message, Run, bounds_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, Slots, Workplace
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
-from gradsync.communicators.shared_memory.movement import SharedMovement
-from gradsync.communicators.shared_memory.partial_reduction import PartialReduction
+from gradsync.communicators.shared_memory.collectives import Plans, PreparedReduction
 from gradsync.communicators.shared_memory.point_to_point import SharedChannels
-from gradsync.communicators.shared_memory.prepared_calls import PreparedCalls
-from gradsync.communicators.shared_memory.reduction import ListReduction, PreparedListReduction
 from gradsync.communicators.shared_memory.resident import Handover, Range, ResidentReduction, SharedResidentMemory
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
@@ -94,12 +91,8 @@ class ShmBackend(Backend):
         self._workplace = workplace = Workplace(
             rank, world_size, self._barrier, self._rings, *sizes, self.recorder, finder
         )
-        self._list_reduction = ListReduction(workplace, scratch, self._slots)
-        self._partial_reduction = PartialReduction(workplace, scratch)
+        self._plans = Plans(workplace, scratch, self._slots)
         self._resident_reduction = ResidentReduction(workplace)
-        self._movement = SharedMovement(workplace)
-        # Of one rank, there is nothing to prepare.
-        self._prepared = PreparedCalls(workplace, self) if world_size > 1 else None
         self.finder = finder if world_size > 1 else None
 
     def all_reduce(
@@ -111,12 +104,16 @@ class ShmBackend(Backend):
                 if target is not source:
                     np.copyto(target, source)
             return
-        self._list_reduction.all_reduce(sources, targets, op, agreement)
+        source = sources[0]
+        if len(sources) == 1 and source.nbytes <= SMALL_BYTES:
+            self._plans.one_shot(source.dtype, source.size, op).run(source, targets[0], agreement)
+        else:
+            self._plans.list_reduction(sources, targets, op, looks=False).run(agreement)
 
     def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
-    ) -> PreparedListReduction | None:
-        return self._list_reduction.prepare(sources, targets, op, looks=looks) if self.world_size > 1 else None
+    ) -> PreparedReduction | None:
+        return self._plans.prepare(sources, targets, op, looks=looks) if self.world_size > 1 else None
 
     def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         if self.world_size == 1:
@@ -140,30 +137,30 @@ class ShmBackend(Backend):
         if not isinstance(memory, SharedResidentMemory):  # of one rank
             super().all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
             return
-        with np.errstate(all="ignore"):  # see _all_reduce_list
+        with np.errstate(all="ignore"):  # see quiet_caller
             key = Range(begin_bytes, end_bytes, dtype, op, mean_over, looks)
             self._resident_reduction.all_reduce(memory, key, agreement)
 
-    def shortcut(self, what: str, array: Any, out: Any, detail: object) -> Any:
-        return None if self._prepared is None else self._prepared.run(what, array, out, detail)
-
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        self._partial_reduction.reduce(source, target, op, root, agreement)
+        self._plans.reduce(source.dtype, source.size, op, root).run(source, target, agreement)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        self._partial_reduction.reduce_scatter(source, target, bounds, op, agreement)
+        self._plans.reduce_scatter(source.dtype, tuple(bounds), op).run(source, target, agreement)
 
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        self._movement.broadcast_list(flats, root, agreement)
+        if len(flats) == 1:
+            self._plans.broadcast(flats[0].size, root).run(flats[0], flats[0], agreement)
+        else:
+            self._plans.broadcast_list(tuple([flat.size for flat in flats]), root).run(flats, agreement)
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        self._movement.all_gather(source, target, bounds, agreement)
+        self._plans.gather(tuple(bounds), None).run(source, target, agreement)
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self._movement.gather(source, target, bounds, root, agreement)
+        self._plans.gather(tuple(bounds), root).run(source, target, agreement)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self._movement.scatter(source, target, bounds, root, agreement)
+        self._plans.scatter(tuple(bounds), root).run(source, target, agreement)
 
     def all_to_all(
         self,
@@ -174,13 +171,42 @@ class ShmBackend(Backend):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        self._movement.all_to_all(source, target, send_bounds, receive_bounds, largest, agreement)
+        plan = self._plans.all_to_all(tuple(send_bounds), tuple(receive_bounds), largest)
+        plan.run(source, target, agreement)
 
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         self._channels.move(send, receive)
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        return self._movement.share_numbers(numbers, agreement)
+        return self._plans.share_numbers(numbers, agreement)
+
+    # -- Plans: where one round holds all ------------------------------------------------------------------------
+
+    def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
+        if not 0 < size * dtype.itemsize <= SMALL_BYTES or self.world_size == 1:
+            return None
+        return self._plans.one_shot(dtype, size, op).run
+
+    def plan_reduce_scatter(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
+        part = size // self.world_size
+        if not 0 < part * dtype.itemsize <= self._workplace.share_bytes:
+            return None
+        return self._plans.reduce_scatter(dtype, bounds_of([part] * self.world_size, 1), op).run
+
+    def plan_broadcast(self, size_bytes: int, root: int) -> Run | None:
+        return self._plans.broadcast(size_bytes, root).run if 0 < size_bytes <= ROUND_BYTES else None
+
+    def plan_all_gather(self, size_bytes: int) -> Run | None:
+        if not 0 < size_bytes <= ROUND_BYTES:
+            return None
+        return self._plans.gather(bounds_of([size_bytes] * self.world_size, 1), None).run
+
+    def plan_all_to_all(self, size_bytes: int) -> Run | None:
+        part = size_bytes // self.world_size
+        if not 0 < part <= self._workplace.share_bytes:
+            return None
+        bounds = bounds_of([part] * self.world_size, 1)
+        return self._plans.all_to_all(bounds, bounds, part).run
 
     def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
         client, seconds = self.client.group(members, name), self.timeout_seconds
@@ -201,11 +227,8 @@ class ShmBackend(Backend):
 
     def release(self) -> None:
         # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
-        self._list_reduction.release()
-        del self._list_reduction, self._movement, self._partial_reduction
-        del self._resident_reduction, self._workplace
-        if self._prepared is not None:
-            self._prepared.release()
+        self._plans.release()
+        del self._plans, self._resident_reduction, self._workplace
         self._rings.release()
         self._slots.release()
         self._channels.release()
