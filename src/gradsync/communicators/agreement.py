@@ -13,7 +13,6 @@ import numpy as np
 
 from gradsync.diagnostics import size_text
 from gradsync.errors import Caller, PlanMismatch, caller
-from gradsync.reduction import ReduceOp
 
 try:
     from _blake2 import blake2b  # hashlib's own, without OpenSSL, which takes 4 ms to load at every start
@@ -134,35 +133,6 @@ def agreement_on(
     return Agreement(
         digest, lambda: text, summarise=partial(_summary, *of_it), is_message=is_message, tell=partial(_facts, *of_it)
     )
-
-
-def all_reduce_agreement(shape: Shape, dtype: np.dtype[Any], op: ReduceOp) -> Agreement:
-    """Returns what the ranks of an all_reduce must have in common."""
-    return agreement_on("all_reduce", shape, dtype, op.value)
-
-
-def reduce_scatter_agreement(
-    shape: Shape, dtype: np.dtype[Any], op: ReduceOp, sizes: Sequence[int] | None = None
-) -> Agreement:
-    """Returns what the ranks of a reduce_scatter must have in common; sizes as they were given."""
-    return agreement_on(
-        "reduce_scatter", shape, dtype, op.value if sizes is None else f"{op.value}, rows {list(sizes)}"
-    )
-
-
-def broadcast_agreement(shape: Shape, dtype: np.dtype[Any], root: int) -> Agreement:
-    """Returns what the ranks of a broadcast must have in common."""
-    return agreement_on("broadcast", shape, dtype, f"root {root}")
-
-
-def gather_agreement(what: str, shape: Shape, dtype: np.dtype[Any], to_root: str = "") -> Agreement:
-    """Returns what the ranks of a gather or an all_gather of equal parts must have in common."""
-    return agreement_on(what, shape, dtype, to_root)
-
-
-def all_to_all_agreement(shape: Shape, dtype: np.dtype[Any]) -> Agreement:
-    """Returns what the ranks of an all_to_all of equal parts must have in common."""
-    return agreement_on("all_to_all", shape, dtype, "")
 
 
 def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, detail: str) -> str:

@@ -28,10 +28,7 @@ from gradsync.communicators.agreement import (
     Agreement,
     Description,
     agreement_on,
-    all_to_all_agreement,
-    broadcast_agreement,
     digest_of,
-    gather_agreement,
     mismatch,
 )
 from gradsync.communicators.backend import (
@@ -387,7 +384,7 @@ class Communicator:
         native = self.native_array(array, "broadcast")
         if self.rank != root:
             self._check_writable("broadcast", native, remedy="pass a copy")
-        agreement = broadcast_agreement(native.shape, native.dtype, root)
+        agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
 
         def move(launch: Any) -> Any:
             flat = self._flat_source(native)
@@ -473,7 +470,7 @@ class Communicator:
             return what, asking, ask_and_move, None, None
         if sizes is None:
             known = (rows,) * self.world_size
-            agreement = gather_agreement(what, source.shape, source.dtype, to_root)
+            agreement = agreement_on(what, source.shape, source.dtype, to_root)
         else:
             row_bytes = row_elements((rows, *rest)) * source.dtype.itemsize
             known = self._checked_sizes(what, "sizes", sizes, row_bytes=row_bytes)
@@ -646,7 +643,7 @@ class Communicator:
             raise InvalidArgument(f"{self.label}: {what} needs send_sizes beside recv_sizes")
         if send_sizes is None:
             sending = receiving = self._equal_sizes(what, "send_sizes", rows)
-            agreement = all_to_all_agreement(source.shape, source.dtype)
+            agreement = agreement_on(what, source.shape, source.dtype, "")
         else:
             sending = self._checked_sizes(what, "send_sizes", send_sizes, rows)
             receiving = (_UNKNOWN,) * self.world_size
