@@ -20,6 +20,7 @@ import contract_resident
 import gradsync as gs
 from contract import KITS, expect
 from gradsync import process_group
+from gradsync.communicators.communicator import Communicator
 from pipe_backend import connect_pipes
 
 #: The parts of the contract; each is run by itself.
@@ -90,7 +91,7 @@ def run_part_over_pipes(_comm: Any, part: str) -> None:
     gs.destroy_process_group()
     world = gs.init_process_group("shm", timeout_seconds=30.0, collective_timeout_seconds=30.0)
     client: Any = process_group._client
-    findings = run_part(connect_pipes(client, group="pipes", timeout_seconds=30.0), part)
+    findings = run_part(Communicator(connect_pipes(client, group="pipes", timeout_seconds=30.0)), part)
     if findings.failure:
         world.abort("a check failed")  # others may wait for this rank
         raise AssertionError(findings.failure)

@@ -20,7 +20,6 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
-from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news, raise_if_left
 from gradsync.errors import RankFailed
 from gradsync.machine import run_with_timeout
@@ -31,8 +30,8 @@ DIGEST, TEXT, DATA, OFFER, ANSWER, MESSAGE = b"D", b"T", b"d", b"o", b"a", b"m"
 _LOOK_EVERY_SECONDS = 0.05
 
 
-def connect_pipes(client: RendezvousClient, *, group: str, timeout_seconds: float) -> Communicator:
-    """Returns the communicator of all ranks of a client. Every rank must call it with the same group."""
+def connect_pipes(client: RendezvousClient, *, group: str, timeout_seconds: float) -> PipeBackend:
+    """Returns the backend of all ranks of a client. Every rank must call it with the same group."""
     deadline = time.monotonic() + timeout_seconds
     key = secrets.token_bytes(16)
     pipes: dict[int, Connection] = {}
@@ -46,7 +45,7 @@ def connect_pipes(client: RendezvousClient, *, group: str, timeout_seconds: floa
             left_seconds = deadline - time.monotonic()
             pipe = run_with_timeout(listener.accept, "pipes-accept", left_seconds, client.check)
             pipes[pipe.recv()] = pipe
-    return Communicator(PipeBackend(pipes, client, group, timeout_seconds))
+    return PipeBackend(pipes, client, group, timeout_seconds)
 
 
 class PipeBackend(Backend):
@@ -155,7 +154,7 @@ class PipeBackend(Backend):
             told = {rank: text.decode() for rank, text in zip(self.ranks, texts, strict=True)}
             raise mismatch(self.label, agreement, Description.parse_whole(told))
 
-    def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
+    def connect_group(self, members: tuple[int, ...], name: str) -> PipeBackend:
         client = self.client.group(members, name)
         return connect_pipes(client, group=name, timeout_seconds=self.timeout_seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,11 @@ def test_the_inside_of_a_room_is_not_imported_from_outside() -> None:
     new, unneeded = differences(inside, INSIDE)
     assert not new, f"these rooms import a file inside another room, not what its __init__.py offers: {new}"
     assert not unneeded, f"delete these from INSIDE: {unneeded}"
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Not even for type checkers."""
+    graphlib.TopologicalSorter({name: imports_of(path) for name, path in modules().items()}).prepare()
 
 
 def test_nothing_imports_a_room_that_is_being_rebuilt() -> None:

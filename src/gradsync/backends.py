@@ -302,34 +302,32 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
     Raises:
         BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: from the connection.
     """
-    communicator: Communicator
-    timeouts = settings.timeout_seconds, settings.collective_timeout_seconds
+    timeouts = {
+        "timeout_seconds": settings.timeout_seconds,
+        "collective_timeout_seconds": settings.collective_timeout_seconds,
+    }
     if client is None:
         communicator = local_communicator()
     elif backend == "shm":
         from gradsync.communicators.shared_memory.shm_backend import connect_shared_memory
 
-        communicator = connect_shared_memory(
-            client, group=group, timeout_seconds=timeouts[0], collective_timeout_seconds=timeouts[1]
-        )
+        communicator = Communicator(connect_shared_memory(client, group=group, **timeouts))
     elif backend == "mpi":
         from gradsync.communicators.mpi.mpi_backend import connect_mpi
 
-        communicator = connect_mpi(
-            client, group=group, timeout_seconds=timeouts[0], collective_timeout_seconds=timeouts[1]
-        )
+        communicator = Communicator(connect_mpi(client, group=group, **timeouts))
     else:
         from gradsync.communicators.nccl.connection import connect_nccl
 
-        communicator = connect_nccl(
+        nccl = connect_nccl(
             client,
             local_rank=settings.place.local_rank,
             device=None if settings.device == "cpu" else settings.device,
             group=group,
-            timeout_seconds=timeouts[0],
-            collective_timeout_seconds=timeouts[1],
             allow_shared_gpu=settings.allow_shared_gpu,
+            **timeouts,
         )
+        communicator = Communicator(nccl)
     if settings.debug:
         communicator.use_debug_mode()
     return communicator

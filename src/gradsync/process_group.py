@@ -409,6 +409,7 @@ def _world_over(backend: str) -> Communicator | None:
     sibling = _siblings.get(backend)
     if sibling is None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
+        sibling.family = world.family
         world.family.add(sibling)
     # Not made anew: another rank may not know yet that it has ended, and would not come.
     if sibling.closed:

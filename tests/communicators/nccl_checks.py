@@ -15,6 +15,7 @@ import cupy
 import numpy as np
 
 import gradsync as gs
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl.connection import connect_nccl
 from kits import bring_to_rest
 
@@ -289,7 +290,8 @@ def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
         calls.watch(cupy.cuda.MemoryPool, "malloc")
         calls.watch(cupy.ndarray, "get")
         calls.watch(cupy.cuda.runtime, "streamSynchronize", "deviceSynchronize")
-    with connect_nccl(client, local_rank=comm.rank, group="counted", allow_shared_gpu=True) as counted:
+    backend = connect_nccl(client, local_rank=comm.rank, group="counted", allow_shared_gpu=True)
+    with Communicator(backend) as counted:
         calls.watch(counted._backend._handle, "call")
         callback = gs.AllreduceCallback("mean", counted, threshold_bytes=2 * 4 * SIZE)
         gradients = [full(comm.rank) for _ in range(8)]

@@ -18,6 +18,7 @@ import numpy as np
 import gradsync as gs
 from contract import expect, wait_until
 from gradsync import process_group
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl import connection as nccl_connection
 from gradsync.communicators.nccl import joining as nccl_joining
 from gradsync.communicators.verdicts import NEWS_SECONDS
@@ -355,9 +356,11 @@ def forget_without_closing(comm: Any) -> None:
     """A communicator that is collected ends by itself, its threads too; the world's goes on."""
     before = watchers()
     for number in range(3):
-        forgotten = nccl_connection.connect_nccl(
+        backend = nccl_connection.connect_nccl(
             client(), local_rank=comm.rank, group=f"forgotten {number}", allow_shared_gpu=True
         )
+        forgotten = Communicator(backend)
+        del backend
         ended = forgotten._backend._handle._has_ended
         forgotten.barrier()
         comm.barrier()

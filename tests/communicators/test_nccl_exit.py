@@ -20,6 +20,7 @@ import cupy
 
 import gradsync as gs
 from gradsync import process_group
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl import nccl_backend as nccl
 from gradsync.communicators.nccl.connection import connect_nccl
 
@@ -28,7 +29,7 @@ world = gs.init_process_group("nccl", timeout_seconds=30, allow_shared_gpu=True)
 client = process_group._client
 used = world
 if "forget" in sys.argv:
-    used = connect_nccl(client, local_rank=world.rank, group="forgotten", allow_shared_gpu=True)
+    used = Communicator(connect_nccl(client, local_rank=world.rank, group="forgotten", allow_shared_gpu=True))
 callback = gs.AllreduceCallback("sum", used)
 
 

@@ -6,17 +6,22 @@ On a GPU it is launched at once, and the device is beside the caller.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.backend import Sizes
 from gradsync.communicators.collective_queue import LostFailure, submit
 from gradsync.errors import CommunicatorClosed
 from gradsync.futures import CollectiveFuture
-from gradsync.reduction import ReduceOp
+from gradsync.reduction import Array, ReduceOp
 
-if TYPE_CHECKING:
-    from gradsync.communicators.communicator import CollectiveCall, Communicator, Sizes
+#: One collective of one rank, checked: its name in errors, what this rank believes all ranks are about to do, what
+#: moves the bytes within the communicator's turn, and two arrays. With arrays it is a backend's plan, which is called
+#: with them and the agreement; the second one is the result. Without, it is called with the launch, has the arrays
+#: itself, and returns the result.
+CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
 
 
 class Asynchronous:
@@ -37,7 +42,7 @@ class Asynchronous:
         communicator: whose collectives these are.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Any) -> None:  # a Communicator, whose file is above this one
         self._communicator = communicator
 
     def __repr__(self) -> str:

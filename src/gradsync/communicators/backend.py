@@ -12,27 +12,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory, aligned_zeros
 from gradsync.diagnostics import FlightRecorder, Place
-from gradsync.errors import GradsyncError
+from gradsync.errors import GradsyncError, InvalidArgument, shown
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 
 if TYPE_CHECKING:
-    from gradsync.communicators.communicator import Communicator
     from gradsync.communicators.lifetime import Lifetime
     from gradsync.rendezvous.client import RendezvousClient
 
 Shape = tuple[int, ...]
 #: Where the parts of the ranks lie in a flat array: rank r's is [bounds[r], bounds[r + 1]), in elements.
 Bounds = Sequence[int]
+#: How many rows each rank has; None: as many on each; "ask": the ranks exchange them first.
+Sizes = Sequence[int] | Literal["ask"] | None
 
 _INLINE = nullcontext()  # how a collective on the CPU is launched: the caller's thread runs it
 
@@ -79,6 +81,7 @@ class Backend(ABC):
         device: where its arrays live: "cpu", or a CUDA device such as "cuda:0".
         arrays: how it handles arrays.
         runs_beside_host: whether a collective has only been launched when its method returns.
+        meets_at_once: whether the ranks meet in a barrier when the communicator is made.
         finder: of what is not finite, where lists and resident memory can be looked at while they are reduced.
         client, timeout_seconds: as given.
         rank, world_size, ranks, label: this rank, as Communicator has it.
@@ -90,6 +93,7 @@ class Backend(ABC):
     device: str = "cpu"
     arrays: ArrayKind = HostArrays()
     runs_beside_host = False
+    meets_at_once = False
     finder: NonFiniteFinder | None = None
     lifetime: Lifetime
 
@@ -238,10 +242,10 @@ class Backend(ABC):
     # -- Groups ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
-        """Makes the communicator of some of these ranks, listed by their new numbers. Called by the members only."""
+    def connect_group(self, members: tuple[int, ...], name: str) -> Backend:
+        """Makes the backend of some of these ranks, listed by their new numbers. Called by the members only."""
 
-    def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Communicator | None:
+    def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Backend | None:
         """Makes this rank's group of a split, in which every rank takes part.
 
         Args:
@@ -376,6 +380,24 @@ class OwnPath(HostPath):
         target = np.empty(bounds[rank + 1] - bounds[rank], np.uint8)
         self._backend.scatter(source, target, bounds, root, agreement)
         return target
+
+
+def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:
+    """Returns an argument, called `name`, that must be the number of one of the communicator's ranks.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    number = integer_of(rank)
+    if number is None or not 0 <= number < backend.world_size:
+        raise InvalidArgument(f"{backend.label}: {what} needs {name} from {rank_range(backend)}, got {shown(rank)}")
+    return number
+
+
+def rank_range(backend: Backend) -> str:
+    """Returns how the ranks are numbered, for errors."""
+    within = ", numbered within the group" if "group" in backend.label else ""
+    return f"0 to {backend.world_size - 1}{within}"
 
 
 def part_of(bounds: Bounds, rank: int) -> slice:

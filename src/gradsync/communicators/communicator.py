@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -38,8 +38,11 @@ from gradsync.communicators.backend import (
     PreparedList,
     Run,
     Shape,
+    Sizes,
     bounds_of,
+    checked_rank,
     part_of,
+    rank_range,
     row_elements,
     row_shape,
 )
@@ -66,11 +69,10 @@ from gradsync.reduction import Array, ReduceOp, check_operation
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from gradsync.communicators.asynchronous import Asynchronous
+    from gradsync.communicators.asynchronous import Asynchronous, CollectiveCall
     from gradsync.communicators.objects import Objects
 
 #: Rows by rank; "ask" where ranks do not know the others': they are exchanged first.
-Sizes = Sequence[int] | Literal["ask"] | None
 
 BYTE = np.dtype(np.uint8)
 
@@ -79,13 +81,6 @@ _MAX_KNOWN = 1024  # kinds of calls that a communicator remembers
 _UNKNOWN = -1  # a number of rows that a rank was not told
 # What a GPU's array takes of host memory at a time, where its values are read.
 _PIECE_BYTES = 32 * 1024**2
-
-
-#: One collective of one rank, checked: its name in errors, what this rank believes all ranks are about to do, what
-#: moves the bytes within the communicator's turn, and two arrays. With arrays it is a backend's plan, which is called
-#: with them and the agreement; the second one is the result. Without, it is called with the launch, has the arrays
-#: itself, and returns the result.
-CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
 
 
 class _Known(NamedTuple):
@@ -180,6 +175,8 @@ class Communicator:
         self.mark_end = backend.mark_end
         self.follow_work = backend.follow_work
         self.on_exit: Callable[[BaseException | None], None] | None = None
+        if backend.meets_at_once:
+            self.barrier()
 
     # -- Reductions ----------------------------------------------------------------------------------------------
 
@@ -260,7 +257,7 @@ class Communicator:
 
     def _reduce_call(self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None) -> CollectiveCall:
         source, parsed, _ = self._checked_reduction("reduce", array, op)
-        root = self._checked_root("reduce", root)
+        root = checked_rank(self._backend, "reduce", "root", root)
         target = None
         if self.rank == root and out is not None:
             target = self._checked_out("reduce", out, source.shape, source.dtype)
@@ -380,7 +377,7 @@ class Communicator:
         known = self._find_known("broadcast", root, array, None) if type(root) is int else None
         if known is not None:
             return known
-        root = self._checked_root("broadcast", root)
+        root = checked_rank(self._backend, "broadcast", "root", root)
         native = self.native_array(array, "broadcast")
         if self.rank != root:
             self._check_writable("broadcast", native, remedy="pass a copy")
@@ -446,7 +443,7 @@ class Communicator:
         return self._run(self._gather_call(array, root, sizes=sizes, out=out), stream)
 
     def _gather_call(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None) -> CollectiveCall:
-        root = self._checked_root("gather", root)
+        root = checked_rank(self._backend, "gather", "root", root)
         return self._gathering("gather", array, root, sizes, out if self.rank == root else None)
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
@@ -556,7 +553,7 @@ class Communicator:
         self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> CollectiveCall:
         what = "scatter"
-        root = self._checked_root(what, root)
+        root = checked_rank(self._backend, what, "root", root)
         is_root = self.rank == root
         if is_root and array is None:
             raise InvalidArgument(f"{self.label}: {what} needs an array on its root, which is this rank; got None")
@@ -826,7 +823,7 @@ class Communicator:
     def _checked_peer(self, what: str, name: str, peer: int, *, is_self_allowed: bool = False) -> int:
         number = integer_of(peer)
         if number is None or not 0 <= number < self.world_size or (number == self.rank and not is_self_allowed):
-            allowed = self._rank_range() + ("" if is_self_allowed else f", and not {self.rank}, this rank")
+            allowed = rank_range(self._backend) + ("" if is_self_allowed else f", and not {self.rank}, this rank")
             raise InvalidArgument(f"{self.label}: {what} needs {name} from {allowed}, got {shown(peer)}")
         return number
 
@@ -856,7 +853,7 @@ class Communicator:
         """Collectives on Python objects: `communicator.objects.all_gather(anything)`."""
         from gradsync.communicators.objects import Objects
 
-        return Objects(self)
+        return Objects(self._backend)
 
     # -- Groups --------------------------------------------------------------------------------------------------
 
@@ -898,7 +895,8 @@ class Communicator:
         name = self._new_name(members)
         with self._telling_failures("new_group"):
             self._meet_members("new_group", members, name)
-            return self._taken_in(self._backend.connect_group(members, name))
+            group = Communicator(self._backend.connect_group(members, name))
+        return self._taken_in(group)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | NonMember:
         """Makes a group of the ranks of each color.
@@ -932,8 +930,9 @@ class Communicator:
         name = self._new_name(members)
         with self._telling_failures("split"):
             self._meet_members("split", members, name)
-            group = self._backend.split_group(colors.index(color), members.index(self.rank), members, name)
-        return self._taken_in(cast(Communicator, group))  # not None: it has a color
+            backend = self._backend.split_group(colors.index(color), members.index(self.rank), members, name)
+            group = Communicator(cast(Backend, backend))  # not None: it has a color
+        return self._taken_in(group)
 
     def split_by_machine(self) -> Communicator:
         """Makes a group of the ranks on each machine. Every rank must call it.
@@ -976,6 +975,7 @@ class Communicator:
     def _taken_in(self, group: Communicator) -> Communicator:
         if self.debug:
             group.use_debug_mode()
+        group.family = self.family
         self.family.add(group)
         return group
 
@@ -1403,17 +1403,6 @@ class Communicator:
             self._known[what, detail, source.shape, source.dtype] = _Known(agreement, run, shape, in_place)
 
     # -- Checks --------------------------------------------------------------------------------------------------
-
-    def _checked_root(self, what: str, root: int, name: str = "root") -> int:
-        number = integer_of(root)
-        if number is None or not 0 <= number < self.world_size:
-            raise InvalidArgument(f"{self.label}: {what} needs {name} from {self._rank_range()}, got {shown(root)}")
-        return number
-
-    def _rank_range(self) -> str:
-        """Returns how the ranks are numbered, for errors."""
-        within = ", numbered within the group" if "group" in self.label else ""
-        return f"0 to {self.world_size - 1}{within}"
 
     def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
         """Refuses an argument that cannot be written to; errors name it, and what to do."""

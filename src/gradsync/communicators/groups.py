@@ -9,18 +9,26 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from gradsync.communicators.lifetime import RaisedFailures
+from gradsync.communicators.lifetime import Lifetime, RaisedFailures
 from gradsync.errors import GradsyncError, RendezvousTimeout, name_ranks
 
 if TYPE_CHECKING:
-    from gradsync.communicators.communicator import Communicator
     from gradsync.rendezvous.client import RendezvousClient
 
 NO_COLOR = -1  # what Backend.split_group is told of a rank that joins no group
 _LISTED_CHARACTERS = 40  # of a group's members in its name
 _LOOK_AROUND_EVERY_SECONDS = 0.25
+
+
+class Member(Protocol):
+    """What a Family asks of a Communicator."""
+
+    lifetime: Lifetime
+
+    def close(self) -> None:
+        """Releases it."""
 
 
 class Family:
@@ -36,19 +44,18 @@ class Family:
 
     def __init__(self, name: str, raised: RaisedFailures) -> None:
         self.name = name
-        self.local_group: Communicator | None = None
+        self.local_group: Any = None
         self._raised = raised
         self._counts: dict[str, int] = {}
-        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._communicators: weakref.WeakSet[Member] = weakref.WeakSet()
 
     def new_name(self, what: str) -> str:
         """Returns e.g. "world/0,2#1", the same on all ranks that have asked for `what` equally often."""
         count = self._counts[what] = self._counts.get(what, 0) + 1
         return f"{self.name}/{what}#{count}"
 
-    def add(self, communicator: Communicator) -> None:
+    def add(self, communicator: Member) -> None:
         """Takes a communicator in, for as long as somebody holds it."""
-        communicator.family = self
         communicator.lifetime.raised = self._raised
         self._communicators.add(communicator)
 

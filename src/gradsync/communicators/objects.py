@@ -12,17 +12,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.backend import Backend, Bounds, HostPath, checked_rank
 from gradsync.errors import InvalidArgument, describe
 from gradsync.reduction import Array
-
-if TYPE_CHECKING:
-    from gradsync.communicators.backend import Bounds, HostPath
-    from gradsync.communicators.communicator import Communicator
 
 _SHOWN_REFUSALS = 4
 _MAX_REASON_CHARACTERS = 500
@@ -45,11 +42,11 @@ class Objects:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
 
     Args:
-        communicator: whose ranks take part.
+        backend: of the communicator whose ranks take part.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._path: HostPath | None = None
 
     def all_gather(self, obj: Any) -> list[Any]:
@@ -82,7 +79,7 @@ class Objects:
 
     def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
         """The same under another name, with another one for `root`; see all_gather_for."""
-        root = self._communicator._checked_root(what, root, argument)
+        root = checked_rank(self._backend, what, argument, root)
         agreement = agreement_on(what, (), None, f"root {root}")
         mine = self._parcel([obj])
 
@@ -104,10 +101,9 @@ class Objects:
 
     def broadcast_for(self, what: str, obj: Any = None, root: int = 0) -> Any:
         """The same under another name; see all_gather_for."""
-        communicator = self._communicator
-        root = communicator._checked_root(what, root)
+        root = checked_rank(self._backend, what, "root", root)
         agreement = agreement_on(what, (), None, f"root {root}")
-        is_root = communicator.rank == root
+        is_root = self._backend.rank == root
         mine = self._parcel([obj] if is_root else [])
 
         def move(path: HostPath, numbers: list[list[int]]) -> Array:
@@ -125,16 +121,16 @@ class Objects:
                 looked at elsewhere.
             root: the rank whose objects they are.
         """
-        communicator = self._communicator
-        root = communicator._checked_root("objects.scatter", root)
+        backend = self._backend
+        root = checked_rank(backend, "objects.scatter", "root", root)
         agreement = agreement_on("objects.scatter", (), None, f"root {root}")
-        mine = self._parcel_for_each(objs) if communicator.rank == root else self._parcel([])
+        mine = self._parcel_for_each(objs) if backend.rank == root else self._parcel([])
 
         def move(path: HostPath, numbers: list[list[int]]) -> Array:
-            source = _bytes_of(mine) if communicator.rank == root else None
+            source = _bytes_of(mine) if backend.rank == root else None
             return path.scatter(source, _bounds(numbers[root]), root, agreement)
 
-        data = self._run(agreement, mine, communicator.world_size, move)
+        data = self._run(agreement, mine, backend.world_size, move)
         return self._unpickle(data, root, agreement)
 
     def _run(
@@ -145,11 +141,10 @@ class Objects:
         move: Callable[[HostPath, list[list[int]]], T],
     ) -> T:
         """Runs one collective: tells the sizes of up to `count` objects of each rank, and who can give none; moves."""
-        communicator = self._communicator
         refusals: dict[int, str] = {}
-        with communicator.lifetime.turn(_name_of(agreement), agreement):
+        with self._backend.lifetime.turn(_name_of(agreement), agreement):
             if self._path is None:
-                self._path = communicator._backend.make_host_path()
+                self._path = self._backend.make_host_path()
             numbers = self._path.share_numbers(mine.numbers(count), agreement)
             if any(sizes[0] < 0 for sizes in numbers):
                 refusals = _share_refusals(self._path, numbers, mine, agreement)
@@ -161,7 +156,7 @@ class Objects:
 
     def _parcel_for_each(self, objs: Any) -> _Parcel:
         """Pickles a list of one object for each rank."""
-        needed = self._communicator.world_size
+        needed = self._backend.world_size
         if not isinstance(objs, (list, tuple)):
             return _Parcel.refuse(f"needs a list of {needed} objects, one for each rank, got {type(objs).__name__}")
         if len(objs) != needed:
@@ -177,15 +172,15 @@ class Objects:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # SystemExit too: it is the object's, and the others wait for this rank
-                which = "its object" if len(objs) == 1 else f"its object for rank {self._communicator.ranks[number]}"
+                which = "its object" if len(objs) == 1 else f"its object for rank {self._backend.ranks[number]}"
                 return _Parcel.refuse(f"{which} does not pickle: {describe(error)}", error)
         return _Parcel(pickles)
 
     def _refused(self, refusals: dict[int, str], agreement: Agreement) -> InvalidArgument:
-        told = [f"rank {self._communicator.ranks[rank]}: {text}" for rank, text in refusals.items()]
+        told = [f"rank {self._backend.ranks[rank]}: {text}" for rank, text in refusals.items()]
         more = [f"and {len(told) - _SHOWN_REFUSALS} more ranks"] if len(told) > _SHOWN_REFUSALS else []
         shown = "; ".join(told[:_SHOWN_REFUSALS] + more)
-        return InvalidArgument(f"{self._communicator.label}: {_name_of(agreement)} moved nothing: {shown}")
+        return InvalidArgument(f"{self._backend.label}: {_name_of(agreement)} moved nothing: {shown}")
 
     def _unpack(self, data: Array, bounds: Bounds, agreement: Agreement) -> list[Any]:
         parts = enumerate(pairwise(bounds))
@@ -197,9 +192,8 @@ class Objects:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too
-            communicator = self._communicator
             raise InvalidArgument(
-                f"{communicator.label}: {_name_of(agreement)} brought an object of rank {communicator.ranks[sender]} "
+                f"{self._backend.label}: {_name_of(agreement)} brought an object of rank {self._backend.ranks[sender]} "
                 f"that does not unpickle here: {describe(error)}; can this rank import all that it is made of?"
             ) from error
 

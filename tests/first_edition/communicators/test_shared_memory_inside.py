@@ -13,6 +13,7 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.shared_memory import segment
 from gradsync.communicators.shared_memory import shm_backend as shared_memory
 from rank_processes import run_ranks
@@ -23,7 +24,7 @@ def count_resources(comm: Any) -> list[tuple[int, int, int]]:
     counts = []
     client = process_group._client
     for cycle in range(12):
-        with shared_memory.connect_shared_memory(client, group=f"cycle {cycle}") as extra:
+        with Communicator(shared_memory.connect_shared_memory(client, group=f"cycle {cycle}")) as extra:
             array = np.full(300_000, float(extra.rank))
             extra.all_reduce(array)
             del array

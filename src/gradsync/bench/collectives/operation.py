@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradsync.bench.collectives.cases import Case
 from gradsync.bench.collectives.kinds import GATHER, REDUCE, ROOT, SCATTER
-
-if TYPE_CHECKING:
-    from gradsync.bench.collectives.over_gradsync import Gradsync
 
 SEPARATE, IN_PLACE = "out-of-place", "in-place"
 
@@ -45,35 +43,38 @@ class Prepared:
     refusal: str = ""
 
 
-def make_buffers(system: Gradsync, case: Case, form: str) -> Buffers:
+Empty = Callable[[int, str], Any]  # empty(elements, dtype) returns an array of the device
+
+
+def make_buffers(rank: int, empty: Empty, case: Case, form: str) -> Buffers:
     """Makes the arrays of a rank, as nccl-tests lays them out.
 
     In place, what is gathered comes from its own part of the target, and what is dealt out goes to its own part of the
     source. Only the root has the large array of a rooted collective, and the result of a reduction to it.
     """
-    return _make_separate(system, case) if form == SEPARATE else _make_in_place(system, case)
+    return _make_separate(rank, empty, case) if form == SEPARATE else _make_in_place(rank, empty, case)
 
 
-def _make_separate(system: Gradsync, case: Case) -> Buffers:
-    is_root = system.rank == ROOT
+def _make_separate(rank: int, empty: Empty, case: Case) -> Buffers:
+    is_root = rank == ROOT
     source_count = case.count * (case.ranks if case.kind.source_parts == "n" else 1)
     target_count = case.count * (case.ranks if case.kind.target_parts == "n" else 1)
     gives = is_root or case.collective != SCATTER
     gets = is_root or case.collective not in (REDUCE, GATHER)
     return Buffers(
-        system.empty(source_count, case.dtype) if gives else None,
-        system.empty(target_count, case.dtype) if gets else None,
+        empty(source_count, case.dtype) if gives else None,
+        empty(target_count, case.dtype) if gets else None,
     )
 
 
-def _make_in_place(system: Gradsync, case: Case) -> Buffers:
+def _make_in_place(rank: int, empty: Empty, case: Case) -> Buffers:
     if case.kind.source_parts == case.kind.target_parts:
-        array = system.empty(case.count * (case.ranks if case.kind.is_dealt else 1), case.dtype)
+        array = empty(case.count * (case.ranks if case.kind.is_dealt else 1), case.dtype)
         return Buffers(array, array)
     gathers = case.kind.target_parts == "n"
-    if case.kind.rooted and system.rank != ROOT:
-        part = system.empty(case.count, case.dtype)
+    if case.kind.rooted and rank != ROOT:
+        part = empty(case.count, case.dtype)
         return Buffers(part, None) if gathers else Buffers(None, part)
-    whole = system.empty(case.count * case.ranks, case.dtype)
-    part = whole[system.rank * case.count : (system.rank + 1) * case.count]
+    whole = empty(case.count * case.ranks, case.dtype)
+    part = whole[rank * case.count : (rank + 1) * case.count]
     return Buffers(part, whole) if gathers else Buffers(whole, part)

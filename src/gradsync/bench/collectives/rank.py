@@ -37,7 +37,7 @@ class Timer:
     def prepare(self, case: Case, form: str) -> Prepared:
         """Makes the arrays of a form, runs it twice, and counts what is wrong; the second time takes other paths."""
         try:
-            buffers = make_buffers(self._system, case, form)
+            buffers = make_buffers(self._system.rank, self._system.empty, case, form)
             run = self._system.operation(case, buffers)
             wrong = max(self._count_wrong(case, buffers, run) for _ in range(2))
         except NotOffered as refusal:

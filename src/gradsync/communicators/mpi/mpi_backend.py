@@ -19,7 +19,6 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
-from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
@@ -54,8 +53,8 @@ def connect_mpi(
     group: str = "world",
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
-) -> Communicator:
-    """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
+) -> MpiBackend:
+    """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 
     A caller that gets an error reports it to the other ranks, which would wait for this one otherwise.
 
@@ -73,7 +72,7 @@ def connect_mpi(
     mpi = load_mpi()
     check_place(mpi, client.rank, client.world_size)
     comm = _create_comm(mpi, client, group, timeout_seconds)
-    return Communicator(MpiBackend(mpi, comm, client, group, collective_timeout_seconds))
+    return MpiBackend(mpi, comm, client, group, collective_timeout_seconds)
 
 
 def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds: float) -> Any:
@@ -393,12 +392,12 @@ class MpiBackend(Backend):
 
     # -- Groups ------------------------------------------------------------------------------------------------
 
-    def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
+    def connect_group(self, members: tuple[int, ...], name: str) -> MpiBackend:
         client = self.client.group(members, name)
         seconds = self.timeout_seconds
         try:
             comm = _create_comm(self._mpi, client, name, seconds)
-            return Communicator(MpiBackend(self._mpi, comm, client, name, seconds))
+            return MpiBackend(self._mpi, comm, client, name, seconds)
         except BaseException:
             client.close()
             raise

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gradsync.communicators.backend import Backend
 from gradsync.communicators.nccl.library import NcclLibrary
 from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.machine import boot_id
@@ -16,7 +17,7 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES
 
 if TYPE_CHECKING:
-    from gradsync.communicators.communicator import Communicator
+    pass
 
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
 # Ranks on one GPU wait for each other inside their kernels, so all of them must fit on it at once.
@@ -96,8 +97,8 @@ def connect_nccl(
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
     allow_shared_gpu: bool = False,
-) -> Communicator:
-    """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
+) -> Backend:
+    """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 
     Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
 

@@ -21,7 +21,6 @@ import numpy as np
 from gradsync.bucketing.pack_kernels import FusedPacker, pack_layout
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
-from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl.agreements import Answer, NcclAgreements, Question
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.ending import call_if_alive, end_rest, tell_others
@@ -102,12 +101,10 @@ class NcclBackend(Backend):
         weakref.finalize(self, handle.leave, rest).atexit = False
 
     @classmethod
-    def take_over(
-        cls, handle: NcclHandle, client: RendezvousClient, group: str, timeout_seconds: float
-    ) -> Communicator:
-        """Makes a communicator, or ends the handle."""
+    def take_over(cls, handle: NcclHandle, client: RendezvousClient, group: str, timeout_seconds: float) -> NcclBackend:
+        """Makes a backend, or ends the handle."""
         try:
-            return Communicator(cls(handle, client, group, timeout_seconds))
+            return cls(handle, client, group, timeout_seconds)
         except BaseException:
             handle.leave()
             raise
@@ -315,7 +312,7 @@ class NcclBackend(Backend):
         if self._telling is not None:
             self._telling.wait(_TELL_SECONDS)
 
-    def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
+    def connect_group(self, members: tuple[int, ...], name: str) -> NcclBackend:
         deadline = time.monotonic() + self.timeout_seconds
         client = self.client.group(members, name)
         try:
@@ -325,7 +322,7 @@ class NcclBackend(Backend):
             client.close()
             raise
 
-    def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Communicator | None:
+    def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> NcclBackend | None:
         library = self._handle.library
         if not library.can_split:
             return self.connect_group(members, name) if members else None

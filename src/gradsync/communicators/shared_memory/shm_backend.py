@@ -16,7 +16,6 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, Run, bounds_of
-from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, Slots, Workplace
@@ -33,7 +32,7 @@ from gradsync.communicators.shared_memory.segment import (
     take_segment,
 )
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news
-from gradsync.errors import BackendUnavailable, GradsyncError
+from gradsync.errors import BackendUnavailable
 from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
@@ -58,6 +57,7 @@ class ShmBackend(Backend):
     """
 
     name = "shm"
+    meets_at_once = True  # else a rank that cannot map the memory would be missed in the first collective only
 
     client: RendezvousClient
 
@@ -208,7 +208,7 @@ class ShmBackend(Backend):
         bounds = bounds_of([part] * self.world_size, 1)
         return self._plans.all_to_all(bounds, bounds, part).run
 
-    def connect_group(self, members: tuple[int, ...], name: str) -> Communicator:
+    def connect_group(self, members: tuple[int, ...], name: str) -> ShmBackend:
         client, seconds = self.client.group(members, name), self.timeout_seconds
         return connect_shared_memory(client, group=name, timeout_seconds=seconds, collective_timeout_seconds=seconds)
 
@@ -270,8 +270,8 @@ def connect_shared_memory(
     group: str = "world",
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
-) -> Communicator:
-    """Builds the communicator of all ranks of a rendezvous. Every rank must call it with the same group.
+) -> ShmBackend:
+    """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 
     Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
 
@@ -302,12 +302,7 @@ def connect_shared_memory(
         except BackendUnavailable:
             await_news(NEWS_SECONDS, client.check)  # nor can a root be reached that has heard of a failure before us
             raise
-    communicator = Communicator(ShmBackend(descriptor, client, group, collective_timeout_seconds))
-    communicator.barrier()
-    if client.rank == 0:
-        with contextlib.suppress(GradsyncError):  # a rank may do its work and end before this one is asked to go on
-            client.delete(key)  # all have taken it
-    return communicator
+    return ShmBackend(descriptor, client, group, collective_timeout_seconds)
 
 
 def _offer(client: RendezvousClient, key: str, descriptor: int, deadline: float) -> None:
@@ -315,5 +310,6 @@ def _offer(client: RendezvousClient, key: str, descriptor: int, deadline: float)
     try:
         client.set(key, offer.ticket)
         offer.serve(descriptor, client.world_size - 1, deadline, client.check)
+        client.delete(key)  # all have taken it
     finally:
         offer.close()
