@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from gradsync.process_group import new_group as new_group
     from gradsync.process_group import override_backend as override_backend
     from gradsync.process_group import synchronized as synchronized
+    from gradsync.reduction import ReduceOp as ReduceOp
     from gradsync.sharding import shard_indices as shard_indices
 
     # The world's communicator; there is one between init_process_group() and destroy_process_group().
@@ -91,6 +92,7 @@ _HOME = {
     "GradientFuture": "gradsync.bucketing.future",
     "CollectiveFuture": "gradsync.futures",
     "Communicator": "gradsync.communicators.communicator",
+    "ReduceOp": "gradsync.reduction",
     "NonMember": "gradsync.communicators.groups",
     "init_process_group": "gradsync.process_group",
     "destroy_process_group": "gradsync.process_group",

@@ -14,7 +14,6 @@ import pytest
 
 import gradsync as gs
 from contract import Host, assert_identical, contribution, exactly_reduced, expect, sealed
-from gradsync.reduction import ReduceOp
 from rank_processes import run_ranks
 
 # Of each way into shared memory: assigned, copied by a ufunc, and from places that ranks tell each other.
@@ -84,7 +83,7 @@ def test_results_go_where_the_caller_wants_them(check: Callable[[Any], None], wo
     run_ranks(world_size, check, timeout=120)
 
 
-SPELLINGS: list[Any] = ["sum", "SUM", np.str_("Sum"), ReduceOp.SUM]
+SPELLINGS: list[Any] = ["sum", "SUM", np.str_("Sum"), gs.ReduceOp.SUM]
 
 
 def check_meeting(comm: Any) -> None:
