@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,28 @@ def test_local_in_one_process() -> None:
     with pytest.raises(gs.InvalidArgument, match="not initialised"):
         gs.get_communicator()
     gs.destroy_process_group()
+
+
+def test_a_group_of_which_only_its_objects_are_held_ends_with_the_process_group() -> None:
+    objects = gs.init_process_group("local").new_group([0]).objects
+    assert objects.all_gather("a") == ["a"]
+    gs.destroy_process_group()
+    with pytest.raises(gs.CommunicatorClosed, match="it was closed"):
+        objects.all_gather("a")
+
+
+def test_a_group_that_its_function_has_dropped_ends_with_the_process_group() -> None:
+    """Else ranks that still wait in it would do so until their deadline."""
+    world = gs.init_process_group("local")
+    gc.disable()
+    try:
+        group = weakref.ref(world.new_group([0]))
+        gs.destroy_process_group()
+        held = group()
+        assert held is not None
+        assert held.closed
+    finally:
+        gc.enable()
 
 
 def test_auto_takes_local_for_a_world_of_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -170,7 +170,7 @@ class Communicator:
         self._known: dict[Any, _Known] = {}
         self.finder = backend.finder
         self.recorder = backend.recorder
-        self.lifetime = backend.lifetime = Lifetime(backend)
+        self.lifetime = backend.lifetime = Lifetime(backend, self)
         self.mark_work = backend.mark_work
         self.mark_end = backend.mark_end
         self.follow_work = backend.follow_work

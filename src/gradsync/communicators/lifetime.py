@@ -125,6 +125,8 @@ class Lifetime:
 
     Args:
         backend: of the communicator; its recorder is written.
+        communicator: held by whoever holds this or the backend, as `communicator.objects` does: the process group
+            closes only communicators that are still there.
 
     Attributes:
         raised: the failures that calls have raised: the family's, once it belongs to one.
@@ -134,8 +136,9 @@ class Lifetime:
         last_job: what was submitted for it last, unless that is over; see collective_queue.py.
     """
 
-    def __init__(self, backend: Ending) -> None:
+    def __init__(self, backend: Ending, communicator: object) -> None:
         self._backend = backend
+        self._communicator = communicator
         self.raised = RaisedFailures()
         self._recorder = backend.recorder
         self._occupancy = Occupancy()
