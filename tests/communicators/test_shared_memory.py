@@ -16,6 +16,8 @@ import pytest
 import gradsync as gs
 from contract import contribution, expect, wait_until
 from gradsync import process_group
+from gradsync.communicators import host_copy
+from gradsync.communicators.shared_memory import pipelined
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -225,3 +227,30 @@ def test_more_memory_than_there_is_is_refused(what: str) -> None:
     assert "bytes of shared memory: [Errno 27] File too large" in told[0]
     assert told[0].startswith("BackendUnavailable: ")
     assert told[1].startswith(("RankFailed: ", "BackendUnavailable: "))
+
+
+# -- Two ways to copy: by memcpy, and by a ufunc where the processor's memcpy is slow --------------------------------
+
+
+def reduce_by_either_copy(comm: Any, slow_ranks: set[int]) -> list[bytes]:
+    kept = host_copy.memcpy_is_slow
+    modules = (host_copy, pipelined)
+    for module in modules:
+        module.memcpy_is_slow = lambda: comm.rank in slow_ranks  # type: ignore[attr-defined]
+    try:
+        results = []
+        for size, name in ((1000, "complex64"), (30_001, "float16"), (700_003, "float32"), (700_003, "int8")):
+            array = contribution(comm.rank, (size,), name)
+            results.append(comm.all_reduce(array.copy()).tobytes())
+            results.append(comm.all_gather(array).tobytes())
+            results.append(comm.reduce_scatter(np.concatenate([array] * comm.world_size)).tobytes())
+        return results
+    finally:
+        for module in modules:
+            module.memcpy_is_slow = kept  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("slow_ranks", [{0, 1}, {1}])
+def test_bits_do_not_depend_on_how_a_processor_copies(slow_ranks: set[int]) -> None:
+    """Nor do ranks that have found different ways miss each other."""
+    assert run_ranks(2, reduce_by_either_copy, slow_ranks) == run_ranks(2, reduce_by_either_copy, set())

@@ -25,7 +25,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, largest_part
-from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
+from gradsync.communicators.host_copy import copy_words, pack_words, publish_words, split_words, word_dtype
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import Piece, cuts, pieces_between
 from gradsync.communicators.shared_memory.arena import HOT_BYTES, Scratch, Slots, Workplace, share_begin, shares_bytes
@@ -425,7 +425,7 @@ class OneShot(_Reduction):
         if self._assigns:
             regions[self._rank][...] = source
         else:
-            copy_words(source.view(self._word), own_words)
+            publish_words(source.view(self._word), own_words)
         barrier.meet(agreement)
         self.reduce(regions, target)
 
@@ -475,7 +475,7 @@ class OneShotList:
         own = regions[self._rank]
         for begin, end, sources in self._published:
             if len(sources) == 1:
-                copy_words(sources[0], own_words[begin:end])
+                publish_words(sources[0], own_words[begin:end])
             else:
                 np.concatenate(sources, out=own[begin:end])
         if laps is not None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.host_copy import copy_words, word_dtype
+from gradsync.communicators.host_copy import copy_words, memcpy_is_slow, word_dtype
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.pieces import Piece, cuts, line_bounds, pieces_between
@@ -45,8 +45,9 @@ from gradsync.reduction import (
 _WORTH_A_CALL_BYTES = 4096
 # What is reduced, and then divided, at a time: from one pass to the next it stays in the cache.
 _REDUCED_BYTES = 256 * 1024
-# What is copied into shared memory by one call. Measured: while rewriting what others have read is slow (see arena.py),
-# calls of twice that size take twice as long for the same bytes, and of four times that size four times as long.
+# What is copied into shared memory by one call where memcpy is slow, as on Zen 3. Measured there: while rewriting what
+# others have read is slow (see arena.py), calls of twice that size take twice as long for the same bytes, and of four
+# times that size four times as long. Elsewhere (a Xeon) a whole chunk by one call is the fastest.
 _PUBLISHED_BYTES = 128 * 1024
 # How much of small pieces is gathered, and then reduced, divided and scattered.
 _GATHERED_BYTES = 128 * 1024
@@ -401,7 +402,8 @@ class WriteBack:
         self._dtype = dtype = sources[0].dtype
         itemsize = dtype.itemsize
         sizes = tuple([source.size for source in sources])
-        bytes_at_a_time = workplace.chunk_bytes, _REDUCED_BYTES, _PUBLISHED_BYTES, _GATHERED_BYTES
+        published_bytes = _PUBLISHED_BYTES if memcpy_is_slow() else workplace.chunk_bytes
+        bytes_at_a_time = workplace.chunk_bytes, _REDUCED_BYTES, published_bytes, _GATHERED_BYTES
         lengths = Lengths(*[size_bytes // itemsize for size_bytes in bytes_at_a_time])
         self._chunks = plan_stream(sizes, lengths, itemsize, rank, world_size)
         self._accumulator = scratch.accumulator(dtype, max(lengths.reduced, lengths.gathered))
