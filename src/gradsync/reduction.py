@@ -92,6 +92,23 @@ UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
+def _minimum_into(first: Array, second: Array, out: Array) -> None:
+    np.minimum(first, second, out=out)
+
+
+def _maximum_into(first: Array, second: Array, out: Array) -> None:
+    np.maximum(first, second, out=out)
+
+
+#: The same, for calls with (first, second, out), which cost a third less than those with `out=`. From NumPy 2.4 on,
+#: np.minimum and np.maximum warn of them.
+UFUNCS_INTO: dict[ReduceOp, Callable[..., Any]] = {
+    **UFUNCS,
+    ReduceOp.MIN: _minimum_into,
+    ReduceOp.MAX: _maximum_into,
+}
+
+
 def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     """Refuses what the dtype table does not hold.
 

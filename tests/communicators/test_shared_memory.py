@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,19 @@ def raise_on_overflow(comm: Any) -> None:
 
 def test_overflow_is_no_exception() -> None:
     run_ranks(2, raise_on_overflow)
+
+
+def reduce_where_warnings_are_errors(comm: Any) -> None:
+    warnings.simplefilter("error")
+    for op, expected in (("min", 0), ("max", comm.world_size - 1)):
+        for size in (8, 3 * 100_000):  # by one round of the barrier, and by many
+            array = np.full(size, comm.rank, np.float32)
+            assert (comm.reduce_scatter(np.full(comm.world_size * size, comm.rank, np.float32), op) == expected).all()
+            assert (comm.all_reduce(array, op) == expected).all()
+
+
+def test_minimum_and_maximum_warn_of_nothing() -> None:
+    run_ranks(3, reduce_where_warnings_are_errors)
 
 
 def allocate_in_a_steady_step(comm: Any) -> dict[str, int]:

@@ -32,7 +32,7 @@ from gradsync.communicators.shared_memory.arena import HOT_BYTES, Scratch, Slots
 from gradsync.communicators.shared_memory.pipelined import Call, Delivery, Stretch, WriteBack, run_calls, worth_a_call
 from gradsync.diagnostics import tracing
 from gradsync.errors import CommunicatorClosed
-from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
+from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
 
 _BYTE = np.dtype(np.uint8)
 _NUMBER = np.dtype(np.int64)
@@ -357,7 +357,7 @@ class _Reduction(_Plan):
         self._scratch = scratch
         self._quietly = quietly
         self._op = op
-        self._ufunc = UFUNCS[op]
+        self._ufunc = UFUNCS_INTO[op]
         self._dtype = dtype
         self._word = word_dtype(dtype)
         self._values = workplace.rings.of(dtype)

@@ -31,7 +31,7 @@ from gradsync.communicators.pieces import Piece, cuts, line_bounds, pieces_betwe
 from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, Scratch, SlotArrays, Workplace
 from gradsync.diagnostics import tracing
 from gradsync.reduction import (
-    UFUNCS,
+    UFUNCS_INTO,
     Array,
     ReduceOp,
     accumulation_dtype,
@@ -236,7 +236,7 @@ def reducing(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulat
     """Reduces as reduce_into of reduction.py does; `accumulator` is None where the dtype adds up in itself."""
     if accumulator is not None:
         return [(reduce_into, (op, contributions, out, accumulator))]
-    ufunc = UFUNCS[op]
+    ufunc = UFUNCS_INTO[op]
     calls: list[Call] = [(ufunc, (contributions[0], contributions[1], out))]
     calls += [(ufunc, (out, contribution, out)) for contribution in contributions[2:]]
     if op is ReduceOp.MEAN:

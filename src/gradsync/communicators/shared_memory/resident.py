@@ -34,7 +34,7 @@ from gradsync.communicators.shared_memory.segment import (
 )
 from gradsync.diagnostics import tracing
 from gradsync.errors import BackendUnavailable
-from gradsync.reduction import UFUNCS, Array, ReduceOp, accumulation_dtype, divide_into
+from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, accumulation_dtype, divide_into
 
 # What is reduced before it is written to the others: it is still in the cache then.
 _CHUNK_BYTES = 384 * 1024
@@ -146,7 +146,7 @@ class ResidentReduction:
 
     def _sum(self, parts: Sequence[Array], result: Array, op: ReduceOp) -> list[Call]:
         """Returns the calls that reduce_into would make."""
-        ufunc, is_half = UFUNCS[op], accumulation_dtype(result.dtype) != result.dtype
+        ufunc, is_half = UFUNCS_INTO[op], accumulation_dtype(result.dtype) != result.dtype
         total, addend = self._room(result.size) if is_half else (result, result)
         steps: list[Call] = [(np.copyto, (total, parts[0]))] if is_half else []
         for number, part in enumerate(parts[1:]):
