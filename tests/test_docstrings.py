@@ -12,7 +12,7 @@ import pytest
 
 import gradsync as gs
 from gradsync.bucketing.bucket_hook import GradientBucket
-from gradsync.communicators.asynchronous import Asynchronous
+from gradsync.communicators.communicator import Asynchronous
 from gradsync.communicators.objects import Objects
 
 # Classes whose objects the library gives: nobody calls them.

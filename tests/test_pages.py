@@ -9,7 +9,7 @@ import re
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.asynchronous import Asynchronous
+from gradsync.communicators.communicator import Asynchronous
 from gradsync.communicators.objects import Objects
 from page_blocks import DOCS, PAGES, ROOT, Block, blocks_of, complaint
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gradsync.bucketing.flat_buffer import get_offsets as get_offsets
     from gradsync.bucketing.flat_buffer import param_pack_concat as param_pack_concat
     from gradsync.bucketing.flat_buffer import param_pack_split as param_pack_split
-    from gradsync.bucketing.future import GradientFuture as GradientFuture
     from gradsync.bucketing.parameters import bcast_list_ as bcast_list_
     from gradsync.bucketing.parameters import pack_allreduce_split as pack_allreduce_split
     from gradsync.bucketing.tree_average import average_gradients as average_gradients
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from gradsync.errors import RendezvousTimeout as RendezvousTimeout
     from gradsync.errors import UnsupportedDtype as UnsupportedDtype
     from gradsync.futures import CollectiveFuture as CollectiveFuture
+    from gradsync.futures import GradientFuture as GradientFuture
     from gradsync.launching.free_port import free_port as free_port
     from gradsync.launching.launch import MainProcessError as MainProcessError
     from gradsync.launching.launch import WorkerError as WorkerError
@@ -89,7 +89,7 @@ _HOME = {
     "param_pack_concat": "gradsync.bucketing.flat_buffer",
     "param_pack_split": "gradsync.bucketing.flat_buffer",
     "pack_allreduce_split": "gradsync.bucketing.parameters",
-    "GradientFuture": "gradsync.bucketing.future",
+    "GradientFuture": "gradsync.futures",
     "CollectiveFuture": "gradsync.futures",
     "Communicator": "gradsync.communicators.communicator",
     "ReduceOp": "gradsync.reduction",

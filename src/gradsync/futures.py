@@ -8,6 +8,7 @@ gradients ends once, not ten thousand times.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -133,30 +134,37 @@ class CollectiveEnd:
     """The end of a collective.
 
     Args:
-        completing_thread: the only thread that can bring it about; None is the calling one.
+        timeout_seconds: how long a future waits for it when it is not told; None: as long as the collective takes,
+            which has a deadline of its own.
 
     Attributes:
+        timeout_seconds: see above.
         value: what the collective has returned.
         completion: of one that runs beside the host, once it is launched.
         has_result: whether it has ended well, and what it has computed is there: nothing is to be waited for.
+        was_asked: whether somebody may have learnt from a future that it is over.
     """
 
     __slots__ = (
         "_callbacks",
-        "_completing_thread",
         "_error",
+        "_made_by",
         "_untold",
         "_waiting",
         "completion",
         "has_result",
+        "timeout_seconds",
         "value",
+        "was_asked",
     )
 
-    def __init__(self, completing_thread: int | None = None) -> None:
-        self._completing_thread = completing_thread or threading.get_ident()
+    def __init__(self, timeout_seconds: float | None = None) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._made_by = threading.get_ident()
         self.value: Any = None
         self.completion: Completion | None = None
         self.has_result = False
+        self.was_asked = False
         self._error: BaseException | None = None
         self._untold: Untold | None = None
         # A lock for each thread that waits, released at the end. Not an Event for all: its own lock stays taken where
@@ -173,11 +181,11 @@ class CollectiveEnd:
         """Whether the collective has ended or failed; never blocks."""
         return self._callbacks is None and (self.completion is None or self.completion.done())
 
-    def is_completed_by_caller(self) -> bool:
-        """Whether only the calling thread can bring it about."""
-        return threading.get_ident() == self._completing_thread
+    def is_of_caller(self) -> bool:
+        """Whether the calling thread has made it: of a bucket, the only one that can launch it."""
+        return threading.get_ident() == self._made_by
 
-    def await_finish(self, seconds: float | None) -> bool:
+    def await_launch(self, seconds: float | None) -> bool:
         """Waits until it is launched or has failed; returns whether it is."""
         at_the_end = threading.Lock()
         at_the_end.acquire()
@@ -314,23 +322,17 @@ class CollectiveFuture:
 
     Args:
         name: how error messages call the collective.
-        timeout_seconds: how long result() waits when it is not told; None leaves it to the collective's own deadline.
-        completing_thread: the only thread that can complete it, which therefore must not wait for it; None is the one
-            that makes the future.
+        end: of the collective.
     """
 
-    __slots__ = ("_end", "_name", "_timeout_seconds")
+    __slots__ = ("_end", "_name")
 
-    _DEFAULT_TIMEOUT_SECONDS: ClassVar[float | None] = None
-    # What error messages say after the name.
-    _HELD_UP: ClassVar[str] = "it comes after the done-callback that asks for it; return from that first"
     _PENDING: ClassVar[str] = "it has not ended yet"
     _MISSED: ClassVar[str] = "did not end"
 
-    def __init__(self, name: str, timeout_seconds: float | None = None, completing_thread: int | None = None) -> None:
+    def __init__(self, name: str, end: CollectiveEnd) -> None:
         self._name = name
-        self._timeout_seconds = timeout_seconds
-        self._end = CollectiveEnd(completing_thread)
+        self._end = end
 
     @property
     def name(self) -> str:
@@ -339,7 +341,11 @@ class CollectiveFuture:
 
     def done(self) -> bool:
         """Whether it has ended or failed; never blocks."""
-        return self._end.is_over()
+        end = self._end
+        if not end.is_over():
+            return False
+        end.was_asked = True
+        return True
 
     def result(self, timeout: float | None = None) -> Any:
         """Returns what the collective returns.
@@ -352,13 +358,13 @@ class CollectiveFuture:
                 collective's own deadline.
 
         Raises:
-            FutureNotReady: only the calling thread can complete it.
+            FutureNotReady: only the calling thread can complete it, or a done-callback asks before its end.
             CollectiveTimeout: the wait reached its deadline; the collective goes on.
             InvalidArgument: a done-callback has called a collective; raised here where that was only logged.
             PlanMismatch, RankFailed, ...: whatever ended the collective.
         """
-        self.wait(timeout=timeout)
-        return self._value()
+        self._wait(None, timeout)
+        return self._end.value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
         """Waits, and raises, as result() does.
@@ -370,17 +376,12 @@ class CollectiveFuture:
         Raises:
             FutureNotReady, CollectiveTimeout, PlanMismatch, RankFailed, ...: as for result().
         """
-        if pending:
-            raise_refused()
-        self._await_launch(timeout)
-        self._end.raise_error()
-        if self._end.completion is not None:
-            self._end.completion.order(stream)
+        self._wait(stream, timeout)
 
     def exception(self) -> BaseException | None:
         """Returns what ended the collective, or None when it succeeded; an error before it is done."""
         if not self.done():
-            self._raise_not_ready("exception()")
+            raise self._not_ready("exception()")
         return self._end.tell_failure()
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
@@ -389,53 +390,146 @@ class CollectiveFuture:
         Else it runs in the thread that completes the future: on the CPU the one that ran the collective, on a GPU one
         of the communicator's. An exception in it is logged, not raised. It must not call collectives, on any
         backend, nor hand over gradients: that is InvalidArgument, raised there and, as nobody may read the log, again
-        by this rank's next flush(), result() or collective.
+        by this rank's next flush(), result() or collective. Nor can it wait for a future that is not done:
+        FutureNotReady.
 
         Args:
             function: gets this future.
         """
+        self._end.was_asked = True  # the function may run at any moment from here on
         self._end.add_callback(function, self)
 
     def __repr__(self) -> str:
-        if not self.done():
+        if not self._end.is_over():
             state = "pending"
         else:
             error = self._end.failure()
             state = "ready" if error is None else f"failed with {type(error).__name__}"
         return f"<{type(self).__name__} of {self.name}: {state}>"
 
-    # -- For those who make it -----------------------------------------------------------------------------------
-
-    def resolve(self, value: Any, completion: Completion | None = None) -> None:
-        """Gives the future its value: ready now, or at the end of the collective that was launched."""
-        self._end.finish(value, None, completion)
-
-    def fail(self, error: BaseException, untold: Untold | None = None) -> None:
-        """Makes result() raise `error`; `untold` shall log it when nobody asks."""
-        self._end.finish(None, error, None, untold)
-
-    def disown(self, error: BaseException) -> None:
-        """Makes result() raise `error` in the child of a fork, where nobody completes it, and calls nobody."""
-        self._end.disown(error)
-
-    def _value(self) -> Any:
-        """Returns the value of one that has ended well."""
-        return self._end.value
+    def _wait(self, stream: Any, timeout: float | None) -> None:
+        if pending:
+            raise_refused()
+        end = self._end
+        if end.is_pending:
+            self._await_launch(timeout)
+        end.was_asked = True
+        end.raise_error()
+        if end.completion is not None:
+            end.completion.order(stream)
 
     def _await_launch(self, timeout: float | None) -> None:
-        """Waits until the future has its value or its error."""
-        if not self._end.is_pending:
-            return
-        if self._is_held_up():
-            raise FutureNotReady(f"{self.name} is not ready: {self._HELD_UP}")
-        own = self._DEFAULT_TIMEOUT_SECONDS if self._timeout_seconds is None else self._timeout_seconds
-        seconds = own if timeout is None else timeout
-        if not self._end.await_finish(seconds):
+        """Waits until the collective is launched or has failed."""
+        if _here.is_in_callback:
+            raise FutureNotReady(
+                f"{self.name} is not ready: a done-callback cannot wait for it, as it may come after the callback; "
+                "return from that first"
+            )
+        seconds = self._end.timeout_seconds if timeout is None else timeout
+        if not self._end.await_launch(seconds):
             raise CollectiveTimeout(f"{self.name} {self._MISSED} within {seconds:g} s")
 
-    def _is_held_up(self) -> bool:
-        """Whether nobody would complete it while the calling thread waits."""
-        return self._end.is_completed_by_caller()
+    def _not_ready(self, what: str) -> FutureNotReady:
+        return FutureNotReady(f"{what} of {self.name} is not ready: {self._PENDING}")
 
-    def _raise_not_ready(self, what: str) -> None:
-        raise FutureNotReady(f"{what} of {self.name} is not ready: {self._PENDING}")
+
+class GradientFuture(CollectiveFuture):
+    """Resolves to the reduced gradient when its bucket has been reduced.
+
+    Until then the gradient belongs to gradsync: do not write to it. Made by AllreduceCallback. On a GPU it has its
+    value as soon as the bucket is launched; result() then orders the current stream, not the host, after the reduction.
+    It gives the array that was handed to the callback, with the reduced values in it (a fresh array where that one
+    could not be written to; a view of the bucket where gradients live in buckets), and raises FutureNotReady before the
+    launch in the thread that hands over gradients: only that one can launch the bucket. GradientCancelled means that
+    the backward pass ended with an exception.
+
+    Args:
+        name: of the gradient, as ranks know it.
+        end: of the bucket's reduction.
+        value: what the future gives then.
+    """
+
+    __slots__ = ("_value",)
+
+    _PENDING: ClassVar[str] = "its bucket has not been reduced yet"
+    _MISSED: ClassVar[str] = "was not reduced"
+
+    # Ten thousand times a step: it only takes down what it is given, and makes its name when somebody asks for it.
+    def __init__(self, name: str, end: CollectiveEnd, value: Any) -> None:
+        self._name = name
+        self._end = end
+        self._value = value
+
+    @property
+    def name(self) -> str:
+        """How error messages call it."""
+        return f"the gradient of {self._name}"
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See CollectiveFuture; on the CPU, once the bucket is reduced, this costs one look."""
+        end = self._end
+        if pending or not end.has_result:
+            self._wait(None, timeout)
+        end.was_asked = True
+        return self._value
+
+    def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
+        """Waits as result() does, without raising what the reduction raised: the step's flush() has.
+
+        Args:
+            stream: CUDA stream that shall wait; None is the current one. Unused on the CPU.
+            timeout: as for result().
+
+        Raises:
+            FutureNotReady, CollectiveTimeout, InvalidArgument: as for result().
+        """
+        if pending:
+            raise_refused()
+        end = self._end
+        if end.is_pending:
+            self._await_launch(timeout)
+        end.was_asked = True
+        if end.completion is not None:
+            with contextlib.suppress(GradsyncError):
+                end.completion.order(stream)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the reduced gradient; an error before it is ready."""
+        return tuple(self._ready_value("shape").shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the reduced gradient; an error before it is ready."""
+        return self._ready_value("dtype").dtype
+
+    @property
+    def device(self) -> Any:
+        """Device of the reduced gradient; an error before it is ready."""
+        return getattr(self._ready_value("device"), "device", "cpu")
+
+    def numpy(self) -> Any:
+        """Returns the reduced gradient in host memory; an error before it is ready, and where the reduction failed."""
+        value = self._ready_value("numpy()")
+        self._end.was_asked = True
+        completion = self._end.completion
+        if completion is not None:
+            completion.order()
+        in_host_memory = value.get() if hasattr(value, "get") else value
+        if completion is not None:
+            completion.wait()  # an aborted reduction ends too, and leaves no result
+        return in_host_memory
+
+    def _ready_value(self, what: str) -> Any:
+        if self._end.is_pending:
+            raise self._not_ready(what)
+        self._end.raise_error()
+        return self._value
+
+    def _await_launch(self, timeout: float | None) -> None:
+        if self._end.is_of_caller():
+            raise FutureNotReady(
+                f"{self.name} is not ready: its bucket is not full yet; call flush(), or leave the "
+                "`with callback.backward()` block, before asking for it"
+            )
+        super()._await_launch(timeout)

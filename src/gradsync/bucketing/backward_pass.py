@@ -13,7 +13,6 @@ from typing import Any
 from gradsync.bucketing.bucket_ends import BucketEnds
 from gradsync.bucketing.callback_identity import CallbackIdentity
 from gradsync.bucketing.fixed_arrivals import FixedArrivals
-from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.gradient_guard import GradientGuard
 from gradsync.bucketing.gradient_lock import LockedGradients, register
 from gradsync.bucketing.missing import Zeros
@@ -28,7 +27,7 @@ from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import Lifetime
 from gradsync.diagnostics import tracing
 from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
-from gradsync.futures import CollectiveEnd, check_may_call, pending
+from gradsync.futures import CollectiveEnd, GradientFuture, check_may_call, pending
 
 _log = logging.getLogger("gradsync")
 
@@ -91,6 +90,7 @@ class BackwardPass:
         self._works.clear()
         communicator.lifetime.observe_end(self)
         self._guard = GradientGuard(communicator) if communicator.debug else None
+        self._ends.timeout_seconds = communicator.timeout_seconds
         self._communicator = communicator
 
     def live_in_buckets(self, communicator: Communicator) -> Any:
@@ -176,7 +176,9 @@ class BackwardPass:
         if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
             tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=arrivals.count == 1)
         end, guard = self._ends[number], self._guard
-        future = GradientFuture(entry.spec.name, end, entry.result) if guard is None else guard.take(entry, end)
+        if guard is not None:
+            guard.take(entry, end)
+        future = GradientFuture(entry.spec.name, end, entry.result)
         if (set_writeable := entry.set_writeable) is not None:
             set_writeable(False)
         if complete:
@@ -228,7 +230,7 @@ class BackwardPass:
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which the futures that are not done get."""
         self.unlock_waiting()
-        ends, self._ends = self._ends, BucketEnds()
+        ends, self._ends = self._ends, BucketEnds(self._ends.timeout_seconds)
         self.reduction.fail()
         self._end_step()
         self._works.clear()
@@ -321,7 +323,7 @@ class BackwardPass:
         """
         waiting = self._locked_until(lambda end: not end.is_pending)
         # Another thread may be locking one now: that one finds it here again when its step fails.
-        if all(end.is_completed_by_caller() for end in list(self._ends.values())):
+        if all(end.is_of_caller() for end in list(self._ends.values())):
             self._unlocked.update([entry.position for entry in waiting])
         try:
             LockedGradients(waiting, self).put_back()

@@ -6,14 +6,19 @@ from gradsync.futures import CollectiveEnd, Completion
 
 
 class BucketEnds(dict[int, CollectiveEnd]):
-    """By bucket number. A done-callback that ends in SystemExit keeps no other gradient from its end."""
+    """By bucket number. A done-callback that ends in SystemExit keeps no other gradient from its end.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_seconds: how long a future waits for one when it is not told.
+    """
+
+    def __init__(self, timeout_seconds: float = 0.0) -> None:
         super().__init__()
+        self.timeout_seconds = timeout_seconds
         self._leaving: BaseException | None = None
 
     def __missing__(self, number: int) -> CollectiveEnd:
-        end = self[number] = CollectiveEnd()
+        end = self[number] = CollectiveEnd(self.timeout_seconds)
         return end
 
     def finish(self, number: int, completion: Completion | None) -> None:

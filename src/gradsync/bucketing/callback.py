@@ -16,7 +16,6 @@ from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.callback_identity import CallbackIdentity
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.forgotten import watch
-from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.pending import display_name
 from gradsync.bucketing.with_blocks import WithBlocks
@@ -24,6 +23,7 @@ from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
+from gradsync.futures import GradientFuture
 from gradsync.reduction import parse_reduce_method
 
 if TYPE_CHECKING:

@@ -7,13 +7,12 @@ step ends: that finds who goes on adding to a gradient that has been reduced alr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from gradsync.bucketing.future import GradientFuture
 from gradsync.bucketing.pending import PendingGradient
 from gradsync.communicators.communicator import Communicator
 from gradsync.errors import GradientChanged, caller
@@ -22,52 +21,15 @@ from gradsync.futures import CollectiveEnd, Completion
 _HAND_OVER = "its hand-over and the reduction of its bucket: hand it over once it is complete"
 _REDUCTION = "the reduction of its bucket and the end of the step, and nobody had asked its future: ask that first"
 
-T = TypeVar("T")
-
-
-class WatchedFuture(GradientFuture):
-    """A gradient's future that notes whether somebody has learnt from it that it is done.
-
-    Attributes:
-        was_asked: whether somebody has.
-    """
-
-    __slots__ = ("was_asked",)
-
-    def __init__(self, name: str, end: CollectiveEnd, value: Any = None) -> None:
-        super().__init__(name, end, value)
-        self.was_asked = False
-
-    def done(self) -> bool:
-        return self._told(super().done())
-
-    def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        super().wait(stream, timeout=timeout)
-        self.was_asked = True
-
-    def result(self, timeout: float | None = None) -> Any:
-        return self._told(super().result(timeout), is_done=True)
-
-    def numpy(self) -> Any:
-        return self._told(super().numpy(), is_done=True)
-
-    def add_done_callback(self, function: Callable[[Any], None]) -> None:
-        self.was_asked = True  # it may run at any moment from here on
-        super().add_done_callback(function)
-
-    def _told(self, answer: T, *, is_done: bool = False) -> T:
-        self.was_asked = self.was_asked or is_done or answer is True
-        return answer
-
 
 class _Watched:
     """One gradient of the step: its digest, and where in the program it was handed over."""
 
-    __slots__ = ("array", "digest", "entry", "future", "place")
+    __slots__ = ("array", "digest", "end", "entry", "place")
 
-    def __init__(self, entry: PendingGradient, future: WatchedFuture, digest: int, place: str) -> None:
+    def __init__(self, entry: PendingGradient, end: CollectiveEnd, digest: int, place: str) -> None:
         self.entry = entry
-        self.future = future
+        self.end = end
         self.array = _watched_array(entry)
         self.digest = digest
         self.place = place
@@ -85,12 +47,10 @@ class GradientGuard:
         self._given: dict[int, _Watched] = {}  # by place in the step
         self._reduced: list[list[_Watched]] = []  # by bucket
 
-    def take(self, entry: PendingGradient, end: CollectiveEnd) -> WatchedFuture:
-        """Begins to watch a gradient that is being handed over; returns its future."""
-        future = WatchedFuture(entry.spec.name, end, entry.result)
+    def take(self, entry: PendingGradient, end: CollectiveEnd) -> None:
+        """Begins to watch a gradient that is being handed over, until the end of its bucket's reduction."""
         digest = self._digest(_watched_array(entry))
-        self._given[entry.position] = _Watched(entry, future, digest, _place_of_caller())
-        return future
+        self._given[entry.position] = _Watched(entry, end, digest, _place_of_caller())
 
     def check_handed_over(self, positions: Iterable[int]) -> None:
         """Makes sure that the gradients of a bucket are what was handed over.
@@ -123,10 +83,9 @@ class GradientGuard:
             GradientChanged: one of them is not.
         """
         for results in self._reduced:
-            if not any(watched.future.was_asked for watched in results):
-                for watched in results:
-                    if self._digest(watched.array) != watched.digest:
-                        raise self._changed(watched, _REDUCTION)
+            for watched in results:
+                if not watched.end.was_asked and self._digest(watched.array) != watched.digest:
+                    raise self._changed(watched, _REDUCTION)
 
     def clear(self) -> None:
         """Forgets the step."""

@@ -19,11 +19,11 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from gradsync.communicators.agreement import on_behalf
 from gradsync.errors import Caller, CommunicatorClosed, caller, describe, uncaught_error
-from gradsync.futures import CollectiveFuture, check_may_call, is_in_callback, pending, raise_refused
+from gradsync.futures import CollectiveEnd, CollectiveFuture, check_may_call, is_in_callback, pending, raise_refused
 
 _IDLE_SECONDS = 1.0  # how long the thread of a queue waits for the next collective before it ends
 _LEAVING_SECONDS = 1.0  # how long the end of the program waits for collectives that nobody has waited for
@@ -77,24 +77,12 @@ def jobs_not_over() -> list[Job]:
     return [job for job in list(pending.values()) if isinstance(job, Job)]
 
 
-class QueuedFuture(CollectiveFuture):
-    """The future of a collective in a queue."""
-
-    __slots__ = ()
-
-    _HELD_UP: ClassVar[str] = (
-        "a done-callback cannot wait for it, as it may come after the callback; return from that first"
-    )
-
-    def _is_held_up(self) -> bool:
-        return here.is_serving
-
-
 class Job:
     """One collective in a queue.
 
     Args:
-        future: of its result.
+        end: of the collective.
+        name: how its future's errors call it.
         lifetime: of its communicator.
         what: names the collective in errors.
         run: runs it.
@@ -102,22 +90,24 @@ class Job:
         previous: the last one of the same communicator before it, which another queue may hold.
 
     Attributes:
-        future, lifetime, what: see above.
+        end, name, lifetime, what: see above.
         has_begun: whether it runs, or has run.
     """
 
-    __slots__ = ("_not_over", "_previous", "_run", "_submitted_at", "future", "has_begun", "lifetime", "what")
+    __slots__ = ("_not_over", "_previous", "_run", "_submitted_at", "end", "has_begun", "lifetime", "name", "what")
 
     def __init__(
         self,
-        future: QueuedFuture,
+        end: CollectiveEnd,
+        name: str,
         lifetime: Submitter,
         what: str,
         run: Callable[[], Any],
         submitted_at: Caller | None,
         previous: Job | None = None,
     ) -> None:
-        self.future = future
+        self.end = end
+        self.name = name
         self.lifetime = lifetime
         self.what = what
         self.has_begun = False
@@ -134,10 +124,10 @@ class Job:
             if self._previous is not None:
                 self._previous.wait()
             self.has_begun = True
-            if not self.future.done():
+            if not self.end.is_over():
                 self._complete()
         except BaseException as error:  # SystemExit too: the thread has others to run
-            _log.error("a done-callback of %s raised %s", self.future.name, describe(error))
+            _log.error("a done-callback of %s raised %s", self.name, describe(error))
         finally:
             del self._run  # with the caller's arrays
             self._previous = None
@@ -162,18 +152,18 @@ class Job:
         try:
             result = self._run()
         except BaseException as error:
-            self.future.fail(error, self._prepare_to_tell(error))
+            self.end.finish(None, error, untold=self._prepare_to_tell(error))
         else:
-            self.future.resolve(result)
+            self.end.finish(result, None)
 
     def _prepare_to_tell(self, error: BaseException) -> LostFailure | None:
         """Readies an error for whoever asks, or for the log when nobody does."""
         traceback.clear_frames(error.__traceback__)  # which hold the caller's arrays
         if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next  # this job's own frame, which holds the future
+            error.__traceback__ = error.__traceback__.tb_next  # this job's own frame, which holds the end
         if isinstance(error, CommunicatorClosed):  # what has closed it, has told
             return None
-        return LostFailure(self.future.name, error, self.lifetime)
+        return LostFailure(self.name, error, self.lifetime)
 
 
 # -- Lost failures ---------------------------------------------------------------------------------------------------
@@ -252,13 +242,13 @@ class CollectiveQueue:
         """Puts a collective at the end; see the function of this name."""
         with lifetime.submitting, self._lock:
             self._begin_serving()
-            future = QueuedFuture(name)
-            job = Job(future, lifetime, what, run, caller(), lifetime.last_job)
+            end = CollectiveEnd()
+            job = Job(end, name, lifetime, what, run, caller(), lifetime.last_job)
             self._jobs.append(job)  # first: what Ctrl-C leaves behind is run, and nobody waits for what is not
             pending[job] = job
             self.last = lifetime.last_job = job
             self._changed.notify()
-        return future
+        return CollectiveFuture(name, end)
 
     def end(self) -> None:
         """Lets the thread end as soon as the queue is empty, and waits for that, a little."""
@@ -351,7 +341,7 @@ def fail_submitted(lifetime: Submitter) -> None:
         return
     for job in jobs_not_over():
         if job.lifetime is lifetime and not job.has_begun:
-            job.future.fail(lifetime.ended_error(job.what))
+            job.end.finish(None, lifetime.ended_error(job.what))
 
 
 def _register_exit() -> None:
@@ -394,9 +384,7 @@ def _begin_anew_after_fork() -> None:
     _is_registered = False
     _serving.clear()
     for job in jobs_not_over():
-        job.future.disown(
-            CommunicatorClosed(f"{job.future.name} was submitted by the process that this one was forked from")
-        )
+        job.end.disown(CommunicatorClosed(f"{job.name} was submitted by the process that this one was forked from"))
     pending.clear()
 
 

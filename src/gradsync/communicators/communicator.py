@@ -1,9 +1,10 @@
 """The communicator: every public collective checks its arguments, makes the agreement, and has the backend move bytes.
 
 A collective first becomes a CollectiveCall, which refuses what a caller can get wrong, in the same words on every
-backend, before any other rank is involved; then it runs, at once or through the queue (asynchronous.py). What moves
-the bytes is a `Backend`. Of calls that are like an earlier one (of one collective, operator, shape and dtype) only the
-flags of the arrays at hand are left to be checked, and the backend may have a plan for them: see `_find_known`.
+backend, before any other rank is involved; then it runs, at once or through the queue (collective_queue.py). What
+moves the bytes is a `Backend`. Of calls that are like an earlier one (of one collective, operator, shape and dtype)
+only the flags of the arrays at hand are left to be checked, and the backend may have a plan for them: see
+`_find_known`.
 
 All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
 same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
@@ -13,12 +14,13 @@ data moves, and can go on; on NCCL, ranks that leave what they have repeated may
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial, wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, cast
 
 import numpy as np
 
@@ -46,6 +48,7 @@ from gradsync.communicators.backend import (
     row_elements,
     row_shape,
 )
+from gradsync.communicators.collective_queue import LostFailure, submit
 from gradsync.communicators.groups import NO_COLOR, Family, NonMember, listed, meet_members
 from gradsync.communicators.host_arrays import ArrayKind, overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
@@ -62,14 +65,13 @@ from gradsync.errors import (
     describe,
     shown,
 )
-from gradsync.futures import Completion, check_may_call, pending
+from gradsync.futures import CollectiveEnd, CollectiveFuture, Completion, check_may_call, pending
 from gradsync.machine import machine_identity
 from gradsync.reduction import Array, ReduceOp, check_operation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from gradsync.communicators.asynchronous import Asynchronous, CollectiveCall
     from gradsync.communicators.objects import Objects
 
 #: Rows by rank; "ask" where ranks do not know the others': they are exchanged first.
@@ -81,6 +83,13 @@ _MAX_KNOWN = 1024  # kinds of calls that a communicator remembers
 _UNKNOWN = -1  # a number of rows that a rank was not told
 # What a GPU's array takes of host memory at a time, where its values are read.
 _PIECE_BYTES = 32 * 1024**2
+
+
+#: One collective of one rank, checked: its name in errors, what this rank believes all ranks are about to do, what
+#: moves the bytes within the communicator's turn, and two arrays. With arrays it is a backend's plan, which is called
+#: with them and the agreement; the second one is the result. Without, it is called with the launch, has the arrays
+#: itself, and returns the result.
+CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
 
 
 class _Known(NamedTuple):
@@ -149,7 +158,7 @@ class Communicator:
         device: where arrays live: "cpu", or a CUDA device such as "cuda:0".
         recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
         lifetime: for gradsync's own use: who may use the communicator, and whether it has ended.
-        arrays, runs_beside_host, finder: for gradsync's own use: the backend's.
+        arrays, runs_beside_host, finder, timeout_seconds: for gradsync's own use: the backend's.
         debug: whether its ranks agree on every collective before it, and gradients are watched: see use_debug_mode.
         on_exit: for the process group: called in place of close() or abort() when a `with` block ends.
     """
@@ -169,6 +178,7 @@ class Communicator:
         self.runs_beside_host = backend.runs_beside_host
         self._known: dict[Any, _Known] = {}
         self.finder = backend.finder
+        self.timeout_seconds = backend.timeout_seconds
         self.recorder = backend.recorder
         self.lifetime = backend.lifetime = Lifetime(backend, self)
         self.mark_work = backend.mark_work
@@ -844,8 +854,6 @@ class Communicator:
     @cached_property
     def asynchronous(self) -> Asynchronous:
         """The collectives as futures: `communicator.asynchronous.all_reduce(array)` returns at once."""
-        from gradsync.communicators.asynchronous import Asynchronous  # here: not every program needs it
-
         return Asynchronous(self)
 
     @cached_property
@@ -1511,6 +1519,95 @@ class Communicator:
             self._backend.bring_back(flat, target, launch)
         elif not target.flags.c_contiguous:
             self.arrays.write_back(flat, target)
+
+
+_Parameters = ParamSpec("_Parameters")
+
+
+def _submitting(
+    collective: Callable[Concatenate[Communicator, _Parameters], Any], make_call: Callable[..., CollectiveCall]
+) -> Callable[Concatenate[Asynchronous, _Parameters], CollectiveFuture]:
+    """Returns the asynchronous form of a collective.
+
+    Args:
+        collective: the method that returns when it is over.
+        make_call: checks the arguments, all but `stream`.
+    """
+    signature = inspect.signature(collective)
+    has_stream = "stream" in signature.parameters
+
+    @wraps(collective)
+    def asynchronous(self: Asynchronous, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> CollectiveFuture:
+        stream = kwargs.pop("stream", None) if has_stream else None
+        return self._submit(make_call(self._communicator, *args, **kwargs), stream)
+
+    asynchronous.__doc__ = f"See Communicator.{collective.__name__}."
+    asynchronous.__dict__["__signature__"] = signature.replace(return_annotation="CollectiveFuture")
+    # Both are what Python names where an argument is missing or unknown.
+    asynchronous.__qualname__ = make_call.__qualname__ = f"Asynchronous.{collective.__name__}"
+    return asynchronous
+
+
+class Asynchronous:
+    """`communicator.asynchronous`: its collectives with the same arguments, which return a CollectiveFuture at once.
+
+    Every rank must submit them in the order in which the others do, collectives without a future included: those wait
+    until everything that their thread has submitted is over. Arguments are refused at once; whatever else goes wrong,
+    the future raises: result() and wait() do. A failure that nobody asks for is logged. A failed collective fails its
+    own future only. Until a future is done, its arrays belong to gradsync, which keeps them.
+
+    Messages take their turn like other collectives: send is not MPI's Isend. Two ranks that each submit a recv before
+    the send that the other waits for, wait for each other until the deadline. Use exchange, which does both at once;
+    or let the lower rank send first and the higher one receive first.
+
+    A done-callback must not call or submit collectives, on any backend: InvalidArgument; see
+    CollectiveFuture.add_done_callback. Nor can it wait for a future that is not done: FutureNotReady.
+
+    On the CPU a collective waits for its turn in a queue and runs in a thread beside the caller. On a GPU it is
+    launched at once; without a stream on the communicator's own, after the work that is on the current stream now, and
+    result() makes the stream that is current then wait for it.
+
+    Args:
+        communicator: whose collectives these are.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def __repr__(self) -> str:
+        return f"<asynchronous collectives of {self._communicator!r}>"
+
+    all_reduce = _submitting(Communicator.all_reduce, Communicator._all_reduce_call)
+    reduce = _submitting(Communicator.reduce, Communicator._reduce_call)
+    reduce_scatter = _submitting(Communicator.reduce_scatter, Communicator._reduce_scatter_call)
+    broadcast = _submitting(Communicator.broadcast, Communicator._broadcast_call)
+    all_gather = _submitting(Communicator.all_gather, Communicator._all_gather_call)
+    gather = _submitting(Communicator.gather, Communicator._gather_call)
+    scatter = _submitting(Communicator.scatter, Communicator._scatter_call)
+    all_to_all = _submitting(Communicator.all_to_all, Communicator._all_to_all_call)
+    send = _submitting(Communicator.send, Communicator._send_call)
+    recv = _submitting(Communicator.recv, Communicator._recv_call)
+    exchange = _submitting(Communicator.exchange, Communicator._exchange_call)
+    barrier = _submitting(Communicator.barrier, Communicator._barrier_call)
+
+    def _submit(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
+        communicator = self._communicator
+        what, agreement, move, *_ = call
+        name = f"{communicator.label}: {what}"
+        if not communicator.runs_beside_host:
+            return submit(communicator.lifetime, what, name, partial(communicator._run, call, stream))
+        end = CollectiveEnd()
+        producers = [communicator.mark_work()] if stream is None else None
+        turn = communicator.lifetime.turn(what, agreement)
+        try:
+            with turn, communicator._backend.launching(stream, producers) as launch:
+                result = move(launch)  # a device has no plans: `move` takes the launch
+        except Exception as error:
+            closed = isinstance(error, CommunicatorClosed)  # what has closed it, has told
+            end.finish(None, error, untold=None if closed else LostFailure(name, error, communicator.lifetime))
+        else:
+            end.finish(result, None, launch)
+        return CollectiveFuture(name, end)
 
 
 class _Parts(NamedTuple):

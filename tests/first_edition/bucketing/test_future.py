@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.bucketing.future import GradientFuture
-from gradsync.futures import CollectiveEnd
+from gradsync.futures import CollectiveEnd, GradientFuture
 
 
-def pending() -> GradientFuture:
-    return GradientFuture("'w'", CollectiveEnd())
+def pending(value: Any = None) -> GradientFuture:
+    return GradientFuture("'w'", CollectiveEnd(), value)
+
+
+def resolve(future: GradientFuture, reduction: Any = None) -> None:
+    future._end.finish(None, None, reduction)
 
 
 @pytest.mark.parametrize("ask", ["shape", "dtype", "device"])
@@ -31,9 +34,10 @@ def test_methods_are_not_ready_before_the_value_is(ask: str) -> None:
 
 
 def test_resolved() -> None:
-    future, value = pending(), np.ones((2, 3), np.float32)
+    value = np.ones((2, 3), np.float32)
+    future = pending(value)
     assert not future.done()
-    future.resolve(value)
+    resolve(future)
     assert future.done()
     assert future.result() is value
     assert future.exception() is None
@@ -45,7 +49,7 @@ def test_resolved() -> None:
 
 def test_failed() -> None:
     future, error = pending(), gs.RankFailed("rank 1 died", rank=1)
-    future.fail(error)
+    future._end.finish(None, error)
     assert future.done()
     assert future.exception() is error
     future.wait()
@@ -55,18 +59,17 @@ def test_failed() -> None:
 
 
 def test_first_outcome_stays() -> None:
-    future = pending()
-    future.resolve(1)
-    future.fail(ValueError())
-    future.resolve(2)
+    future = pending(1)
+    resolve(future)
+    future._end.finish(None, ValueError())
     assert future.result() == 1
 
 
 def test_callbacks_run_once_before_and_after() -> None:
-    future, seen = pending(), []
+    future, seen = pending(7), []
     future.add_done_callback(lambda f: seen.append(("early", f.result())))
     assert seen == []
-    future.resolve(7)
+    resolve(future)
     future.add_done_callback(lambda f: seen.append(("late", f.result())))
     assert seen == [("early", 7), ("late", 7)]
 
@@ -75,16 +78,16 @@ def test_a_raising_callback_is_logged_and_harmless(caplog: pytest.LogCaptureFixt
     future, seen = pending(), []
     future.add_done_callback(lambda f: 1 / 0)
     future.add_done_callback(seen.append)
-    future.resolve(1)
+    resolve(future)
     assert seen == [future]
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_another_thread_waits_for_the_value() -> None:
-    future, got = pending(), []
+    future, got = pending(5), []
     thread = threading.Thread(target=lambda: got.append(future.result()))
     thread.start()
-    future.resolve(5)
+    resolve(future)
     thread.join(30)
     assert got == [5]
 
@@ -151,8 +154,9 @@ class DeviceArray:
 
 
 def launched() -> tuple[GradientFuture, Reduction, DeviceArray]:
-    future, reduction, array = pending(), Reduction(), DeviceArray()
-    future.resolve(array, reduction)
+    reduction, array = Reduction(), DeviceArray()
+    future = pending(array)
+    resolve(future, reduction)
     return future, reduction, array
 
 
@@ -197,7 +201,7 @@ def test_a_reduction_that_failed_after_its_launch() -> None:
 def test_callbacks_run_at_the_end_of_the_reduction(error: BaseException | None) -> None:
     future, reduction, seen = pending(), Reduction(), []
     future.add_done_callback(lambda f: seen.append(("before the launch", f.exception())))
-    future.resolve(DeviceArray(), reduction)
+    resolve(future, reduction)
     future.add_done_callback(lambda f: seen.append(("after the launch", f.exception())))
     assert seen == []
     reduction.end(error)

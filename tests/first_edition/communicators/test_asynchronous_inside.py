@@ -13,8 +13,7 @@ import pytest
 
 import gradsync as gs
 from contract import expect
-from gradsync.communicators.asynchronous import Asynchronous
-from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.communicator import Asynchronous, Communicator
 from gradsync.futures import pending
 from rank_processes import run_ranks
 

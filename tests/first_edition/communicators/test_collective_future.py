@@ -6,18 +6,26 @@ import copy
 import pickle
 import threading
 import traceback
+from typing import Any
 
 import pytest
 
 import gradsync as gs
-from gradsync.futures import CollectiveFuture
+from gradsync.futures import CollectiveEnd, CollectiveFuture
 
 NAME = "rank 0/2: all_gather"
 
 
-def made_elsewhere() -> CollectiveFuture:
-    """A future that this thread may wait for."""
-    return CollectiveFuture(NAME, completing_thread=-1)
+def pending() -> CollectiveFuture:
+    return CollectiveFuture(NAME, CollectiveEnd())
+
+
+def resolve(future: CollectiveFuture, value: object) -> None:
+    future._end.finish(value, None)
+
+
+def fail(future: CollectiveFuture, error: BaseException, untold: Any = None) -> None:
+    future._end.finish(None, error, untold=untold)
 
 
 def test_it_is_what_a_gradients_future_is() -> None:
@@ -25,28 +33,21 @@ def test_it_is_what_a_gradients_future_is() -> None:
     assert gs.CollectiveFuture is CollectiveFuture
 
 
-def test_the_thread_that_completes_it_is_told_at_once() -> None:
-    future = CollectiveFuture(NAME)
-    for ask in (future.result, future.wait):
-        with pytest.raises(gs.FutureNotReady, match=f"{NAME} is not ready: it comes after the done-callback"):
-            ask()
-
-
 def test_it_has_no_exception_before_it_has_ended() -> None:
     with pytest.raises(gs.FutureNotReady, match=r"exception\(\) of rank 0/2: all_gather .* has not ended yet"):
-        made_elsewhere().exception()
+        pending().exception()
 
 
 def test_a_wait_has_its_own_deadline_and_leaves_the_collective_going() -> None:
-    future = made_elsewhere()
+    future = pending()
     with pytest.raises(gs.CollectiveTimeout, match=r"all_gather did not end within 0.01 s"):
         future.result(timeout=0.01)
-    future.resolve(3)
+    resolve(future, 3)
     assert future.result(timeout=0) == 3
 
 
 def test_without_a_timeout_the_wait_is_the_collectives_own() -> None:
-    future = made_elsewhere()
+    future = pending()
     waiting = threading.Event()
 
     def ask() -> None:
@@ -57,46 +58,46 @@ def test_without_a_timeout_the_wait_is_the_collectives_own() -> None:
     thread = threading.Thread(target=ask)
     thread.start()
     assert waiting.wait(10)
-    future.resolve(5)
+    resolve(future, 5)
     thread.join(10)
     assert got == [5]
 
 
 def test_a_timeout_of_its_own() -> None:
-    future = CollectiveFuture(NAME, timeout_seconds=0.01, completing_thread=-1)
+    future = CollectiveFuture(NAME, CollectiveEnd(0.01))
     with pytest.raises(gs.CollectiveTimeout, match=r"0\.01 s"):
         future.wait()
 
 
 def test_many_threads_wait_for_one_value() -> None:
-    future = made_elsewhere()
+    future = pending()
     got: list[int] = []
     threads = [threading.Thread(target=lambda: got.append(future.result(30))) for _ in range(8)]
     for thread in threads:
         thread.start()
-    future.resolve(7)
+    resolve(future, 7)
     for thread in threads:
         thread.join(30)
     assert got == [7] * 8
 
 
 def test_disowned_it_fails_and_calls_nobody() -> None:
-    future, seen = made_elsewhere(), []
+    future, seen = pending(), []
     future.add_done_callback(seen.append)
     error = gs.CommunicatorClosed("forked")
-    future.disown(error)
+    future._end.disown(error)
     assert future.done()
     assert future.exception() is error
-    future.resolve(1)
+    resolve(future, 1)
     with pytest.raises(gs.CommunicatorClosed, match="forked"):
         future.result()
     assert seen == []
 
 
 def test_disowned_after_its_end_it_keeps_its_value() -> None:
-    future = made_elsewhere()
-    future.resolve(1)
-    future.disown(gs.CommunicatorClosed("forked"))
+    future = pending()
+    resolve(future, 1)
+    future._end.disown(gs.CommunicatorClosed("forked"))
     assert future.result() == 1
 
 
@@ -105,9 +106,9 @@ def test_it_cannot_be_cancelled() -> None:
 
 
 def test_it_says_what_it_is() -> None:
-    future = made_elsewhere()
+    future = pending()
     assert repr(future) == f"<CollectiveFuture of {NAME}: pending>"
-    future.fail(gs.RankFailed("rank 1 died"))
+    fail(future, gs.RankFailed("rank 1 died"))
     assert repr(future) == f"<CollectiveFuture of {NAME}: failed with RankFailed>"
     assert future.name == NAME
 
@@ -117,11 +118,11 @@ def test_it_says_what_it_is() -> None:
 
 def failed() -> tuple[CollectiveFuture, gs.RankFailed]:
     """A future, and the error that it failed with, raised elsewhere."""
-    future = made_elsewhere()
+    future = pending()
     try:
         raise gs.RankFailed("rank 1 died", rank=1, phase="all_gather") from ValueError("the cause")
     except gs.RankFailed as error:
-        future.fail(error)
+        fail(future, error)
         return future, error
 
 
@@ -164,8 +165,8 @@ class Stubborn(Exception):
 
 
 def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
-    future, error = made_elsewhere(), Stubborn(3, "as it is")
-    future.fail(error)
+    future, error = pending(), Stubborn(3, "as it is")
+    fail(future, error)
     with pytest.raises(Stubborn) as caught:
         future.result()
     assert caught.value is error
@@ -175,7 +176,7 @@ def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
 
 
 def test_a_callback_that_leaves_does_not_keep_the_others_from_being_called() -> None:
-    future, seen = made_elsewhere(), []
+    future, seen = pending(), []
 
     def leave(_: CollectiveFuture) -> None:
         raise SystemExit(3)
@@ -183,7 +184,7 @@ def test_a_callback_that_leaves_does_not_keep_the_others_from_being_called() -> 
     future.add_done_callback(leave)
     future.add_done_callback(seen.append)
     with pytest.raises(SystemExit, match="3"):
-        future.resolve(1)
+        resolve(future, 1)
     assert seen == [future]
     assert future.result() == 1
 
@@ -212,8 +213,8 @@ def ask_wait(future: CollectiveFuture) -> None:
 
 @pytest.mark.parametrize("ask", [ask_result, ask_wait, CollectiveFuture.exception])
 def test_who_asks_is_told(ask: object) -> None:
-    future, untold = made_elsewhere(), Untold()
-    future.fail(gs.RankFailed("rank 1 died"), untold)
+    future, untold = pending(), Untold()
+    fail(future, gs.RankFailed("rank 1 died"), untold)
     assert "failed" in repr(future)
     assert not untold.told, "its repr is not for the program"
     ask(future)  # type: ignore[operator]
@@ -221,7 +222,7 @@ def test_who_asks_is_told(ask: object) -> None:
 
 
 def test_a_failure_that_comes_second_is_nobodys() -> None:
-    future, untold = made_elsewhere(), Untold()
-    future.resolve(1)
-    future.fail(gs.RankFailed("rank 1 died"), untold)
+    future, untold = pending(), Untold()
+    resolve(future, 1)
+    fail(future, gs.RankFailed("rank 1 died"), untold)
     assert untold.told
