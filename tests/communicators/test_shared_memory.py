@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,17 @@ def reduce_by_either_copy(comm: Any, slow_ranks: set[int]) -> list[bytes]:
 def test_bits_do_not_depend_on_how_a_processor_copies(slow_ranks: set[int]) -> None:
     """Nor do ranks that have found different ways miss each other."""
     assert run_ranks(2, reduce_by_either_copy, slow_ranks) == run_ranks(2, reduce_by_either_copy, set())
+
+
+def gather_too_many_empty_rows(comm: Any) -> None:
+    """Their number is what an array cannot hold; NumPy counts them as if they were not empty."""
+    for shape, dtype in (((2**62, 0), np.int8), ((2**60, 0), np.float32)):
+        rows = np.empty(shape, dtype)
+        for gather in (comm.all_gather, comm.gather):
+            for sizes in (None, "ask"):
+                expect(gs.InvalidArgument, partial(gather, rows, sizes=sizes), "more than an array can hold")
+    assert comm.all_gather(np.empty((2**61, 0), np.int8)).shape == (2**62, 0)
+
+
+def test_more_empty_rows_than_an_array_can_hold_are_refused() -> None:
+    run_ranks(2, gather_too_many_empty_rows)

@@ -15,6 +15,7 @@ data moves, and can go on; on NCCL, ranks that leave what they have repeated may
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -461,6 +462,10 @@ class Communicator:
         source = self.native_array(array, what)
         rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
+        # NumPy counts the bytes of empty rows as if they held one element.
+        row_bytes = math.prod([length or 1 for length in rest]) * source.dtype.itemsize
+        if (sizes is None or isinstance(sizes, str)) and rows * self.world_size * row_bytes >= _TOO_MUCH:
+            raise InvalidArgument(f"{self.label}: {what} of {rows} rows from each rank is more than an array can hold")
         if isinstance(sizes, str):
             if sizes != "ask":
                 raise InvalidArgument(f'{self.label}: {what} needs sizes as a list, None or "ask", got {sizes!r}')
@@ -479,7 +484,6 @@ class Communicator:
             known = (rows,) * self.world_size
             agreement = agreement_on(what, source.shape, source.dtype, to_root)
         else:
-            row_bytes = row_elements((rows, *rest)) * source.dtype.itemsize
             known = self._checked_sizes(what, "sizes", sizes, row_bytes=row_bytes)
             if known[self.rank] != rows:
                 raise InvalidArgument(
