@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -101,6 +102,35 @@ def test_nothing_leaks(place: Place, world_size: int) -> None:
 
 
 # -- What goes wrong ----------------------------------------------------------------------------------------------
+
+
+def drop_a_group(comm: Any) -> str:
+    """Rank 0 drops a group that the other one still needs: first a forked child of it, which is no member."""
+    group = comm.new_group(range(comm.world_size))
+    if comm.rank == 0:
+        child = os.fork()
+        if child == 0:
+            del group
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+    comm.barrier()
+    assert total(group, 1) == comm.world_size
+    if comm.rank == 0:
+        del group
+        gc.collect()
+        comm.barrier()
+        return ""
+    comm.barrier()
+    error = expect(gs.RankFailed, group.barrier)
+    assert error.rank == 0
+    return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_who_waits_in_a_group_that_another_rank_has_dropped_is_told() -> None:
+    _, text = SHM.run(2, drop_a_group)
+    assert "rank 0 closed the communicator while this rank still needed it" in text
 
 
 def die_while_others_make_a_group(comm: Any, victim: int, folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -94,6 +95,9 @@ class ShmBackend(Backend):
         self._plans = Plans(workplace, scratch, self._slots)
         self._resident_reduction = ResidentReduction(workplace)
         self.finder = finder if world_size > 1 else None
+        # The garbage collector may take a group that its program has dropped: others may still wait there.
+        self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
+        self._when_dropped.atexit = False
 
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
@@ -226,6 +230,7 @@ class ShmBackend(Backend):
         self._barrier.announce_abort(reason, culprit)
 
     def release(self) -> None:
+        self._when_dropped.detach()
         # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
         self._plans.release()
         del self._plans, self._resident_reduction, self._workplace
@@ -238,6 +243,11 @@ class ShmBackend(Backend):
             self._memory.release()
             self._mapping.close()
         del self._memory, self._mapping
+
+
+def _announce_dropped(barrier: SharedBarrier, pid: int) -> None:
+    if os.getpid() == pid:  # in the child of a fork the memory is the parent's
+        barrier.announce_closed()
 
 
 def segment_bytes(world_size: int) -> int:
