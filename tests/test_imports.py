@@ -54,7 +54,6 @@ INSIDE = {
     "bucketing.tree_average": "adapters",
     "bucketing.tree_broadcast": "adapters",
     "communicators.agreement": "bucketing comm",
-    "communicators.backend": "bucketing",
     "communicators.communicator": "adapters backends bench bucketing comm consistency process_group sharding",
     "communicators.groups": "bucketing process_group",
     "communicators.host_arrays": "bucketing",

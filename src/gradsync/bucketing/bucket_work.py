@@ -9,19 +9,19 @@ from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.gradient_lock import Holder, LockedGradients
 from gradsync.bucketing.pending import PendingGradient
 from gradsync.bucketing.plan import Bucket
-from gradsync.communicators.backend import PreparedList
+from gradsync.communicators.communicator import ListReduction
 from gradsync.reduction import Array
 
 
 class BucketWork(NamedTuple):
-    """The arrays of one bucket, one for each slot; see Communicator.all_reduce_list.
+    """The arrays of one bucket, one for each slot; see ListReduction of communicator.py.
 
     Attributes:
         bucket: which gradients.
         sources, targets: flat arrays.
         write_backs: pairs of a target and the native array that gets its values afterwards.
         results: native arrays that hold the reduced values in the end.
-        prepared: what the communicator has worked out for these very arrays.
+        reduction: of these very arrays, where they will come again.
         locked: those of the gradients that are read-only until then; None where there are none.
         memory: where the gradients live in the bucket: the memory, of which `sources` and `targets` are one flat view.
     """
@@ -31,7 +31,7 @@ class BucketWork(NamedTuple):
     targets: list[Array]
     write_backs: list[tuple[Array, Array]]
     results: list[Any]
-    prepared: PreparedList | None = None
+    reduction: ListReduction | None = None
     locked: LockedGradients | None = None
     memory: BucketMemory | None = None
 

@@ -144,6 +144,30 @@ class WireFormat:
             begin = end
 
 
+class Compressed:
+    """Has a list of gradients travel in a format; see Stage of communicator.py.
+
+    Args:
+        wire: the format.
+        targets: where the gradients' results go.
+        arrays: how the communicator handles arrays.
+    """
+
+    def __init__(self, wire: WireFormat, targets: Sequence[Array], arrays: ArrayKind) -> None:
+        self._wire = wire
+        self._targets = targets
+        self._arrays = arrays
+
+    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+        """Packs the gradients."""
+        return [self._wire.encode(given, self._arrays)]
+
+    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+        """Splits them into the targets."""
+        self._wire.decode(results[0], self._targets, self._arrays)
+        return self._targets
+
+
 def _checked_scale(name: str, value: Any) -> float:
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     try:

@@ -56,7 +56,9 @@ class HookedBuckets:
         Args:
             work: the bucket; ranks have agreed on it.
             communicator: whose ranks reduce it.
-            op, mean_over, producers: as for Communicator.all_reduce_list.
+            op: of the reduction.
+            mean_over: divides a sum by this number afterwards.
+            producers: marks (see mark_work) of the work that made the sources.
             end: of its gradients.
             watch: looks at the values before and after.
         """

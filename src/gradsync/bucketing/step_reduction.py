@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradsync.bucketing.bucket_hook import BucketHook, settings_of
-from gradsync.bucketing.bucket_watch import BucketWatch
 from gradsync.bucketing.bucket_work import BucketWork
 from gradsync.bucketing.callback_identity import KnownCallback
+from gradsync.bucketing.compression import Compressed
 from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.hooked_buckets import HookedBuckets
 from gradsync.bucketing.options import Options
@@ -19,10 +19,11 @@ from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.bucketing.step_values import StepValues
-from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.communicator import Communicator, ListReduction, Stage
+from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
-from gradsync.reduction import ReduceOp
+from gradsync.reduction import Array, ReduceOp
 
 
 class RollCall(Protocol):
@@ -34,6 +35,22 @@ class RollCall(Protocol):
         Args:
             passes: the local passes that this rank has made before it.
         """
+
+
+class _Divided:
+    """Divides a sum: the mean over the ranks that had something to give. See Stage of communicator.py."""
+
+    def __init__(self, count: int, arrays: ArrayKind) -> None:
+        self._count = count
+        self._arrays = arrays
+
+    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+        return given
+
+    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+        for result in results:
+            self._arrays.divide(result, self._count)
+        return results
 
 
 class StepReduction:
@@ -100,13 +117,13 @@ class StepReduction:
         """
         started = time.perf_counter()
         op, mean_over = self._mean_over(communicator)
-        watch = self.values.watch(work, communicator)
         completion = None
         if self._hooked is None:
-            completion = self._launch(work, communicator, producers, op, mean_over, watch)
+            completion = self._launch(work, communicator, producers, op, mean_over)
             if completion is not None:
                 self._launched.append(completion)
         else:
+            watch = self.values.watch(work, communicator, None)
             try:
                 communicator.agree(self.agreements.bucket(work.bucket))
                 self._hooked.begin(work, communicator, op, mean_over, producers, end, watch)
@@ -126,11 +143,13 @@ class StepReduction:
         producers: Sequence[Any],
         op: ReduceOp,
         mean_over: int | None,
-        watch: BucketWatch | None,
     ) -> Completion | None:
-        agreement = self.agreements.bucket(work.bucket)
+        agreement, arrays = self.agreements.bucket(work.bucket), communicator.arrays
         dtype = work.sources[0].dtype
         wire = self._options.wire if self._options.wire.changes(dtype) else None
+        finder = communicator.finder if wire is None and self.values.looks_for_nonfinite else None
+        watch = self.values.watch(work, communicator, finder)
+        stages: list[Stage] = [] if watch is None else [watch]
         if work.memory is not None and wire is None:
             return communicator.all_reduce_resident(
                 work.memory.memory,
@@ -140,20 +159,24 @@ class StepReduction:
                 agreement,
                 producers=producers,
                 mean_over=mean_over,
-                watch=watch,
+                stages=stages,
+                looks=finder is not None,
             )
-        return communicator.all_reduce_list(
-            work.sources,
-            work.targets,
-            op,
-            agreement,
-            write_backs=work.write_backs,
-            producers=producers,
-            mean_over=mean_over,
-            prepared=work.prepared if op is self.op else None,
-            wire=wire,
-            watch=watch,
-        )
+        if mean_over is not None:
+            stages.append(_Divided(mean_over, arrays))
+        if wire is not None:
+            stages.append(Compressed(wire, work.targets, arrays))
+        reduction = work.reduction
+        if reduction is None or op is not self.op:
+            reduction = ListReduction(
+                communicator,
+                work.sources,
+                work.targets,
+                op,
+                write_backs=work.write_backs,
+                looks=finder is not None,
+            )
+        return reduction.run(agreement, stages=stages, producers=producers)
 
     def stand_in(
         self,

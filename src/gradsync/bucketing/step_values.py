@@ -12,6 +12,7 @@ from gradsync.bucketing.gradient_norm import GRADIENT_NORM, GradientNorm, clip_f
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.futures import Completion
 
 _log = logging.getLogger("gradsync")
@@ -47,14 +48,20 @@ class StepValues:
         """Whether there is anything to look for."""
         return self.looks_for_nonfinite or self._norm is not None
 
-    def watch(self, work: BucketWork, communicator: Communicator) -> BucketWatch | None:
-        """Returns what looks at a bucket before and after its reduction; None where there is nothing to look for."""
+    def watch(self, work: BucketWork, communicator: Communicator, finder: NonFiniteFinder | None) -> BucketWatch | None:
+        """Returns what looks at a bucket before and after its reduction; None where there is nothing to look for.
+
+        Args:
+            work: the bucket.
+            communicator: whose ranks reduce it.
+            finder: what the reduction has take note of NaN and infinity, where it does that itself.
+        """
         self._buckets += 1
         if not self.is_watching:
             return None
         if self._norm is not None:
             self._results += work.results
-        return BucketWatch(work, self._finite, self._norm, communicator)
+        return BucketWatch(work, self._finite, self._norm, communicator, finder)
 
     def conclude(self, communicator: Communicator, agreements: StepAgreements) -> Completion | None:
         """Ends a step: has the ranks agree on what they have found, and clips. Every rank must call it.

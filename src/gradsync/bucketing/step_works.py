@@ -9,7 +9,7 @@ from gradsync.bucketing.gradient_lock import Holder
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
-from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.communicator import Communicator, ListReduction
 
 
 class StepWorks:
@@ -45,9 +45,17 @@ class StepWorks:
             self._known.pop(number, None)
             return work
         if self._reduction.can_prepare(work.sources[0].dtype):
-            looks = self._reduction.values.looks_for_nonfinite
-            prepared = communicator.prepare_list(work.sources, work.targets, self._reduction.op, looks=looks)
-            work = work._replace(prepared=prepared)
+            looks = communicator.finder is not None and self._reduction.values.looks_for_nonfinite
+            reduction = ListReduction(
+                communicator,
+                work.sources,
+                work.targets,
+                self._reduction.op,
+                write_backs=work.write_backs,
+                looks=looks,
+                recurs=True,
+            )
+            work = work._replace(reduction=reduction)
         self._known[number] = work
         return work
 

@@ -19,7 +19,7 @@ from gradsync.bucketing.pending import Destination, destination
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
 from gradsync.bucketing.trees import Unfit, is_array, leaves_of, with_leaves
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.communicator import Communicator, ListReduction
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.futures import check_may_call, pending
@@ -147,14 +147,14 @@ def _reduce(
 ) -> None:
     """Reduces the arrays of one bucket; what the caller queues next on the current stream sees them reduced."""
     parts = [goes[slot.position] for slot in bucket.slots]
-    completion = communicator.all_reduce_list(
+    reduction = ListReduction(
+        communicator,
         [part.source for part in parts],
         [part.target for part in parts],
         op,
-        agreement,
         write_backs=[(part.target, part.write_back) for part in parts if part.write_back is not None],
-        producers=[communicator.mark_work()],
     )
+    completion = reduction.run(agreement, producers=[communicator.mark_work()])
     if completion is not None:
         completion.order()
 

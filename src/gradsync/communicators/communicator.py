@@ -51,9 +51,8 @@ from gradsync.communicators.backend import (
 )
 from gradsync.communicators.collective_queue import LostFailure, submit
 from gradsync.communicators.groups import NO_COLOR, Family, NonMember, listed, meet_members
-from gradsync.communicators.host_arrays import ArrayKind, overlaps_itself
+from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
-from gradsync.communicators.nonfinite import NonFinite, NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.verdicts import NEWS_SECONDS, await_news
 from gradsync.errors import (
@@ -109,35 +108,14 @@ class _Known(NamedTuple):
     in_place: bool
 
 
-class Wire(Protocol):
-    """What travels in place of the values of a list; see bucketing/compression.py."""
+class Stage(Protocol):
+    """What a rank does to the values of a list on their way, within the call; on a GPU by work on the same stream."""
 
-    def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
-        """Returns the flat array that is reduced in place of the sources; valid until the next call."""
+    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+        """Takes what this rank gives. Returns it, or what is reduced in its place and receives the results."""
 
-    def decode(self, flat: Array, targets: Sequence[Array], arrays: ArrayKind) -> None:
-        """Brings the reduced values to the targets."""
-
-
-class Watch(Protocol):
-    """Looks at values where they are reduced: on the CPU within the call, on a GPU by work on the same stream.
-
-    Attributes:
-        looks_for_nonfinite: whether a communicator that has a finder is to use it, in place of `before`.
-    """
-
-    looks_for_nonfinite: bool
-
-    def before(self, sources: Sequence[Array]) -> None:
-        """Looks at this rank's values, which the reduction has not touched yet."""
-
-    def after(self, targets: Sequence[Array], found: NonFinite | None) -> None:
-        """Looks at the reduced values.
-
-        Args:
-            targets: where they are.
-            found: what the communicator has found not to be finite; None where it has not looked.
-        """
+    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+        """Takes the reduced values. Returns where they are afterwards."""
 
 
 class Communicator:
@@ -1095,89 +1073,6 @@ class Communicator:
         self.debug = True
         self._backend.agree_always()
 
-    def all_reduce_list(
-        self,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        op: ReduceOp,
-        agreement: Agreement,
-        *,
-        write_backs: Sequence[tuple[Array, Array]] = (),
-        producers: Sequence[Any] = (),
-        mean_over: int | None = None,
-        prepared: PreparedList | None = None,
-        wire: Wire | None = None,
-        watch: Watch | None = None,
-    ) -> Completion | None:
-        """Reduces a list of arrays as one collective: what a gradient bucket needs.
-
-        Every rank must call it with lists of equal sizes and dtypes. The arguments are trusted: the bucketing layer
-        has checked them.
-
-        Args:
-            sources: 1-D contiguous arrays of one dtype, on the communicator's device.
-            targets: where the results go: for each source an array of its size and dtype, or the source itself.
-            op: an operator that the dtype table allows.
-            agreement: what this rank believes all ranks are about to do.
-            write_backs: pairs of a target and the native array that gets its values afterwards.
-            producers: marks (see mark_work) of the work that made the sources.
-            mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
-            prepared: what prepare_list gave for these very arrays.
-            wire: what travels in place of the values.
-            watch: looks at the values before and after.
-
-        Returns:
-            None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
-        """
-        finder = self._finder_for(watch) if wire is None else None
-        with self.lifetime.turn("all_reduce", agreement), self._backend.launching(None, producers) as launch:
-            if watch is not None and finder is None:
-                watch.before(sources)
-            if finder is not None and prepared is None:
-                prepared = self._backend.prepare(sources, targets, op, looks=True)
-            if wire is not None:
-                flat = wire.encode(sources, self.arrays)
-                self._backend.keep(*sources, *targets, flat)
-                self._backend.all_reduce([flat], [flat], op, agreement)
-                wire.decode(flat, targets, self.arrays)
-            elif prepared is not None:
-                prepared.run(agreement)
-            else:
-                self._backend.all_reduce(sources, targets, op, agreement)
-            if mean_over is not None:
-                for target in targets:
-                    self.arrays.divide(target, mean_over)
-            if watch is not None:
-                watch.after(targets, None if finder is None else finder.take())
-            for target, native in write_backs:
-                self._backend.bring_back(target, native, launch)
-        return launch
-
-    def _finder_for(self, watch: Watch | None) -> NonFiniteFinder | None:
-        return self.finder if watch is not None and watch.looks_for_nonfinite else None
-
-    def prepare_list(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool = False
-    ) -> PreparedList | None:
-        """Works out what stays the same where all_reduce_list gets these very arrays again and again.
-
-        Not collective: ranks that have prepared theirs meet others that have not. For the thread that runs the
-        collectives, as close() in another one meanwhile would take the memory away.
-
-        Args:
-            sources, targets, op: as for all_reduce_list.
-            looks: whether all_reduce_list will get a watch that looks for what is not finite.
-
-        Returns:
-            None where the backend gains nothing by it.
-        """
-        if self.lifetime.ended_because is not None:
-            return None
-        return self._backend.prepare(sources, targets, op, looks=looks)
-
     def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
         """Copies the root's arrays into the other ranks', in place, as one collective: parameters at start-up.
 
@@ -1305,12 +1200,13 @@ class Communicator:
         *,
         producers: Sequence[Any] = (),
         mean_over: int | None = None,
-        watch: Watch | None = None,
+        stages: Sequence[Stage] = (),
+        looks: bool = False,
     ) -> Completion | None:
         """Reduces a range of resident memory in place, on every rank.
 
         Every rank must call it for the same memory, range, dtype and operator; the bits of the result are those that
-        all_reduce_list gives, but for products of complex numbers. The arguments are trusted. What a failed call
+        a ListReduction gives, but for products of complex numbers. The arguments are trusted. What a failed call
         leaves in the range is undefined, but for PlanMismatch, which leaves it as it was.
 
         Args:
@@ -1318,25 +1214,25 @@ class Communicator:
             begin_bytes: where the range begins in `memory.bytes`: a multiple of 64.
             end_bytes: where it ends: any number of elements later, none too.
             dtype: of the elements.
-            op, agreement, producers, mean_over, watch: as for all_reduce_list.
+            op, agreement, stages, producers: as for ListReduction; stages get the range, and return it.
+            mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
+            looks: whether the communicator's finder is to take note of what is not finite.
 
         Returns:
-            As all_reduce_list does.
+            As ListReduction.run does.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        finder = self._finder_for(watch)
         with self.lifetime.turn("all_reduce", agreement), self._backend.launching(None, producers) as launch:
-            values = [] if watch is None else [memory.view(begin_bytes, end_bytes, dtype)]
-            if watch is not None and finder is None:
-                watch.before(values)
-            looks = finder is not None
+            values = [memory.view(begin_bytes, end_bytes, dtype)] if stages else []
+            for stage in stages:
+                stage.before(values)
             self._backend.all_reduce_resident(
                 memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks
             )
-            if watch is not None:
-                watch.after(values, None if finder is None else finder.take())
+            for stage in reversed(stages):
+                stage.after(values)
         return launch
 
     # -- Running -------------------------------------------------------------------------------------------------
@@ -1523,6 +1419,86 @@ class Communicator:
             self._backend.bring_back(flat, target, launch)
         elif not target.flags.c_contiguous:
             self.arrays.write_back(flat, target)
+
+
+class ListReduction:
+    """The all-reduce of one list of arrays as one collective: what a gradient bucket needs.
+
+    Every rank must run one, with lists of equal sizes and dtypes. The arguments are trusted: the bucketing layer has
+    checked them. To be made by the thread that runs the collectives.
+
+    Args:
+        communicator: whose ranks reduce.
+        sources: 1-D contiguous arrays of one dtype, on the communicator's device.
+        targets: where the results go: for each source an array of its size and dtype, or the source itself.
+        op: an operator that the dtype table allows.
+        write_backs: pairs of a target and the native array that gets its values afterwards.
+        looks: whether the communicator's finder is to take note of what is not finite.
+        recurs: whether these very arrays will come again: what stays the same is worked out now. Not collective: ranks
+            that have done so meet others that have not.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        *,
+        write_backs: Sequence[tuple[Array, Array]] = (),
+        looks: bool = False,
+        recurs: bool = False,
+    ) -> None:
+        self._lifetime = communicator.lifetime
+        self._backend = backend = communicator._backend
+        self._sources = sources
+        self._targets = targets
+        self._op = op
+        self._write_backs = write_backs
+        self._looks = looks
+        self._prepared: PreparedList | None = None
+        if recurs and self._lifetime.ended_because is None:
+            self._prepared = backend.prepare(sources, targets, op, looks=looks)
+
+    def run(
+        self, agreement: Agreement, *, stages: Sequence[Stage] = (), producers: Sequence[Any] = ()
+    ) -> Completion | None:
+        """Reduces what the arrays hold now.
+
+        Args:
+            agreement: what this rank believes all ranks are about to do.
+            stages: what is done to the values on their way: before the reduction in this order, after it in reverse.
+            producers: marks (see mark_work) of the work that made the sources.
+
+        Returns:
+            None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        backend, sources, targets = self._backend, self._sources, self._targets
+        with self._lifetime.turn("all_reduce", agreement), backend.launching(None, producers) as launch:
+            given = sources
+            for stage in stages:
+                given = stage.before(given)
+            if given is sources:
+                prepared = self._prepared
+                if prepared is None and self._looks:
+                    prepared = backend.prepare(sources, targets, self._op, looks=True)
+                if prepared is None:
+                    backend.all_reduce(sources, targets, self._op, agreement)
+                else:
+                    prepared.run(agreement)
+                results = targets
+            else:
+                backend.keep(*sources, *targets, *given)
+                backend.all_reduce(given, given, self._op, agreement)
+                results = given
+            for stage in reversed(stages):
+                results = stage.after(results)
+            for target, native in self._write_backs:
+                backend.bring_back(target, native, launch)
+        return launch
 
 
 _Parameters = ParamSpec("_Parameters")

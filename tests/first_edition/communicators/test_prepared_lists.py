@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import gradsync as gs
 from contract import REDUCTIONS, assert_identical, contribution, dtype_of, exactly_reduced, expect
 from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.communicator import ListReduction
 from gradsync.communicators.shared_memory import pipelined
 from gradsync.reduction import ReduceOp
 from rank_processes import run_ranks
@@ -36,7 +37,11 @@ _DTYPES_OF_MANY_RANKS = ("float32", "bfloat16", "complex128", "int8")  # each wa
 
 def reduce_list(comm: Any, sources: list[Any], targets: list[Any], op: str, prepared: Any = None) -> None:
     agreement = agreement_on("all_reduce", (sum(map(len, sources)),), sources[0].dtype, op)
-    comm.all_reduce_list(sources, targets, ReduceOp(op), agreement, prepared=prepared)
+    (prepared or ListReduction(comm, sources, targets, ReduceOp(op))).run(agreement)
+
+
+def prepare(comm: Any, sources: list[Any], targets: list[Any], op: ReduceOp) -> ListReduction:
+    return ListReduction(comm, sources, targets, op, recurs=True)
 
 
 def given_by(rank: int, sizes: list[int], name: str, seed: int) -> list[Any]:
@@ -47,8 +52,8 @@ def given_by(rank: int, sizes: list[int], name: str, seed: int) -> list[Any]:
 def check_list(comm: Any, sizes: list[int], name: str, op: str) -> None:
     """Reduces one list in every way, with changing data, in place and into targets of its own."""
     arrays, sources, targets = ([np.empty(size, dtype_of(name)) for size in sizes] for _ in range(3))
-    in_place = comm.prepare_list(arrays, arrays, ReduceOp(op))
-    into = comm.prepare_list(sources, targets, ReduceOp(op))
+    in_place = prepare(comm, arrays, arrays, ReduceOp(op))
+    into = prepare(comm, sources, targets, ReduceOp(op))
     mixed = in_place if comm.rank % 2 == 0 else None
     for seed in range(2):
         values = given_by(comm.rank, sizes, name, seed)
@@ -96,7 +101,7 @@ def repeat_with_changing_data(comm: Any) -> None:
     lists = {}
     for what in ("small", "of all lengths", "larger than what is in flight"):
         arrays = [np.empty(size, np.int32) for size in _AWKWARD[what]]
-        lists[what] = (arrays, comm.prepare_list(arrays, arrays, ReduceOp.SUM))
+        lists[what] = (arrays, prepare(comm, arrays, arrays, ReduceOp.SUM))
     own = np.random.default_rng([7, comm.rank])
     n = comm.world_size
     for step in range(200):
@@ -128,7 +133,7 @@ def allocate_when_steady(comm: Any) -> dict[str, tuple[int, int, int]]:
         arrays = [np.ones(size, np.float32) for size in sizes]
         reduce_list(comm, arrays, arrays, "mean")
         tracemalloc.start()
-        prepared = comm.prepare_list(arrays, arrays, ReduceOp.MEAN)
+        prepared = prepare(comm, arrays, arrays, ReduceOp.MEAN)
         kept = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         peaks = []
@@ -152,18 +157,17 @@ def test_a_steady_call_allocates_next_to_nothing() -> None:
 
 def drop_and_release(comm: Any) -> tuple[str, int]:
     arrays = [np.ones(400_000, np.float32), np.ones(5, np.float32)]
-    dropped = comm.prepare_list(arrays, arrays, ReduceOp.SUM)
+    dropped = prepare(comm, arrays, arrays, ReduceOp.SUM)
     reduce_list(comm, arrays, arrays, "sum", dropped)
     gone = weakref.ref(dropped)
     gc.disable()
     del dropped
     assert gone() is None, "it goes at once, without the garbage collector"
     gc.enable()
-    kept = comm.prepare_list(arrays, arrays, ReduceOp.SUM)
-    small = comm.prepare_list(arrays[1:], arrays[1:], ReduceOp.SUM)
+    kept = prepare(comm, arrays, arrays, ReduceOp.SUM)
+    small = prepare(comm, arrays[1:], arrays[1:], ReduceOp.SUM)
     comm.barrier()
     comm.close()
-    assert comm.prepare_list(arrays, arrays, ReduceOp.SUM) is None
     text = str(expect(gs.CommunicatorClosed, lambda: reduce_list(comm, arrays, arrays, "sum", kept)))
     expect(gs.CommunicatorClosed, lambda: reduce_list(comm, arrays[1:], arrays[1:], "sum", small))
     with open("/proc/self/maps") as maps:
@@ -179,11 +183,11 @@ def test_what_is_prepared_keeps_no_memory_of_a_closed_communicator() -> None:
 def disagree(comm: Any) -> None:
     """Two ranks that prepared lists of other sizes learn it before anything is written, and can go on."""
     arrays = [np.full(300_000 + comm.rank, comm.rank, np.float32)]
-    prepared = comm.prepare_list(arrays, arrays, ReduceOp.SUM)
+    prepared = prepare(comm, arrays, arrays, ReduceOp.SUM)
     expect(gs.PlanMismatch, lambda: reduce_list(comm, arrays, arrays, "sum", prepared))
     assert (arrays[0] == comm.rank).all()
     same = [array[:300_000] for array in arrays]
-    reduce_list(comm, same, same, "sum", comm.prepare_list(same, same, ReduceOp.SUM))
+    reduce_list(comm, same, same, "sum", prepare(comm, same, same, ReduceOp.SUM))
     assert (same[0] == sum(range(comm.world_size))).all()
 
 
@@ -194,7 +198,7 @@ def test_a_mismatch_leaves_the_arrays_alone() -> None:
 def overflow(comm: Any) -> None:
     np.seterr(all="raise")
     arrays = [np.full(300_000, 3e38, np.float32), np.full(3, 3e38, np.float32)]
-    reduce_list(comm, arrays, arrays, "sum", comm.prepare_list(arrays, arrays, ReduceOp.SUM))
+    reduce_list(comm, arrays, arrays, "sum", prepare(comm, arrays, arrays, ReduceOp.SUM))
     assert all(np.isinf(array).all() for array in arrays)
 
 

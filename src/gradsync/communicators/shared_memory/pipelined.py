@@ -373,7 +373,7 @@ class WriteBack:
     after its publication and after their reduction.
 
     Args:
-        sources, targets: see Communicator.all_reduce_list.
+        sources, targets: see Backend.all_reduce.
         op: an operator that the dtype table allows.
         workplace: this rank's.
         scratch: private memory.
