@@ -85,6 +85,7 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "bytearray": lambda: Made(_foreign(np.frombuffer(bytearray(4 * SIZE), F4)), False),
     "mmap": lambda: Made(_foreign(np.frombuffer(mmap.mmap(-1, 4096), F4)[:SIZE]), False),
     "ctypes": lambda: Made(_foreign(np.ctypeslib.as_array((ctypes.c_float * SIZE)())), False),
+    "misaligned": lambda: Made(_foreign(np.frombuffer(bytearray(4 * SIZE + 1), F4, offset=1)), False),
     "dlpack": lambda: Made(np.from_dlpack(np.ones(SIZE, F4)), False),
 }
 

@@ -221,12 +221,10 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
 
     By memoryviews, which copy in half the time that NumPy takes to assign a small array.
     """
-    whole = _memory(packed)
-    memories, places, begin = [], [], 0
-    for target in targets:
-        memory = _memory(target)
+    whole, *memories = _memories([packed, *targets])
+    places, begin = [], 0
+    for memory in memories:
         end = begin + len(memory)
-        memories.append(memory)
         places.append(whole[begin:end])
         begin = end
     return _scatter, (memories, places)
@@ -288,13 +286,14 @@ def piece_of(arrays: Sequence[Array], piece: Piece) -> Array:
     return array if piece.end - piece.begin == array.size else array[piece.begin : piece.end]
 
 
-def _memory(array: Array) -> memoryview:
-    if array.dtype.char not in _FORMATS:
-        return array.view(np.uint8).data
-    memory = array.data
-    if memory.format not in _FORMATS:  # NumPy's arrays over those of ctypes say "<f", also views as the same dtype
-        memory = array.view(np.uint8).view(array.dtype.type).data
-    return memory
+def _memories(arrays: Sequence[Array]) -> list[memoryview]:
+    """Returns the memory of arrays of one dtype, all as elements or all as bytes."""
+    if arrays[0].dtype.char in _FORMATS:
+        memories = [array.data for array in arrays]
+        # NumPy's arrays over those of ctypes say "<f", and those that are not aligned "=f".
+        if all(memory.format in _FORMATS for memory in memories):
+            return memories
+    return [array.view(np.uint8).data for array in arrays]
 
 
 def _scatter(memories: Sequence[memoryview], places: Sequence[memoryview]) -> None:
