@@ -313,7 +313,7 @@ def reduce_temporaries(comm: Any, kit_name: str) -> None:
 def differ_late_in_a_large_bucket(comm: Any, kit_name: str) -> str:
     kit = make_kit(comm, kit_name)
     callback = gs.AllreduceCallback("sum", comm)
-    for i in range(1500):
-        shape = (3, 2) if i == 1400 and comm.rank == 1 else (2, 3)
+    for i in range(4500):
+        shape = (3, 2) if i == 4400 and comm.rank == 1 else (2, 3)
         callback(f"a parameter with a long name, number {i}", kit.put(np.ones(shape)))
     return str(expect(gs.PlanMismatch, callback.flush))

@@ -399,16 +399,21 @@ class SharedBarrier:
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges descriptions, so that every rank can raise the same error.
 
-        First a checksum of each line, from which all ranks find the first that differs; then the text from there on,
-        because the whole may be too long.
+        First checksums of the lines, some at a time, from which all ranks find the first that differs; then the text
+        from there on, because the whole may be too long.
         """
         place, _, described = agreement.text_for_others().partition("\n")
         headline, *lines = described.splitlines() or [""]
-        self._texts.write(self._rank, b"".join(crc32(line.encode()).to_bytes(4, "little") for line in lines))
-        self._arrive(_NO_DIGEST)
-        sums = [self._texts.read(rank) for rank in range(len(self._ranks))]
-        first = first_difference([[part[i : i + 4] for i in range(0, len(part), 4)] for part in sums])
-        self._arrive(_NO_DIGEST)  # until here the others read this rank's checksums
+        first, at_a_time = 0, (_TEXT_BYTES - 4) // 4
+        is_found = False
+        while not is_found:
+            own = [crc32(line.encode()).to_bytes(4, "little") for line in lines[first : first + at_a_time]]
+            self._texts.write(self._rank, b"".join(own))
+            self._arrive(_NO_DIGEST)
+            sums = [self._texts.read(rank) for rank in range(len(self._ranks))]
+            alike = first_difference([[part[i : i + 4] for i in range(0, len(part), 4)] for part in sums])
+            self._arrive(_NO_DIGEST)  # until here the others read this rank's checksums
+            first, is_found = first + alike, alike < at_a_time
         self._texts.write(self._rank, "\n".join([place, headline, *lines[first:]]).encode(errors="backslashreplace"))
         self._arrive(_NO_DIGEST)
         texts = {number: self._texts.read(rank).decode(errors="replace") for rank, number in enumerate(self._ranks)}
