@@ -36,11 +36,15 @@ _PRELOADED = [
     *("gradsync.bucketing.callback", "gradsync.bucketing.parameters", "gradsync.bucketing.tree_average"),
     *("gradsync.rendezvous.hosting", "gradsync.rendezvous.server"),
     *("gradsync.communicators.shared_memory.shm_backend", "gradsync.communicators.local"),
-    *("numpy", "numpy.typing", "pytest", "ml_dtypes", "msgpack", "encodings.idna", "secrets"),
+    *("gradsync.communicators.status", "gradsync.communicators.objects"),
+    *("numpy", "numpy.typing", "numpy.random", "pytest", "ml_dtypes", "msgpack", "secrets"),
+    *("encodings.ascii", "encodings.idna", "multiprocessing.popen_forkserver"),
     *("rank_processes", "contract", "kits", "places"),
 ]
 _PRELOADED_WITH_STAND_IN = [
     "cupy.cuda.nccl",
+    "cupy.cuda.nvrtc",
+    "gradsync.communicators.nccl.connection",
     "gradsync.communicators.nccl.nccl_backend",
     "gradsync.bucketing.pack_kernels",
 ]
