@@ -11,7 +11,6 @@ import numpy as np
 from contract import (
     IS_EVERYWHERE,
     LAYOUTS,
-    REDUCTIONS,
     SHAPES,
     Host,
     assert_close,
@@ -24,6 +23,7 @@ from contract import (
     in_layout,
     layouts_of,
     note,
+    reductions_of,
     reference,
     sealed,
 )
@@ -34,7 +34,7 @@ _LARGE = (300_007,)
 
 
 def check_all_reduce_of_every_operation_and_dtype(comm: Any, kit: Any) -> None:
-    for name, op in REDUCTIONS:
+    for name, op in reductions_of(comm, is_first=True):
         results = []
         for shape in _shapes_of_all_reduce(name, comm):
             array = kit.put(contribution(comm.rank, shape, name))
@@ -161,7 +161,7 @@ def check_path_does_not_matter(comm: Any, kit: Any) -> None:
 
 def check_reduce_of_every_operation_and_dtype(comm: Any, kit: Any) -> None:
     root_of_call = count()
-    for name, op in REDUCTIONS:
+    for name, op in reductions_of(comm):
         for shape in _SHAPES_OF_REDUCE:
             root = next(root_of_call) % comm.world_size
             values = contribution(comm.rank, shape, name)
@@ -203,7 +203,7 @@ def check_reduce_of_memory_layouts(comm: Any, kit: Any) -> None:
 
 def check_reduce_scatter_of_every_operation_and_dtype(comm: Any, kit: Any) -> None:
     n = comm.world_size
-    for name, op in REDUCTIONS:
+    for name, op in reductions_of(comm):
         for rows, tail in ((0, ()), (1, ()), (3, (5,)), (10_001, ()), (2, (0, 3))):
             shape = (rows * n, *tail)
             got = comm.reduce_scatter(kit.put(contribution(comm.rank, shape, name)), op)

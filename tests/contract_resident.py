@@ -10,7 +10,6 @@ import gradsync as gs
 from contract import (
     IS_EVERYWHERE,
     KITS,
-    REDUCTIONS,
     Host,
     assert_close,
     assert_equal_to_reference,
@@ -18,6 +17,7 @@ from contract import (
     assert_same_bits_everywhere,
     contribution,
     expect,
+    reductions_of,
 )
 from gradsync.communicators.agreement import Agreement, agreement_on
 from gradsync.reduction import ReduceOp
@@ -56,7 +56,7 @@ def reduce_values(comm: Any, memory: Any, values: Host, op: str, begin: int = 0,
 def check_resident_reduction_of_every_operation_and_dtype(comm: Any, _kit: Any) -> None:
     begin = 192  # not at a page
     memory = make(comm, begin + max(_SIZES) * 16 + 64)
-    for name, op in REDUCTIONS:
+    for name, op in reductions_of(comm):
         for size in _SIZES:
             values = contribution(comm.rank, (size,), name)
             got = reduce_values(comm, memory, values, op, begin)
