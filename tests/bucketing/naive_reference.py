@@ -6,6 +6,7 @@ Half precision is added up in float32, and rounded once. Imported by ranks: no p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -40,14 +41,19 @@ _TOLERANCES = {np.dtype(np.float16): 2e-3, BFLOAT16: 2e-2, np.dtype(np.float64):
 
 def values_for(rank: int, step: int, specs: Specs = SPECS) -> Values:
     """Returns a rank's gradients: numbers around 1, so that sums lose little; other ones in each step."""
-    values = {}
-    for at, (name, (shape, dtype)) in enumerate(specs.items()):
-        rng = np.random.default_rng([rank, step, at])
-        numbers = rng.uniform(0.5, 1.5, shape)
-        if np.dtype(dtype).kind == "c":
-            numbers = numbers + 1j * rng.uniform(0.5, 1.5, shape)
-        values[name] = np.asarray(numbers).astype(dtype)
-    return values
+    return {
+        name: _numbers(rank, step, at, tuple(shape), np.dtype(dtype)).copy()
+        for at, (name, (shape, dtype)) in enumerate(specs.items())
+    }
+
+
+@cache  # most checks take the same, again and again
+def _numbers(rank: int, step: int, at: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Host:
+    rng = np.random.default_rng([rank, step, at])
+    numbers = rng.uniform(0.5, 1.5, shape)
+    if dtype.kind == "c":
+        numbers = numbers + 1j * rng.uniform(0.5, 1.5, shape)
+    return np.asarray(numbers).astype(dtype)
 
 
 def by_rank(world_size: int, step: int, specs: Specs = SPECS) -> list[Values]:
