@@ -1,11 +1,15 @@
 """The main job: training on several ranks is the training of one process, whatever the number of ranks."""
 
+import gzip
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +27,29 @@ from train_digits import Settings, train  # noqa: E402
 SCRIPT = EXAMPLES / "train_digits.py"
 
 
+@contextmanager
+def digits_alone():
+    """The digits of scikit-learn in the block, without its import, which takes longer than an epoch."""
+    (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations
+    with gzip.open(Path(folder, "datasets", "data", "digits.csv.gz"), "rt") as file:
+        table = np.loadtxt(file, delimiter=",")
+    digits = SimpleNamespace(images=table[:, :-1].reshape(-1, 8, 8), target=table[:, -1].astype(int))
+    stand_ins = {"sklearn": SimpleNamespace(), "sklearn.datasets": SimpleNamespace(load_digits=lambda: digits)}
+    kept = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in kept.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
 def train_quietly(comm, on_step=None, **settings):
     # Ranks share the cores, and one BLAS thread has one order of summation.
-    with threadpoolctl.threadpool_limits(1):
+    with threadpoolctl.threadpool_limits(1), digits_alone():
         return train(comm, Settings(quiet=True, **settings), on_step)
 
 
