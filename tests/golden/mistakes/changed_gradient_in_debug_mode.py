@@ -1,4 +1,4 @@
-# gradsync run --debug -n 2 --backend shm {}
+# gradsync run --debug -n 2 --backend shm {}  # deep
 import numpy as np
 
 import gradsync as gs

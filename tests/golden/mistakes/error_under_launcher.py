@@ -1,4 +1,4 @@
-# python {}
+# python {}  # deep
 import gradsync as gs
 
 

@@ -1,4 +1,4 @@
-# gradsync run -n 2 --backend shm {}
+# gradsync run -n 2 --backend shm {}  # deep
 import os
 
 import gradsync as gs

@@ -1,4 +1,4 @@
-# GRADSYNC_BACKEND=local python {}
+# GRADSYNC_BACKEND=local python {}  # deep
 import numpy as np
 
 import gradsync as gs

@@ -1,4 +1,4 @@
-# gradsync run -n 2 --backend shm {}  # either rank
+# gradsync run -n 2 --backend shm {}  # either rank, deep
 import numpy as np
 
 import gradsync as gs
