@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.rendezvous.frames import (
@@ -115,6 +115,7 @@ def pass_in_chunks(sender: Session, receiver: Session, messages: list[tuple], ch
 
 
 @pytest.mark.parametrize(("of_client", "kinds"), [(True, requests), (True, tidings), (False, pushes), (False, answers)])
+@settings(max_examples=40)  # `make prove PART=fuzz` has many more
 @given(data=st.data(), chunk_bytes=st.integers(1, 40))
 def test_round_trip_in_any_chunks(of_client: bool, kinds: Any, data: st.DataObject, chunk_bytes: int) -> None:
     messages = data.draw(st.lists(kinds, max_size=5))
