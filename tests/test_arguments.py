@@ -10,26 +10,20 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import comm as gs_comm
+from launching import rank_functions
 from places import SHM, STAND_IN, Place, on
-
-
-def place_of(*_: Any) -> tuple[int, int]:
-    with gs.init_process_group() as comm:
-        return comm.rank, comm.world_size
-
-
-def rank_of_group() -> int:
-    return gs.get_communicator().rank
-
 
 TWO = np.int64(2)
 
 
 def test_numbers_of_processes_and_ports() -> None:
     ranks = [(0, 2), (1, 2)]
-    assert gs.launch(place_of, (), TWO, "localhost", np.uint16(gs.free_port())) == ranks
-    assert gs.launcher(rank_of_group, TWO, np.int32(2), np.int8(0), port=np.int32(gs.free_port()))() == [0, 1]
-    context = gs.spawn(place_of, nprocs=TWO, backend="shm")
+    assert gs.launch(rank_functions.place_in_group, (), TWO, "localhost", np.uint16(gs.free_port())) == ranks
+    assert gs.launcher(rank_functions.rank_of_group, TWO, np.int32(2), np.int8(0), port=np.int32(gs.free_port()))() == [
+        0,
+        1,
+    ]
+    context = gs.spawn(rank_functions.place_in_group, nprocs=TWO, backend="shm")
     assert [queue.get() for queue in context.return_queues] == ranks
 
 
@@ -47,10 +41,10 @@ def test_the_place_of_a_rank() -> None:
 @pytest.mark.parametrize("no_integer", [True, np.True_, 2.0, np.float64(2), "2", np.array([2, 2])])
 def test_what_is_no_integer_is_refused(no_integer: Any) -> None:
     calls = [
-        lambda: gs.launch(place_of, (), no_integer),
-        lambda: gs.spawn(place_of, nprocs=no_integer),
-        lambda: gs.launcher(place_of, no_integer),
-        lambda: gs.launcher(place_of, port=no_integer),
+        lambda: gs.launch(rank_functions.place_in_group, (), no_integer),
+        lambda: gs.spawn(rank_functions.place_in_group, nprocs=no_integer),
+        lambda: gs.launcher(rank_functions.place_in_group, no_integer),
+        lambda: gs.launcher(rank_functions.place_in_group, port=no_integer),
         lambda: gs.init_process_group("local", rank=0, world_size=no_integer),
         lambda: gs.AllreduceCallback(threshold_bytes=no_integer),
         lambda: gs.AllreduceCallback(first_bucket_bytes=no_integer),

@@ -1,4 +1,7 @@
-"""Functions that ranks run; apart from the tests, so that a rank need not import pytest."""
+"""Functions that ranks run; apart from the tests, so that a rank need not import pytest.
+
+What only one of them needs it imports itself: NumPy and Click take longer than all else that a rank does here.
+"""
 
 import contextlib
 import os
@@ -10,10 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-import command
-
 import gradsync as gs
-from gradsync import backends
 from process_table import parent_of
 
 is_in_a_test = False  # a test sets it, and only copies of its process see that
@@ -49,6 +49,8 @@ def wait_for_signal():
 
 def raise_consequence_then_cause(error_name, fifo):
     """Rank 0 fails only because rank 1 does, but is the first to say so."""
+    import command
+
     if os.environ["RANK"] == "0":
         with open(fifo, "w") as file:  # waits until rank 1 is there
             file.write(str(os.getpid()))
@@ -120,6 +122,8 @@ def address_and_secrets():
 
 def backend(gpus=0):
     """Gives the backend of a process group, on a machine that seems to have so many GPUs."""
+    from gradsync import backends
+
     backends.count_gpus = lambda: gpus
     with gs.init_process_group() as communicator:
         communicator.barrier()  # the stand-in's ranks end together
@@ -203,6 +207,15 @@ def start_method_and_rank(queue, lock):
 
 def put(queue):
     queue.put(int(os.environ["RANK"]))
+
+
+def place_in_group(*_):
+    with gs.init_process_group() as communicator:
+        return communicator.rank, communicator.world_size
+
+
+def rank_of_group():
+    return gs.get_communicator().rank
 
 
 @gs.launcher(n_gpus=2)
