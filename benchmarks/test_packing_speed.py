@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import models
-from gradsync.bucketing.flat_buffer import FlatBuffer, get_offsets, param_pack_concat, param_pack_split
+from gradsync.bucketing.flat_buffer import get_offsets, param_pack_concat, param_pack_split
 
 SHAPES = models.resnet50()
 
@@ -45,16 +45,3 @@ def test_param_pack_split(benchmark, arrays):
     flat = param_pack_concat(arrays, offsets)
     views = benchmark(param_pack_split, flat, offsets, SHAPES)
     assert [view.shape for view in views] == SHAPES
-
-
-@pytest.mark.benchmark(group="97 MiB")
-def test_flat_buffer_pack_and_split(benchmark, arrays, destinations):
-    sources = [array.reshape(-1) for array in arrays]
-    targets = [array.reshape(-1) for array in destinations]
-    buffer = FlatBuffer(np)
-
-    @benchmark
-    def pack_and_split():
-        buffer.split(buffer.pack(sources), targets)
-
-    assert targets[-1][0] == len(arrays) - 1

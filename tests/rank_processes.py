@@ -46,7 +46,7 @@ _PRELOADED_WITH_STAND_IN = [
     "cupy.cuda.nvrtc",
     "gradsync.communicators.nccl.connection",
     "gradsync.communicators.nccl.nccl_backend",
-    "gradsync.bucketing.pack_kernels",
+    "gradsync.communicators.nccl.pack_kernels",
 ]
 
 

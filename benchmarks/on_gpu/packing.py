@@ -9,8 +9,8 @@ from typing import Any
 
 import cupy
 
-from gradsync.bucketing.pack_kernels import FusedPacker, pack_layout
 from gradsync.bucketing.plan import GradientSpec, plan_buckets
+from gradsync.communicators.nccl.pack_kernels import FusedPacker, pack_layout
 from models import Shape
 from on_gpu.clock import DeviceClock, Operation, take_turns
 from on_gpu.copying import copy

@@ -59,7 +59,7 @@ def time_alone(scale: Scale) -> tuple[dict[str, Samples], str | None, dict[str, 
     # Before CuPy loads NCCL: PyTorch was built against a certain one, CuPy takes what is there.
     no_ddp = why_no_ddp()
     with gs.init_process_group("nccl") as communicator, _pytorch_group(no_ddp):
-        communicator.force_packing = True
+        communicator._backend.force_packing = True
         samples = {
             model: _time_model(shapes, scale, communicator, with_ddp=no_ddp is None)
             for model, shapes in scale.models.items()

@@ -1,6 +1,6 @@
 """Packing arrays into a flat buffer, and splitting them back out by offsets.
 
-The array module (numpy or cupy) is passed in or taken from the arrays, so that one text serves both devices.
+NumPy or CuPy is taken from the arrays, so that one text serves both devices.
 """
 
 from __future__ import annotations
@@ -132,39 +132,3 @@ def array_module(array: Any) -> Any:
 
         return cupy
     return np
-
-
-class FlatBuffer:
-    """A buffer that persists from step to step and grows to the largest list it has packed.
-
-    Args:
-        xp: the array module, numpy or cupy.
-    """
-
-    def __init__(self, xp: Any) -> None:
-        self._xp = xp
-        self._memory: dict[Any, Any] = {}
-
-    def pack(self, arrays: Sequence[Any]) -> Any:
-        """Returns the 1-D arrays one after the other in this buffer's memory, valid until the next pack.
-
-        Args:
-            arrays: 1-D contiguous arrays of one dtype, at least one.
-        """
-        dtype = arrays[0].dtype
-        total = sum(array.size for array in arrays)
-        memory = self._memory.get(dtype)
-        if memory is None or memory.size < total:
-            memory = self._memory[dtype] = self._xp.empty(total, dtype)
-        flat = memory[:total]
-        self._xp.concatenate(arrays, out=flat)
-        return flat
-
-    @staticmethod
-    def split(flat: Any, targets: Sequence[Any]) -> None:
-        """Copies consecutive pieces of `flat` into the 1-D targets, in order."""
-        begin = 0
-        for target in targets:
-            end = begin + target.size
-            target[:] = flat[begin:end]
-            begin = end

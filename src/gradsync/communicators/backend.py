@@ -82,6 +82,8 @@ class Backend(ABC):
         arrays: how it handles arrays.
         runs_beside_host: whether a collective has only been launched when its method returns.
         meets_at_once: whether the ranks meet in a barrier when the communicator is made.
+        force_packing: whether lists are packed into a flat buffer, and split, in a world of one too, as NCCL does in
+            others: so benchmarks can measure what packing costs.
         finder: of what is not finite, where lists and resident memory can be looked at while they are reduced.
         client, timeout_seconds: as given.
         rank, world_size, ranks, label: this rank, as Communicator has it.
@@ -94,6 +96,7 @@ class Backend(ABC):
     arrays: ArrayKind = HostArrays()
     runs_beside_host = False
     meets_at_once = False
+    force_packing = False
     finder: NonFiniteFinder | None = None
     lifetime: Lifetime
 

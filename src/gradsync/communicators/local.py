@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradsync.bucketing.flat_buffer import FlatBuffer
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.reduction import Array, ReduceOp
 
 
@@ -22,23 +22,26 @@ class LocalBackend(Backend):
     """A world of one rank: every reduction gives its input.
 
     Args:
-        force_packing: pack each list into a flat buffer and split it back, as a communicator between processes
-            would, so that benchmarks can measure what packing costs.
+        force_packing: see Backend.
     """
 
     name = "local"
 
     def __init__(self, *, force_packing: bool = False) -> None:
         super().__init__(None, "local")
-        self._force_packing = force_packing
-        self._buffer = FlatBuffer(np)
+        self.force_packing = force_packing
+        self._packed = np.empty(0, np.uint8)
 
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
-        if self._force_packing:
-            flat = self._buffer.pack(sources)
-            self._buffer.split(flat, targets)
+        if self.force_packing:
+            word, total = word_dtype(sources[0].dtype), sum([source.nbytes for source in sources])
+            if self._packed.size < total:
+                self._packed = np.empty(total, np.uint8)
+            packed = self._packed[:total].view(word)
+            pack_words([source.view(word) for source in sources], packed)
+            split_words(packed, [target.view(word) for target in targets])
             return
         for source, target in zip(sources, targets, strict=True):
             _copy(source, target)

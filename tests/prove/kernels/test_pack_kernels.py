@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from nvrtc import CompileError, Nvrtc, NvrtcMissing
 
 import gradsync as gs
-from gradsync.bucketing import pack_kernels
-from gradsync.bucketing.pack_kernels import (
+from gradsync.communicators.nccl import pack_kernels
+from gradsync.communicators.nccl.pack_kernels import (
     ALIGNMENT_BYTES,
     CHUNK,
     CHUNK_BYTES,

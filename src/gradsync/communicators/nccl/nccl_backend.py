@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import cupy
 import numpy as np
 
-from gradsync.bucketing.pack_kernels import FusedPacker, pack_layout
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.nccl.agreements import Answer, NcclAgreements, Question
@@ -29,6 +28,7 @@ from gradsync.communicators.nccl.joining import join_group, split_group
 from gradsync.communicators.nccl.launch import Launch, as_stream
 from gradsync.communicators.nccl.launch_order import launch_order
 from gradsync.communicators.nccl.movement import NcclMovement
+from gradsync.communicators.nccl.pack_kernels import FusedPacker, pack_layout
 from gradsync.communicators.nccl.predicted_agreement import TEXTS_WITHIN_SECONDS
 from gradsync.communicators.nccl.reduction import NcclReduction
 from gradsync.communicators.nccl.store_path import StorePath
@@ -125,7 +125,7 @@ class NcclBackend(Backend):
             if laps is not None:
                 laps.end("launching")
             return
-        if self.world_size == 1:
+        if self.world_size == 1 and not self.force_packing:
             for source, target in zip(sources, targets, strict=True):
                 if target is not source:
                     target[...] = source
