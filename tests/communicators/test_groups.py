@@ -39,6 +39,9 @@ def test_groups_of_one_process() -> None:
             assert group
             assert group.ranks == (0,)
             assert total(group, 5) == 5
+        for mask in ([False], [True]):
+            with pytest.raises(gs.InvalidArgument, match="distinct ranks"):
+                comm.new_group(mask)
     assert group.closed
     with pytest.raises(gs.InvalidArgument, match="not initialised"):
         gs.new_group([0])

@@ -989,7 +989,7 @@ class Communicator:
 
     def _checked_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         try:
-            members = sorted(operator.index(rank) for rank in ranks)
+            members = sorted([-1 if (number := integer_of(rank)) is None else number for rank in ranks])
         except TypeError:
             members = []
         fits = members and members[0] >= 0 and members[-1] < self.world_size and len(set(members)) == len(members)
