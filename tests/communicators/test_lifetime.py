@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
+from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.local import LocalBackend, local_communicator
 from rank_processes import run_ranks, run_ranks_for_outcomes
@@ -123,3 +124,13 @@ def test_later_calls_name_the_first_line_of_why_it_was_aborted() -> None:
     comm.abort("it failed\nwith a report of all ranks")
     with pytest.raises(gs.CommunicatorClosed, match=r"cannot be used: it was aborted: it failed$"):
         comm.barrier()
+
+
+def test_who_comes_again_from_within_is_not_taken_for_another_thread() -> None:
+    """A signal's handler, for one, runs on top of the collective."""
+    comm = Noting()
+    inside = comm.lifetime.turn("all_reduce", agreement_on("all_reduce", (), None, ""))
+    with inside, pytest.raises(gs.InvalidArgument, match="barrier while this very thread, .* is inside all_reduce"):
+        comm.barrier()
+    comm.barrier()
+    assert comm.heard == []

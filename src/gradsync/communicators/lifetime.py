@@ -276,7 +276,7 @@ class Lifetime:
 
         Raises:
             CommunicatorClosed: it has ended.
-            InvalidArgument: another thread is inside a collective.
+            InvalidArgument: another thread is inside a collective, or this one.
         """
         while self._occupancy.setdefault(None, frame) is not frame:
             if not self._take_back():
@@ -294,9 +294,11 @@ class Lifetime:
     def _refuse(self, what: str) -> NoReturn:
         if self.ended_because is not None:  # it is being released
             raise self.ended_error(what)
+        is_own = _runs_in(frame_of(), self._occupancy.get(None))
+        who = "this very thread, as from a signal's handler," if is_own else "another thread"
         raise InvalidArgument(
-            f"{self._backend.label}: {what} while another thread is inside {self._what} of this "
-            "communicator: one thread at a time may use it"
+            f"{self._backend.label}: {what} while {who} is inside {self._what} of this communicator: one thread at a "
+            "time may use it, for one collective"
         )
 
     def _take_back(self) -> bool:
@@ -404,12 +406,16 @@ _registering = threading.Lock()  # a set must not grow while another thread goes
 
 
 def _is_running(frame: FrameType) -> bool:
-    for running in sys._current_frames().values():
-        caller: FrameType | None = running
-        while caller is not None:
-            if caller is frame:
-                return True
-            caller = caller.f_back
+    return any(_runs_in(running, frame) for running in sys._current_frames().values())
+
+
+def _runs_in(innermost: FrameType, frame: FrameType | None) -> bool:
+    """Whether a frame is that of the innermost function of a thread, or of one of its callers."""
+    caller: FrameType | None = innermost
+    while caller is not None:
+        if caller is frame:
+            return True
+        caller = caller.f_back
     return False
 
 
