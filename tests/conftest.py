@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -26,7 +28,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Rank processes import the test modules by name.
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))
 
 from gradsync.bucketing import forgotten  # noqa: E402
 from places import why_no_gpu  # noqa: E402
@@ -35,6 +38,19 @@ from places import why_no_gpu  # noqa: E402
 def pytest_xdist_auto_num_workers() -> int:
     """Two workers for each core, for tests that wait; a few at most, since each starts ranks of its own."""
     return min(2 * (os.cpu_count() or 1), 8)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Has each worker import its share of the tests first: on a clean clone all would compile all of them."""
+    worker = getattr(session.config, "workerinput", {})
+    if worker.get("workercount", 1) == 1 or session.config.args != session.config.getini("testpaths"):
+        return
+    left_out = set(session.config.getini("norecursedirs"))
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if not left_out.intersection(path.parts)]
+    for path in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        sys.path.insert(0, str(path.parent))
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest will say so, when it comes to this file
+            importlib.import_module(path.stem)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

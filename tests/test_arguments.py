@@ -19,10 +19,8 @@ TWO = np.int64(2)
 def test_numbers_of_processes_and_ports() -> None:
     ranks = [(0, 2), (1, 2)]
     assert gs.launch(rank_functions.place_in_group, (), TWO, "localhost", np.uint16(gs.free_port())) == ranks
-    assert gs.launcher(rank_functions.rank_of_group, TWO, np.int32(2), np.int8(0), port=np.int32(gs.free_port()))() == [
-        0,
-        1,
-    ]
+    launched = gs.launcher(rank_functions.rank_of_group, TWO, np.int32(2), np.int8(0), port=np.int32(gs.free_port()))
+    assert launched() == [0, 1]
     context = gs.spawn(rank_functions.place_in_group, nprocs=TWO, backend="shm")
     assert [queue.get() for queue in context.return_queues] == ranks
 
