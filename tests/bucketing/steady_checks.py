@@ -50,14 +50,14 @@ DEVIATIONS = (
 )
 
 
-def deviate(comm: Any, kit_name: str, thresholds: tuple[int, ...]) -> None:
+def deviate(comm: Any, kit_name: str, thresholds: tuple[int, ...], deviations: tuple[str, ...] = DEVIATIONS) -> None:
     """Between three steady steps each, one that is another in some way."""
     kit = make_kit(comm, kit_name)
     for threshold_bytes in thresholds:
         callback = gs.AllreduceCallback("mean", comm, threshold_bytes=threshold_bytes)
         arrays = put_all(kit, values_for(comm.rank, 0))
         number = 0
-        for how in (*DEVIATIONS, ""):
+        for how in (*deviations, ""):
             for way in ("", "", "", how):
                 number += 1
                 given = [arranged(values, way) for values in by_rank(comm.world_size, number)]

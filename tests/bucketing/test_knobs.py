@@ -21,6 +21,9 @@ PLACES = [
     *on(GPU, 1, 2),
     *on(GPU_MIXED, 2),
 ]
+# What is done about values is done in a bucket, however they have come there.
+OF_VALUES = [*on(SHM, 1, 3), *on(STAND_IN, 1, 2), *on(STAND_IN_STAGED, 2), *on(STAND_IN_MIXED, 2)]
+OF_VALUES += [*on(GPU, 1, 2), *on(GPU_MIXED, 2)]
 
 
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
@@ -33,7 +36,7 @@ def test_buckets_begin_early_and_in_groups(place: Place, world_size: int) -> Non
     place.run(world_size, checks.begin_early, place.kit)
 
 
-@pytest.mark.parametrize(("place", "world_size"), PLACES)
+@pytest.mark.parametrize(("place", "world_size"), OF_VALUES)
 def test_all_ranks_hear_of_nan_and_of_the_norm(place: Place, world_size: int) -> None:
     told = place.run(world_size, checks.watch, place.kit)
     assert told == [told[0]] * world_size

@@ -23,7 +23,9 @@ FEW = [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)]
 )
 def test_a_step_in_the_middle_is_another_one(place: Place, world_size: int) -> None:
     thresholds = THRESHOLDS if place is SHM and IS_EVERYWHERE else THRESHOLDS[1 : 2 + (place is SHM and world_size > 1)]
-    place.run(world_size, checks.deviate, place.kit, thresholds)
+    # To save time: where arrays of the host are among NCCL's, every second way, as they are to be told from the others.
+    is_half = place in (STAND_IN_STAGED, STAND_IN_MIXED) and not IS_EVERYWHERE
+    place.run(world_size, checks.deviate, place.kit, thresholds, checks.DEVIATIONS[:: 2 if is_half else 1])
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*FEW, *always_on(STAND_IN_STAGED, 2)])
