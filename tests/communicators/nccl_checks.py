@@ -9,12 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 
 import gradsync as gs
+from contract import expect
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl.connection import connect_nccl
 from kits import bring_to_rest
@@ -274,6 +276,22 @@ class CountingModule:
 
     def get_function(self, name: str) -> Any:
         return self.calls.wrap(name, self._module.get_function(name))
+
+
+def refuse_wrong_streams(comm: Any) -> None:
+    """One rank's mistake: the others go on."""
+    array = full(comm.rank)
+    if comm.rank == 0:
+        wrong: list[Any] = ["x", 1.5, object(), True]
+        if cupy.cuda.runtime.getDeviceCount() > 1:
+            with cupy.cuda.Device((cupy.cuda.Device().id + 1) % cupy.cuda.runtime.getDeviceCount()):
+                wrong.append(cupy.cuda.Stream(non_blocking=True))
+        for stream in wrong:
+            for collectives in (comm, comm.asynchronous):
+                expect(gs.InvalidArgument, partial(collectives.all_reduce, array, stream=stream), "needs a stream")
+    future = comm.asynchronous.all_reduce(array)
+    expect(gs.InvalidArgument, partial(future.wait, "x"), "needs a stream")
+    assert_all(future.result(), sum(range(comm.world_size)))
 
 
 def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:

@@ -15,6 +15,7 @@ CHECKS = (
     "reuse_memory_at_once",
     "finish_late",
     "run_on_given_streams",
+    "refuse_wrong_streams",
 )
 
 

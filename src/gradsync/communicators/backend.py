@@ -270,6 +270,14 @@ class Backend(ABC):
 
     # -- Launching ---------------------------------------------------------------------------------------------
 
+    def checked_stream(self, stream: Any, what: str) -> Any:
+        """Returns what a caller of `what` gave as its stream, as `launching` takes it. Not used on the CPU.
+
+        Raises:
+            InvalidArgument: it is none, or of another device. Before the ranks meet: it is one caller's mistake.
+        """
+        return stream
+
     def launching(
         self, stream: Any, producers: Sequence[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:

@@ -1255,6 +1255,8 @@ class Communicator:
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         what, agreement, move, source, target = call
+        if stream is not None:
+            stream = self._backend.checked_stream(stream, what)
         with self.lifetime.turn(what, agreement):
             if target is not None:
                 move(source, target, agreement)
@@ -1576,6 +1578,8 @@ class Asynchronous:
         name = f"{communicator.label}: {what}"
         if not communicator.runs_beside_host:
             return submit(communicator.lifetime, what, name, partial(communicator._run, call, stream))
+        if stream is not None:
+            stream = communicator._backend.checked_stream(stream, what)
         end = CollectiveEnd()
         producers = [communicator.mark_work()] if stream is None else None
         turn = communicator.lifetime.turn(what, agreement)

@@ -14,10 +14,11 @@ from typing import Any
 import cupy
 import numpy as np
 
+from gradsync.arguments import integer_of
 from gradsync.communicators.nccl.agreements import Agreed
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.diagnostics import Running, finish
-from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
+from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, NcclError, describe, shown
 
 _log = logging.getLogger("gradsync")
 
@@ -124,7 +125,7 @@ class Launch:
         elif self._error is not None or not self._over:
             self._raise_failure()
             with cupy.cuda.Device(self._device_id):  # the default stream's handle means that of the current device
-                as_stream(stream, self._device_id).wait_event(self.ended)
+                as_stream(stream, self._device_id, self.name).wait_event(self.ended)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Completion."""
@@ -272,18 +273,33 @@ def await_results_in(array: Any) -> None:
             launch.wait()
 
 
-def as_stream(stream: Any, device_id: int) -> Any:
+def as_stream(stream: Any, device_id: int, who: str) -> Any:
     """Returns what a caller gave as a stream, as CuPy's: None is the calling thread's current one on the device.
 
     Takes CuPy's streams, integers, and objects with `__cuda_stream__` (CUDA's Python protocol) or `cuda_stream`
     (PyTorch).
+
+    Args:
+        stream: see above.
+        device_id: of the device that it must be of.
+        who: begins the error.
+
+    Raises:
+        InvalidArgument: no stream, or one of another GPU.
     """
     if stream is None:
         return cupy.cuda.get_current_stream(device_id)
     if hasattr(stream, "ptr"):
+        given = stream.device_id
+        if given not in (-1, device_id):  # CuPy: -1 is a stream whose device it does not know
+            raise InvalidArgument(f"{who} needs a stream of cuda:{device_id}, got one of cuda:{given}")
         return stream
     if not hasattr(stream, "__cuda_stream__"):
-        stream = _StreamHandle(int(getattr(stream, "cuda_stream", stream)))
+        handle = integer_of(getattr(stream, "cuda_stream", stream))
+        if handle is None:
+            needed = "a CuPy or PyTorch stream, its handle as an integer, or an object with __cuda_stream__"
+            raise InvalidArgument(f"{who} needs a stream that is {needed}, got {shown(stream)}")
+        stream = _StreamHandle(handle)
     return cupy.cuda.Stream.from_external(stream)
 
 

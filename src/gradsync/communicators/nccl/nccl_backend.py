@@ -339,6 +339,9 @@ class NcclBackend(Backend):
         handle = NcclHandle(library, raw, self._device.id, client.label)
         return self.take_over(handle, client, name, self.timeout_seconds)
 
+    def checked_stream(self, stream: Any, what: str) -> Any:
+        return as_stream(stream, self._device.id, f"{self.label}: {what}")
+
     @contextmanager
     def launching(self, stream: Any, producers: Sequence[Any] | None = None) -> Iterator[Launch]:
         self._raise_failure()
@@ -346,7 +349,7 @@ class NcclBackend(Backend):
             if producers is not None:
                 where, results_on = self._stream, cupy.cuda.get_current_stream()
             else:
-                where = results_on = as_stream(stream, self._device.id)
+                where = results_on = cupy.cuda.get_current_stream() if stream is None else stream
                 # Arrays of other libraries are ordered on the current stream when they are taken over.
                 producers = [] if stream is None else [self.mark_work()]
             launch = Launch(
