@@ -1,6 +1,5 @@
 """The main job: training on several ranks is the training of one process, whatever the number of ranks."""
 
-import gzip
 import hashlib
 import importlib.util
 import os
@@ -9,7 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from gradsync.communicators.local import local_communicator
 from rank_processes import run_ranks
 
-threadpoolctl = pytest.importorskip("threadpoolctl", reason="it comes with the extra examples")
+threadpoolctl = pytest.importorskip("threadpoolctl", reason="it comes with the extra examples, as scikit-learn does")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))  # rank processes import this module too
@@ -27,14 +26,27 @@ from train_digits import Settings, train  # noqa: E402
 SCRIPT = EXAMPLES / "train_digits.py"
 
 
+(SKLEARN,) = importlib.util.find_spec("sklearn").submodule_search_locations
+#: Stands in for sklearn.datasets: its digits, without its import, which takes longer than an epoch.
+DATASETS = f"""
+import gzip
+import types
+
+import numpy as np
+
+
+def load_digits():
+    with gzip.open({str(Path(SKLEARN, "datasets", "data", "digits.csv.gz"))!r}, "rt") as file:
+        table = np.loadtxt(file, delimiter=",")
+    return types.SimpleNamespace(images=table[:, :-1].reshape(-1, 8, 8), target=table[:, -1].astype(int))
+"""
+
+
 @contextmanager
 def digits_alone():
-    """The digits of scikit-learn in the block, without its import, which takes longer than an epoch."""
-    (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations
-    with gzip.open(Path(folder, "datasets", "data", "digits.csv.gz"), "rt") as file:
-        table = np.loadtxt(file, delimiter=",")
-    digits = SimpleNamespace(images=table[:, :-1].reshape(-1, 8, 8), target=table[:, -1].astype(int))
-    stand_ins = {"sklearn": SimpleNamespace(), "sklearn.datasets": SimpleNamespace(load_digits=lambda: digits)}
+    datasets = ModuleType("sklearn.datasets")
+    exec(DATASETS, vars(datasets))
+    stand_ins = {"sklearn": ModuleType("sklearn"), "sklearn.datasets": datasets}
     kept = {name: sys.modules.get(name) for name in stand_ins}
     sys.modules.update(stand_ins)
     try:
@@ -119,8 +131,13 @@ def row(table, label):
     return value
 
 
-def test_two_ranks_reach_97_percent():
-    output = run_script("-m", "gradsync", "run", "-n", "2", SCRIPT, "--epochs", "15")
+def test_two_ranks_reach_97_percent(tmp_path):
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn" / "__init__.py").touch()
+    (tmp_path / "sklearn" / "datasets.py").write_text(DATASETS)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = ("-m", "gradsync", "run", "-n", "2", SCRIPT, "--epochs", "15")
+    output = run_script(*command, variables={**NO_GPUS, "PYTHONPATH": path})
     assert row(output, "ranks") == "2"
     assert row(output, "backend") == "shm, on cpu"
     assert row(output, "buckets") == "3 all-reduces a step"
