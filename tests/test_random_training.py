@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,26 +22,40 @@ SEEDS_OF_KNOWN_DEFECTS = {
 }
 
 
+Runners = dict[str, Runner]
+
+
+@pytest.fixture(scope="module")
+def runners() -> Iterator[Runners]:
+    """One for each backend: the start of its process, which imports everything, takes longer than ten programs."""
+    made: Runners = {}
+    yield made
+    for runner in made.values():
+        runner.close()
+
+
 @pytest.mark.parametrize(("backend", "ranks", "count"), [(b, n, count // 100) for b, n, count in SHARES])
-def test_programs_end_in_right_numbers_or_in_typed_errors(backend: str, ranks: int, count: int) -> None:
-    run_and_expect_no_violation(backend, ranks, [(seed, PLANTS) for seed in range(count)])
+def test_programs_end_in_right_numbers_or_in_typed_errors(
+    runners: Runners, backend: str, ranks: int, count: int
+) -> None:
+    run_and_expect_no_violation(runners, backend, ranks, [(seed, PLANTS) for seed in range(count)])
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [(b, n) for b, n, _ in SHARES])
-def test_seeds_of_known_defects(backend: str, ranks: int) -> None:
+def test_seeds_of_known_defects(runners: Runners, backend: str, ranks: int) -> None:
     drawn = {kind: by.get((backend, ranks), []) for kind, by in SEEDS_OF_KNOWN_DEFECTS.items()}
     seeds = [(s, (kind,)) for kind, of_kind in drawn.items() for s in (of_kind if IS_EVERYWHERE else of_kind[:1])]
-    run_and_expect_no_violation(backend, ranks, seeds)
+    run_and_expect_no_violation(runners, backend, ranks, seeds)
 
 
-def run_and_expect_no_violation(backend: str, ranks: int, seeds: list[tuple[int, tuple[str, ...]]]) -> None:
-    runner = Runner(backend)
-    try:
-        for program, endings in runner.run_all([draw(seed, backend, ranks, kinds) for seed, kinds in seeds]):
-            found = violations(program, endings)
-            assert not found, report(program, endings, found)
-    finally:
-        runner.close()
+def run_and_expect_no_violation(
+    runners: Runners, backend: str, ranks: int, seeds: list[tuple[int, tuple[str, ...]]]
+) -> None:
+    if backend not in runners:
+        runners[backend] = Runner(backend, lanes=1)
+    for program, endings in runners[backend].run_all([draw(seed, backend, ranks, kinds) for seed, kinds in seeds]):
+        found = violations(program, endings)
+        assert not found, report(program, endings, found)
 
 
 def test_every_construct_and_every_disagreement_is_drawn_often_enough() -> None:
