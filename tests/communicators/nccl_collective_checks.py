@@ -12,7 +12,7 @@ from nccl_checks import SECONDS, Calls, assert_all, full, held_up, side_stream
 from nccl_failure_checks import client, wait_until_told
 
 import gradsync as gs
-from contract import expect
+from contract import dtype_of, expect
 from kits import bring_to_rest
 
 ROWS = 600
@@ -167,6 +167,37 @@ def broadcast_in_one_go(comm: Any) -> None:
 
 
 # -- Groups of calls --------------------------------------------------------------------------------------------------
+
+
+def take_means_of_half_precision(comm: Any) -> None:
+    """No mean is off to one side, as NCCL's own of bfloat16 is where the number of ranks is no power of two."""
+    values = np.random.default_rng([5, comm.rank]).uniform(1, 2, (3 * comm.world_size, 1000))
+    rows = slice(3 * comm.rank, 3 * comm.rank + 3)
+    for name, side in (("bfloat16", 2e-4), ("float16", 4e-4)):
+        dtype = dtype_of(name)
+        mine = values.astype(dtype)
+        given = [np.random.default_rng([5, rank]).uniform(1, 2, values.shape).astype(dtype) for rank in ranks_of(comm)]
+        wanted = np.mean([each.astype(np.float64) for each in given], axis=0)
+        results = {
+            "all_reduce": (comm.all_reduce(cupy.asarray(mine), "mean"), wanted),
+            "reduce_scatter": (comm.reduce_scatter(cupy.asarray(mine), "mean"), wanted[rows]),
+            "uneven": (comm.reduce_scatter(cupy.asarray(mine), "mean", sizes=uneven(comm)), wanted[part_of(comm)]),
+        }
+        reduced = comm.reduce(cupy.asarray(mine), "mean", root=0)
+        if comm.rank == 0:
+            results["reduce"] = reduced, wanted
+        for what, (result, right) in results.items():
+            ratio = (result.get().astype(np.float64) / right).mean()
+            assert abs(ratio - 1) < side, (name, what, ratio)
+
+
+def uneven(comm: Any) -> list[int]:
+    return [3 * comm.world_size - 2 * (comm.world_size - 1), *[2] * (comm.world_size - 1)]
+
+
+def part_of(comm: Any) -> slice:
+    sizes = uneven(comm)
+    return slice(sum(sizes[: comm.rank]), sum(sizes[: comm.rank + 1]))
 
 
 def leave_no_group_open(comm: Any) -> None:

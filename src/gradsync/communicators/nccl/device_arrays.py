@@ -21,7 +21,7 @@ from gradsync.communicators.host_arrays import (
 from gradsync.communicators.nccl import device_values
 from gradsync.communicators.nccl.launch import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name, part_dtype
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name
 
 _DLPACK_CUDA = 2
 _DLPACK_CUDA_MANAGED = 13
@@ -138,8 +138,7 @@ class DeviceArrays:
     def divide(self, flat: Any, count: int) -> None:
         """See ArrayKind; on the current stream."""
         with cupy.cuda.Device(self._device_id):
-            parts = flat.view(part_dtype(flat.dtype))
-            cupy.divide(parts, parts.dtype.type(count), out=parts)
+            device_values.divide(flat, count)
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
         """See ArrayKind; of two host arrays on the host."""

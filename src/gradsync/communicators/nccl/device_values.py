@@ -31,6 +31,13 @@ def multiply(source: Any, factor: float, out: Any) -> None:
         cupy.multiply(values, scale, out=target, dtype=wide, casting="unsafe")
 
 
+def divide(flat: Any, count: int) -> None:
+    """See ArrayKind; half precision in float32, which has every count."""
+    parts = flat.view(part_dtype(flat.dtype))
+    wide = product_dtype(parts.dtype, parts.dtype)
+    cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
+
+
 def all_finite(flat: Any) -> Any:
     """See ArrayKind."""
     parts = flat.view(part_dtype(flat.dtype))

@@ -132,6 +132,7 @@ def numpy_dtype(datatype: int) -> np.dtype:
 def reduce_contributions(contributions: list[np.ndarray], op: int) -> np.ndarray:
     """Reduces arrays in rank order; half precision in float32, rounded once.
 
+    The average multiplies each contribution by 1 / n, both rounded to the dtype, as src/enqueue.cc has it.
     Min and max pass a NaN over where another rank has a number, as fminf and fmaxf do.
     Source: NCCL, src/device/reduce_kernel.h.
     """
@@ -139,18 +140,19 @@ def reduce_contributions(contributions: list[np.ndarray], op: int) -> np.ndarray
     is_floating = dtype.kind in "fV"  # bfloat16 is of kind V
     wide = np.dtype(np.float32) if is_floating and dtype.itemsize == 2 else dtype
     function = {SUM: np.add, AVG: np.add, PROD: np.multiply, MAX: np.fmax, MIN: np.fmin}[op]
-    result = contributions[0].astype(wide)
     with np.errstate(all="ignore"):
+        if op == AVG and is_floating:
+            factor = dtype.type(1 / len(contributions))
+            contributions = [contribution * factor for contribution in contributions]
+        result = contributions[0].astype(wide)
         for contribution in contributions[1:]:
             function(result, contribution.astype(wide, copy=False), out=result)
-        if op == AVG:
+        if op == AVG and not is_floating:
             result = _divide(result, len(contributions))
         return result.astype(dtype, copy=False)
 
 
 def _divide(total: np.ndarray, count: int) -> np.ndarray:
-    """Divides; integers are rounded towards zero, as in C."""
-    if total.dtype.kind == "f":
-        return total / total.dtype.type(count)
+    """Divides integers, rounded towards zero, as in C."""
     count = total.dtype.type(count)
     return (total - np.fmod(total, count)) // count
