@@ -142,7 +142,8 @@ def main():
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args().steps
     text = "".join(topics.values())
-    tokens = np.array([LETTERS.index(letter) for letter in text if letter in LETTERS])
+    numbers = {letter: number for number, letter in enumerate(LETTERS)}
+    tokens = np.array([numbers[letter] for letter in text if letter in numbers])
 
     with gs.init_process_group() as comm:
         rng = np.random.default_rng(comm.rank)  # each rank reads elsewhere, and all begin with rank 0's parameters
