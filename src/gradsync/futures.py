@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from gradsync.arguments import check_seconds
 from gradsync.errors import CollectiveTimeout, FutureNotReady, GradsyncError, InvalidArgument, caller
 
 if TYPE_CHECKING:
@@ -360,7 +361,8 @@ class CollectiveFuture:
         Raises:
             FutureNotReady: only the calling thread can complete it, or a done-callback asks before its end.
             CollectiveTimeout: the wait reached its deadline; the collective goes on.
-            InvalidArgument: a done-callback has called a collective; raised here where that was only logged.
+            InvalidArgument: a timeout that is no number of seconds; or a done-callback has called a collective, and
+                that was only logged.
             PlanMismatch, RankFailed, ...: whatever ended the collective.
         """
         self._wait(None, timeout)
@@ -420,6 +422,8 @@ class CollectiveFuture:
 
     def _await_launch(self, timeout: float | None) -> None:
         """Waits until the collective is launched or has failed."""
+        if timeout is not None:
+            check_seconds(f"the wait for {self.name}", "timeout", timeout)
         if _here.is_in_callback:
             raise FutureNotReady(
                 f"{self.name} is not ready: a done-callback cannot wait for it, as it may come after the callback; "

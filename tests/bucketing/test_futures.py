@@ -29,6 +29,13 @@ def ask_too_early(comm: Any, kit_name: str) -> None:
     future.add_done_callback(lambda done: seen.append(("before", done)))
     future.add_done_callback(lambda done: 1 / 0)  # logged, and harmless
     late: list[Any] = []
+    for wrong in ("1", float("nan"), -1):
+        confused = threading.Thread(
+            target=lambda wrong=wrong: late.append(expect(gs.InvalidArgument, lambda: future.result(wrong)))
+        )
+        confused.start()
+        confused.join(30)
+        assert "needs timeout to be a number of seconds" in str(late.pop())
     waiter = threading.Thread(target=lambda: late.append(kit.get(future.result())))
     hurried = threading.Thread(target=lambda: late.append(expect(gs.CollectiveTimeout, lambda: future.result(0.01))))
     hurried.start()
