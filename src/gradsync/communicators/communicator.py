@@ -856,8 +856,9 @@ class Communicator:
         """Makes a group of some of these ranks, which are numbered in ascending order there.
 
         Only the members need to call it; all with the same ranks, and groups with common members in the same order.
-        A group is closed with the process group at the latest. Collectives of groups with common members must be called
-        in one order by all these.
+        A group is closed with the process group at the latest. Close one that is not needed any more: dropping it does
+        not suffice over MPI, which has room for some 2,000. Collectives of groups with common members must be called in
+        one order by all these.
 
             group = comm.new_group([0, 2])
             if group:
