@@ -45,6 +45,7 @@ _OF_PLACES = (
     *("tests/test_random_training.py", "tests/test_golden.py", "tests/test_interrupts.py", "tests/test_exit.py"),
 )
 _OF_SIZES = ("--ignore", "tests/communicators/test_contract.py")  # the part's own tests run it at more sizes
+_OF_ONE_FILE = (*_PYTEST, "tests/communicators/test_contract.py", "-k", "one_file")
 SCRIPTS = {
     "cross_checks": [
         # What make test runs at few places: here at all.
@@ -53,6 +54,8 @@ SCRIPTS = {
             (*_PYTEST, "tests/bucketing", "tests/communicators", *_OF_PLACES, *_OF_SIZES),
             (*_PYTEST, "tests/test_hooks.py"),
         ),
+        # Of the tests left out there, what the part's own have not.
+        Script("-m", _OF_ONE_FILE, _OF_ONE_FILE),
     ],
     "model_check": [Script("tests/prove/model_check/model_check.py", (), ("--states", "2000"), "proof_model_check")],
     "simulation": [
