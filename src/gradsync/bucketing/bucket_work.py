@@ -9,8 +9,8 @@ from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.gradient_lock import Holder, LockedGradients
 from gradsync.bucketing.pending import PendingGradient
 from gradsync.bucketing.plan import Bucket
-from gradsync.communicators.communicator import ListReduction
-from gradsync.reduction import Array
+from gradsync.communicators.communicator import Communicator, ListReduction
+from gradsync.reduction import Array, ReduceOp
 
 
 class BucketWork(NamedTuple):
@@ -34,6 +34,14 @@ class BucketWork(NamedTuple):
     reduction: ListReduction | None = None
     locked: LockedGradients | None = None
     memory: BucketMemory | None = None
+
+    def reduction_on(
+        self, communicator: Communicator, op: ReduceOp, *, looks: bool, recurs: bool = False
+    ) -> ListReduction:
+        """Returns the reduction of the arrays; see ListReduction of communicator.py."""
+        return ListReduction(
+            communicator, self.sources, self.targets, op, write_backs=self.write_backs, looks=looks, recurs=recurs
+        )
 
 
 def work_of(bucket: Bucket, entries: Sequence[PendingGradient], holder: Holder) -> BucketWork:

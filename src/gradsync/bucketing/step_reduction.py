@@ -19,7 +19,7 @@ from gradsync.bucketing.plan import Bucket, BucketPlanner, GradientSpec
 from gradsync.bucketing.statistics import Statistics
 from gradsync.bucketing.step_agreements import StepAgreements
 from gradsync.bucketing.step_values import StepValues
-from gradsync.communicators.communicator import Communicator, ListReduction, Stage
+from gradsync.communicators.communicator import Communicator, Stage
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
@@ -168,14 +168,7 @@ class StepReduction:
             stages.append(Compressed(wire, work.targets, arrays))
         reduction = work.reduction
         if reduction is None or op is not self.op:
-            reduction = ListReduction(
-                communicator,
-                work.sources,
-                work.targets,
-                op,
-                write_backs=work.write_backs,
-                looks=finder is not None,
-            )
+            reduction = work.reduction_on(communicator, op, looks=finder is not None)
         return reduction.run(agreement, stages=stages, producers=producers)
 
     def stand_in(

@@ -9,7 +9,7 @@ from gradsync.bucketing.gradient_lock import Holder
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.step_plan import StepPlan
 from gradsync.bucketing.step_reduction import StepReduction
-from gradsync.communicators.communicator import Communicator, ListReduction
+from gradsync.communicators.communicator import Communicator
 
 
 class StepWorks:
@@ -46,15 +46,7 @@ class StepWorks:
             return work
         if self._reduction.can_prepare(work.sources[0].dtype):
             looks = communicator.finder is not None and self._reduction.values.looks_for_nonfinite
-            reduction = ListReduction(
-                communicator,
-                work.sources,
-                work.targets,
-                self._reduction.op,
-                write_backs=work.write_backs,
-                looks=looks,
-                recurs=True,
-            )
+            reduction = work.reduction_on(communicator, self._reduction.op, looks=looks, recurs=True)
             work = work._replace(reduction=reduction)
         self._known[number] = work
         return work
