@@ -73,7 +73,8 @@ def expect_bits(
         assert (values.shape, values.dtype) == (wanted.shape, wanted.dtype), name
         if not exact:
             wide = np.complex128 if values.dtype.kind == "c" else np.float64
-            np.testing.assert_allclose(values.astype(wide), wanted.astype(wide), rtol=2e-2)
+            rounding = 1e-2 if values.itemsize == 2 else 0  # of the contributions, which may cancel each other
+            np.testing.assert_allclose(values.astype(wide), wanted.astype(wide), rtol=2e-2, atol=rounding)
         else:
             assert values.tobytes() == wanted.tobytes(), (name, step, values, wanted)
 
