@@ -9,11 +9,13 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import cupy
 import numpy as np
+from nccl_checks import Obstacle
 
 import gradsync as gs
 from contract import expect, wait_until
@@ -22,6 +24,7 @@ from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl import connection as nccl_connection
 from gradsync.communicators.nccl import joining as nccl_joining
 from gradsync.communicators.verdicts import NEWS_SECONDS
+from kits import bring_to_rest
 
 SECONDS = 30.0  # for what must come at all
 SOON_SECONDS = 15.0  # the target is 1 s; a busy machine adds; whatever else could end a wait comes after 30 s
@@ -281,6 +284,47 @@ def close_beside_a_stuck_collective(comm: Any) -> str:
         return wait_until_told()
     expect(gs.CollectiveTimeout, comm.close, "did not end within 0.3 s")
     return str(expect(gs.CollectiveTimeout, future.result))
+
+
+def keep_what_queued_work_writes_to(comm: Any, kind: str) -> None:
+    """ncclCommAbort waits for NCCL's own work, and not for the copy that is queued behind it."""
+
+    def make() -> Any:
+        return np.ones(4000) if kind == "host" else cupy.ones((400, 10)).T  # a layout that is written back
+
+    for _ in range(6):
+        comm.asynchronous.all_reduce(make()).result()
+    if comm.rank != 0:
+        client().set("stopped", b"")
+        wait_until_told()
+        return
+    client().get("stopped", timeout_seconds=SECONDS)
+    obstacle, bring_back = Obstacle(), comm._backend.bring_back
+
+    def bring_back_late(flat: Any, native: Any, launch: Any) -> None:
+        obstacle.put_on(cupy.cuda.get_current_stream())
+        bring_back(flat, native, launch)
+
+    comm._backend.bring_back = bring_back_late
+    array = make()
+    future = comm.asynchronous.all_reduce(array)
+    gone = weakref.ref(array)
+    del array
+    comm.abort("enough")
+    wait_until(comm._backend._handle._has_ended.is_set)
+    del future
+    comm._backend._last = None
+    gc.collect()
+    fresh_on_device = [cupy.full((400, 10), -7.0) for _ in range(20)]
+    fresh_on_host = [cupy.cuda.alloc_pinned_memory(4000 * 8) for _ in range(20)]
+    values = [np.frombuffer(pinned, np.float64, 4000) for pinned in fresh_on_host]
+    for value in values:
+        value[:] = -7
+    obstacle.lift()
+    bring_to_rest(comm)
+    assert all((array.get() == -7).all() for array in fresh_on_device)
+    assert all((value == -7).all() for value in values)
+    wait_until(lambda: gone() is None)
 
 
 def close_between_a_launch_that_fails_and_its_communicator(comm: Any) -> None:

@@ -123,6 +123,12 @@ def test_abort_names_its_culprit(place: Place, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_memory_that_queued_work_writes_to_is_kept_after_an_abort(place: Place, world_size: int, kind: str) -> None:
+    place.run(world_size, check, "keep_what_queued_work_writes_to", kind)
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_closing_beside_a_stuck_collective_fails_its_futures(place: Place, world_size: int) -> None:
     text, _ = place.run(world_size, check, "close_beside_a_stuck_collective")
     assert "did not end within 0.3 s" in text

@@ -103,9 +103,9 @@ class ndarray(_elementwise.Operators):  # noqa: N801
             raise ValueError(f"Shape mismatch. Expected shape: {self.shape}, actual shape: {target.shape}")
         if not target.flags.forc:
             raise RuntimeError("`out` cannot be specified when copying to non-contiguous ndarray")
-        host = self._host
+        host, place = self._host, pinned_memory.unowned(target)
         queue = self._queue(stream)
-        queue.submit(lambda: np.copyto(target, host))
+        queue.submit(lambda: np.copyto(place, host))
         if blocking or not pinned_memory.is_pinned(target.ctypes.data, target.nbytes):
             queue.synchronize()
         return target
@@ -168,6 +168,8 @@ class ndarray(_elementwise.Operators):  # noqa: N801
         source = np.asarray(arr, order=order)
         if not pinned_memory.is_pinned(source.ctypes.data, source.nbytes):
             source = source.copy(order)  # the driver stages it before it returns
+        else:
+            source = pinned_memory.unowned(source)
         host = self._host
         self._queue(stream).submit(lambda: np.copyto(host, source))
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import cupy
@@ -24,6 +24,8 @@ from gradsync.errors import CommunicatorClosed, NcclError, describe
 
 DESTROY_SECONDS = 10.0
 _OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for a call to come back before it interrupts it
+_CUDA_SUCCESS = 0
+_LOOK_SECONDS = 0.05  # after an abort, while the GPU still has work of ours
 
 _log = logging.getLogger("gradsync")
 
@@ -50,7 +52,7 @@ class NcclHandle:
         self._calling = threading.RLock()  # a group holds it for the calls within
         self._ending = threading.Lock()  # held for looking at and setting what follows
         self._how: str | None = None
-        self._kept: list[object] = []
+        self._kept: list[tuple[Any, Sequence[object]]] = []  # what keep_until_end has been given
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # the last one is None
         self._has_ended = threading.Event()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until the end: see the module's text
@@ -132,11 +134,18 @@ class NcclHandle:
         """
         self._orders.put(partial(self._leave, before))
 
-    def keep_until_end(self, objects: Sequence[object]) -> None:
-        """Keeps objects, and with them GPU memory, until no collective can use it any more."""
+    def keep_until_end(self, objects: Sequence[object], ended: Any) -> None:
+        """Keeps objects, and with them GPU memory, until the GPU cannot use it any more.
+
+        ncclCommAbort waits for NCCL's own work, and not for ours that is queued behind it: copies and kernels.
+
+        Args:
+            objects: what a launch uses that has failed.
+            ended: the event after all of that launch's work. What it never reaches is kept for ever.
+        """
         with self._ending:
-            if not self._has_ended.is_set():
-                self._kept.extend(objects)
+            self._kept.append((ended, objects))
+        self._orders.put(self._let_go)
 
     def await_end(self, seconds: float) -> None:
         """Waits until it has ended, or the deadline comes."""
@@ -158,8 +167,24 @@ class NcclHandle:
 
     def _obey(self) -> None:
         """The thread: does what may block, until nobody uses the communicator."""
-        while (order := self._orders.get()) is not None:
-            order()
+        is_used = True
+        while is_used or self._kept:
+            try:
+                order = self._orders.get(timeout=_LOOK_SECONDS if self._kept else None)
+            except Empty:
+                order = self._let_go
+            if order is None:
+                is_used = False
+            else:
+                order()
+
+    def _let_go(self) -> None:
+        """Gives kept memory back, when NCCL has ended and the GPU has come to the end of the launch."""
+        if not self._has_ended.is_set():
+            return
+        with self._ending:
+            before = self._kept  # until this returns: what frees memory may do so without the lock
+            self._kept = [entry for entry in before if cupy.cuda.runtime.eventQuery(entry[0].ptr) != _CUDA_SUCCESS]
 
     def _leave(self, before: Callable[[], None] | None) -> None:
         try:
@@ -178,9 +203,8 @@ class NcclHandle:
             _log.warning("%s", describe(error))
         finally:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
-            with self._ending:
-                self._kept.clear()
-                self._has_ended.set()
+            self._has_ended.set()
+            self._let_go()
 
     def _call_end(self) -> None:
         # A thread that is stuck inside a call holds this. Abort is documented as safe only without, but it is also

@@ -220,8 +220,8 @@ class Launch:
             self._over = True
             if self.recorded is not None:
                 finish(self.recorded, failed=self._error is not None)
-            if error is not None:  # the GPU may go on using it until NCCL has been aborted
-                self._handle.keep_until_end([*self._memory, *self._host_results])
+            if error is not None:  # the GPU may still use it
+                self._handle.keep_until_end([*self._memory, *self._host_results], self.ended)
             self._memory.clear()
 
     def _bring_home(self) -> NcclError | None:

@@ -6,6 +6,8 @@ import ctypes
 import functools
 from collections import defaultdict
 
+import numpy as np
+
 _ROUNDING_BYTES = 512
 _storages: dict[int, bytearray] = {}  # by address; never unmapped
 _free: defaultdict[int, list[bytearray]] = defaultdict(list)  # by size
@@ -48,3 +50,12 @@ def alloc_pinned_memory(size: int) -> _Pinned:
 def is_pinned(address: int, size: int) -> bool:
     """Returns whether a range of the host's memory is pinned."""
     return any(begin <= address and address + size <= begin + len(held) for begin, held in list(_storages.items()))
+
+
+def unowned(array: np.ndarray) -> np.ndarray:
+    """Returns the same memory, which this does not keep: cudaMemcpyAsync knows an address, and not whose it is.
+
+    Source: CuPy, cupy/cuda/pinned_memory.pyx: what is collected goes back to its pool, whatever is queued for it.
+    """
+    room = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    return np.ndarray(array.shape, array.dtype, room, strides=array.strides)
