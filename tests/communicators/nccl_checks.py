@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -164,6 +165,36 @@ def reuse_memory_at_once(comm: Any) -> None:
         for array in fresh:
             assert_all(array, -7)
         del first, late, futures, future
+
+
+def take_memory_that_another_thread_has_just_freed(comm: Any) -> None:
+    """On the caller's stream, in the middle of an asynchronous call: its result lies where late work still writes."""
+    size = comm.world_size * SIZE
+    for collective in (comm.asynchronous.all_gather, comm.asynchronous.all_to_all):
+        source, obstacle, empty = full(comm.rank, size), Obstacle(), comm.arrays.empty
+
+        def free_what_is_in_use(o: Obstacle = obstacle) -> None:
+            late = full(0, size)
+            o.put_on(cupy.cuda.get_current_stream())
+            late += 100
+
+        def empty_late(*args: Any, free: Any = free_what_is_in_use, empty: Any = empty) -> Any:
+            thread = threading.Thread(target=free)
+            thread.start()
+            thread.join()
+            return empty(*args)
+
+        comm.arrays.empty = empty_late
+        part = source[:SIZE] if collective == comm.asynchronous.all_gather else source
+        future = collective(part)
+        comm.arrays.empty = empty
+        if IS_STAND_IN:  # where the obstacle stays
+            began = time.monotonic()
+            while not future.done() and time.monotonic() - began < 0.3:
+                time.sleep(0.01)
+        obstacle.lift()
+        wanted = np.repeat(np.arange(comm.world_size, dtype=np.float32), SIZE)
+        assert (future.result().get() == wanted).all()
 
 
 def finish_late(comm: Any) -> None:

@@ -13,6 +13,7 @@ CHECKS = (
     "reduce_what_slow_streams_make",
     "use_results_on_other_streams",
     "reuse_memory_at_once",
+    "take_memory_that_another_thread_has_just_freed",
     "finish_late",
     "run_on_given_streams",
     "refuse_wrong_streams",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -88,15 +88,26 @@ class DeviceArrays:
         """See ArrayKind."""
         if isinstance(like, np.ndarray):
             return np.empty(shape, dtype)
-        with cupy.cuda.Device(self._device_id), self._results_on or nullcontext():
-            return cupy.empty(shape, dtype)
+        with cupy.cuda.Device(self._device_id):
+            stream = self._results_on
+            if stream is None:
+                return cupy.empty(shape, dtype)
+            with stream:
+                array = cupy.empty(shape, dtype)
+            # The memory may have been freed a moment ago, by another thread, with work on that stream still using it.
+            cupy.cuda.get_current_stream().wait_event(stream.record(cupy.cuda.Event(disable_timing=True)))
+            return array
 
     @contextmanager
     def results_on(self, stream: Any) -> Iterator[None]:
         """Has `empty` take memory for a stream other than the current one: that on which a result will be used.
 
         CuPy's pool gives memory that was freed to the next allocation for the same stream, without a wait. So what the
-        caller drops while its own stream still reads it must not come to the communicator's, or the other way round.
+        caller drops while its own stream still reads it must not come to the communicator's, or the other way round;
+        and the current stream uses what is taken only after the work that the other one has by then.
+
+        Args:
+            stream: that other one; None is the current one.
         """
         before, self._results_on = self._results_on, stream
         try:

@@ -349,7 +349,7 @@ class NcclBackend(Backend):
             if producers is not None:
                 where, results_on = self._stream, cupy.cuda.get_current_stream()
             else:
-                where = results_on = cupy.cuda.get_current_stream() if stream is None else stream
+                where, results_on = cupy.cuda.get_current_stream() if stream is None else stream, None
                 # Arrays of other libraries are ordered on the current stream when they are taken over.
                 producers = [] if stream is None else [self.mark_work()]
             launch = Launch(
