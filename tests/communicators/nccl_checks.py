@@ -5,6 +5,7 @@ The checks run on a GPU and on the stand-in. What must still be running when the
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import cupy
 import numpy as np
 
 import gradsync as gs
-from contract import expect
+from contract import expect, wait_until
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl.connection import connect_nccl
 from kits import bring_to_rest
@@ -323,6 +324,80 @@ def refuse_wrong_streams(comm: Any) -> None:
     future = comm.asynchronous.all_reduce(array)
     expect(gs.InvalidArgument, partial(future.wait, "x"), "needs a stream")
     assert_all(future.result(), sum(range(comm.world_size)))
+
+
+def refuse_streams_that_are_capturing(comm: Any) -> None:
+    """One rank captures a CUDA graph: that is refused, spoils neither the graph nor the step, and the others go on."""
+    array, out, first, second = full(comm.rank), full(0), full(comm.rank), full(comm.rank)
+    callback = gs.AllreduceCallback("sum", comm)
+    for step in range(3):  # gradients that are new, and that come again
+        callback(1, first)
+        if comm.rank == 0:
+            graph_stream = cupy.cuda.Stream(non_blocking=True)
+            other = cupy.cuda.Stream(non_blocking=True)
+            graph_stream.wait_event(cupy.cuda.get_current_stream().record())
+            graph_stream.begin_capture()
+            refused: list[Callable[[], Any]] = [
+                *(partial(c.all_reduce, array, stream=graph_stream) for c in (comm, comm.asynchronous)),
+                partial(comm.all_reduce, array, stream=graph_stream.ptr),
+            ]
+            within: list[Callable[[], Any]] = [
+                *(partial(c.all_reduce, array) for c in (comm, comm.asynchronous)),
+                *(partial(c.all_reduce, array, stream=other) for c in (comm, comm.asynchronous)),
+                comm.barrier,
+                partial(gs.bcast_list_, [array], communicator=comm),
+                partial(callback, 2, second),
+                callback.flush,
+            ]
+            for call in refused:
+                expect(gs.InvalidArgument, call, "cannot be a part of a CUDA graph")
+            with graph_stream:
+                for call in within:
+                    expect(gs.InvalidArgument, call, "cannot be a part of a CUDA graph")
+                cupy.add(array, 1, out=out)
+            graph_stream.end_capture().launch(graph_stream)
+            assert_all(out, array.get()[0] + 1, graph_stream)
+            if step == 0:  # the null stream would wait for what is captured
+                waited_for = cupy.cuda.Stream()
+                waited_for.begin_capture()
+                for call in within:
+                    expect(gs.InvalidArgument, call, "cannot be a part of a CUDA graph")
+                waited_for.end_capture()
+        futures = [callback(2, second)]
+        callback.flush()
+        for future in futures:
+            future.result()
+        comm.all_reduce(array)
+        wanted = sum(range(comm.world_size)) * comm.world_size**step
+        for reduced in (array, first, second):
+            assert_all(reduced, wanted)
+
+
+def outlive_a_capture_that_forbids_all_threads_to_look(comm: Any) -> None:
+    """In CUDA's global mode, which is PyTorch's, the watcher's questions spoil a capture; that is no failed GPU."""
+    producer, array = side_stream(), full(0)
+    with held_up(producer):
+        with producer:
+            array += comm.rank
+            future = comm.asynchronous.all_reduce(array)
+        graph_stream = cupy.cuda.Stream(non_blocking=True)
+        graph_stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        try:
+            if IS_STAND_IN:
+                wait_until(lambda: not _is_capturing_well(graph_stream))
+            assert not future.done() or not IS_STAND_IN
+        finally:
+            with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+                graph_stream.end_capture()
+    assert_all(future.result(), sum(range(comm.world_size)))
+    comm.all_reduce(array)
+
+
+def _is_capturing_well(stream: Any) -> bool:
+    try:
+        return bool(stream.is_capturing())
+    except RuntimeError:
+        return False
 
 
 def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:

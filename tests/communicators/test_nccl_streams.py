@@ -17,6 +17,8 @@ CHECKS = (
     "finish_late",
     "run_on_given_streams",
     "refuse_wrong_streams",
+    "refuse_streams_that_are_capturing",
+    "outlive_a_capture_that_forbids_all_threads_to_look",
 )
 
 

@@ -274,7 +274,8 @@ class Backend(ABC):
         """Returns what a caller of `what` gave as its stream, as `launching` takes it. Not used on the CPU.
 
         Raises:
-            InvalidArgument: it is none, or of another device. Before the ranks meet: it is one caller's mistake.
+            InvalidArgument: it is none, or of another device; it, or the current one, is capturing a CUDA graph. Before
+                the ranks meet: it is one caller's mistake.
         """
         return stream
 
@@ -300,7 +301,11 @@ class Backend(ABC):
         """Waits for those results of a launch that belong in host memory."""
 
     def mark_work(self) -> Any:
-        """Returns what a stream can wait for to come after the caller's work; None on the CPU."""
+        """Returns what a stream can wait for to come after the caller's work; None on the CPU.
+
+        Raises:
+            InvalidArgument: the current stream is capturing a CUDA graph.
+        """
         return None
 
     def mark_end(self) -> Completion | None:

@@ -1256,7 +1256,7 @@ class Communicator:
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         what, agreement, move, source, target = call
-        if stream is not None:
+        if target is None or stream is not None:  # with a plan, on the CPU, there is nothing to check
             stream = self._backend.checked_stream(stream, what)
         with self.lifetime.turn(what, agreement):
             if target is not None:

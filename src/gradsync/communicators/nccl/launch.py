@@ -28,6 +28,9 @@ _SLEEP_SECONDS = 100e-6
 _VERDICT_SECONDS = 3.0  # how much longer than the deadline the watcher may need to say what is wrong
 
 _CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
+# What CUDA refuses while a stream is capturing a graph: it says nothing of the GPU. Source: cudaError_t.
+_CUDA_CAPTURE = range(900, 909)
+_CUDA_CAPTURE_IMPLICIT = 906  # the null stream is asked about while one that waits for it is capturing
 
 
 class Launch:
@@ -125,7 +128,13 @@ class Launch:
         elif self._error is not None or not self._over:
             self._raise_failure()
             with cupy.cuda.Device(self._device_id):  # the default stream's handle means that of the current device
-                as_stream(stream, self._device_id, self.name).wait_event(self.ended)
+                waiting = as_stream(stream, self._device_id, self.name)
+                try:
+                    waiting.wait_event(self.ended)
+                except cupy.cuda.runtime.CUDARuntimeError as error:
+                    if error.status in _CUDA_CAPTURE:
+                        raise InvalidArgument(_is_capturing(self.name)) from error
+                    raise
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Completion."""
@@ -194,7 +203,7 @@ class Launch:
         """Looks at the event; brings results home the first time that it is over."""
         # Not the event's `done`, which stays False for ever once the GPU has failed.
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
-        if status == _CUDA_NOT_READY:
+        if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter where another thread is capturing
             return False
         if status == _CUDA_SUCCESS and self._handle.has_failed():
             return False  # it has ended without a result: the watcher finds out why
@@ -301,6 +310,35 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
             raise InvalidArgument(f"{who} needs a stream that is {needed}, got {shown(stream)}")
         stream = _StreamHandle(handle)
     return cupy.cuda.Stream.from_external(stream)
+
+
+def refuse_capturing(stream: Any, who: str) -> None:
+    """Refuses a stream that is capturing a CUDA graph. One question to the driver, which does not wait.
+
+    The agreement of the ranks, their deadlines and the events of a launch cannot be a part of a graph: CUDA would
+    refuse them in the middle of the call, with errors 905 and 907, when the other ranks wait already.
+
+    Args:
+        stream: CuPy's.
+        who: begins the error.
+
+    Raises:
+        InvalidArgument: it is capturing, or it is the null stream, and one that waits for that is.
+    """
+    try:
+        if not stream.is_capturing():
+            return
+    except RuntimeError as error:  # CuPy's own where a capture has been spoilt
+        if getattr(error, "status", _CUDA_CAPTURE_IMPLICIT) not in _CUDA_CAPTURE:
+            return  # the GPU has failed, which the launch will find
+    raise InvalidArgument(_is_capturing(who))
+
+
+def _is_capturing(who: str) -> str:
+    return (
+        f"{who} cannot be a part of a CUDA graph, and the stream is capturing one: end the capture first, or use "
+        "another stream"
+    )
 
 
 class _StreamHandle:

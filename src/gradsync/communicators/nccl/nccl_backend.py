@@ -25,7 +25,7 @@ from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.ending import call_if_alive, end_rest, tell_others
 from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.joining import join_group, split_group
-from gradsync.communicators.nccl.launch import Launch, as_stream
+from gradsync.communicators.nccl.launch import Launch, as_stream, refuse_capturing
 from gradsync.communicators.nccl.launch_order import launch_order
 from gradsync.communicators.nccl.movement import NcclMovement
 from gradsync.communicators.nccl.pack_kernels import FusedPacker, pack_layout
@@ -81,7 +81,7 @@ class NcclBackend(Backend):
             self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
         self._last: Launch | None = None
         self._order = launch_order(handle.device_id)
-        self._marks = WorkMarks(self._device)
+        self._marks = WorkMarks()
         self._failure: BaseException | None = None
         self._failing = threading.RLock()  # a signal's handler may close while its own thread holds it
         self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
@@ -297,7 +297,10 @@ class NcclBackend(Backend):
     # -- Launching, groups and the end ---------------------------------------------------------------------------
 
     def mark_work(self) -> Any:
-        return self._marks.mark()
+        with self._device:
+            stream = cupy.cuda.get_current_stream()
+            refuse_capturing(stream, self.label)
+            return self._marks.mark(stream)
 
     def mark_end(self) -> Launch:
         with self.launching(None) as launch:
@@ -340,7 +343,14 @@ class NcclBackend(Backend):
         return self.take_over(handle, client, name, self.timeout_seconds)
 
     def checked_stream(self, stream: Any, what: str) -> Any:
-        return as_stream(stream, self._device.id, f"{self.label}: {what}")
+        who = f"{self.label}: {what}"
+        checked = None if stream is None else as_stream(stream, self._device.id, who)
+        # The current one too where another is given: arrays are made there, and the given one waits for it.
+        current = cupy.cuda.get_current_stream(self._device.id)
+        refuse_capturing(current, who)
+        if checked is not None and checked is not current:
+            refuse_capturing(checked, who)
+        return checked
 
     @contextmanager
     def launching(self, stream: Any, producers: Sequence[Any] | None = None) -> Iterator[Launch]:
@@ -349,9 +359,10 @@ class NcclBackend(Backend):
             if producers is not None:
                 where, results_on = self._stream, cupy.cuda.get_current_stream()
             else:
-                where, results_on = cupy.cuda.get_current_stream() if stream is None else stream, None
+                current, results_on = cupy.cuda.get_current_stream(), None
+                where = current if stream is None else stream
                 # Arrays of other libraries are ordered on the current stream when they are taken over.
-                producers = [] if stream is None else [self.mark_work()]
+                producers = [] if stream is None else [self._marks.mark(current)]
             launch = Launch(
                 f"{self.label}: a collective",
                 self._raise_failure,

@@ -12,6 +12,11 @@ SYMBOL_NOT_FOUND = 500
 NOT_READY = 600
 ILLEGAL_ADDRESS = 700
 LAUNCH_FAILURE = 719
+CAPTURE_UNSUPPORTED = 900
+CAPTURE_INVALIDATED = 901
+CAPTURE_ISOLATION = 905
+CAPTURE_IMPLICIT = 906
+CAPTURED_EVENT = 907
 
 _TEXTS = {
     INVALID_VALUE: "cudaErrorInvalidValue: invalid argument",
@@ -24,6 +29,12 @@ _TEXTS = {
     NOT_READY: "cudaErrorNotReady: device not ready",
     ILLEGAL_ADDRESS: "cudaErrorIllegalAddress: an illegal memory access was encountered",
     LAUNCH_FAILURE: "cudaErrorLaunchFailure: unspecified launch failure",
+    CAPTURE_UNSUPPORTED: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
+    CAPTURE_INVALIDATED: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
+    CAPTURE_ISOLATION: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
+    CAPTURE_IMPLICIT: "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing "
+    "blocking stream",
+    CAPTURED_EVENT: "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream",
 }
 
 

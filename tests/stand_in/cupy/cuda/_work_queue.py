@@ -8,11 +8,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ._errors import NOT_READY
+from ._errors import CAPTURE_IMPLICIT, CAPTURE_INVALIDATED, CAPTURE_UNSUPPORTED, NOT_READY, CUDARuntimeError
+
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # cudaStreamCaptureMode
 
 
 class Ticket(NamedTuple):
@@ -30,6 +32,52 @@ class Ticket(NamedTuple):
         self.queue.wait(self.number)
 
 
+class Capture:
+    """What streams record for a CUDA graph, in place of doing it.
+
+    Source: the CUDA runtime API, cudaStreamBeginCapture, cudaThreadExchangeStreamCaptureMode and the errors 900 to 907.
+
+    Args:
+        queue: of the stream where it begins.
+        mode: whose calls that cannot be captured end it: those of every thread, of its own, or none.
+    """
+
+    running: ClassVar[list[Capture]] = []
+
+    def __init__(self, queue: WorkQueue, mode: int) -> None:
+        self.queues = [queue]
+        self.works: list[Callable[[], None]] = []
+        self.is_valid = True
+        self.has_ended = False
+        self._mode = mode
+        self._thread = threading.get_ident()
+        queue.capture = self
+        self.running.append(self)
+
+    def join(self, queue: WorkQueue) -> None:
+        """Makes another stream a part of it."""
+        queue.capture = self
+        self.queues.append(queue)
+
+    def end(self) -> None:
+        """Ends it for all its streams; raises where it has been spoilt."""
+        self.running.remove(self)
+        self.has_ended = True
+        for captured in self.queues:
+            captured.capture = None
+        if not self.is_valid:
+            raise CUDARuntimeError(CAPTURE_INVALIDATED)
+
+    @classmethod
+    def spoils(cls) -> bool:
+        """Whether a call that this thread makes, and that no capture allows, has ended a capture by that."""
+        mine = threading.get_ident()
+        spoilt = [c for c in list(cls.running) if c._mode == GLOBAL or (c._mode == THREAD_LOCAL and c._thread == mine)]
+        for capture in spoilt:
+            capture.is_valid = False
+        return bool(spoilt)
+
+
 class WorkQueue:
     """What one stream has to do.
 
@@ -43,6 +91,7 @@ class WorkQueue:
         self.device = device
         self.ptr = ptr
         self.is_blocking = is_blocking
+        self.capture: Capture | None = None
         self.submitted = 0
         self.completed = 0
         self._work: queue.SimpleQueue[tuple[Callable[[], None], list[Ticket]] | None] = queue.SimpleQueue()
@@ -52,6 +101,9 @@ class WorkQueue:
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queues work and returns its place; the sticky error of the device is raised instead."""
         self.device.check()
+        if self.is_capturing():
+            self.capture.works.append(work)
+            return Ticket(self, self.submitted)
         with self.device.submission:  # keeps the waits between the null stream and others free of cycles
             if self._thread is None:
                 self._thread = threading.Thread(target=self._execute, name=f"stream {self.ptr}", daemon=True)
@@ -60,6 +112,19 @@ class WorkQueue:
             self.submitted += 1
             self._work.put((work, waits))
             return Ticket(self, self.submitted)
+
+    def is_capturing(self) -> bool:
+        """Returns whether work is captured; raises where that has been spoilt, or what waits for this is capturing."""
+        if self.capture is not None and not self.capture.is_valid:
+            raise CUDARuntimeError(CAPTURE_INVALIDATED)
+        if self is self.device.null_queue and any(q.is_blocking for c in Capture.running for q in c.queues):
+            raise CUDARuntimeError(CAPTURE_IMPLICIT)
+        return self.capture is not None
+
+    def _refuse_capture(self) -> None:
+        if self.is_capturing():
+            self.capture.is_valid = False
+            raise CUDARuntimeError(CAPTURE_UNSUPPORTED)
 
     def last(self) -> Ticket:
         """Returns the place of what was queued last."""
@@ -73,6 +138,7 @@ class WorkQueue:
 
     def synchronize(self) -> None:
         """Blocks until all work queued so far has been executed, and raises the sticky error."""
+        self._refuse_capture()
         _wait_for_all(self.device.implicit_waits(self))
         self.last().wait()
         self.device.check()

@@ -12,6 +12,7 @@ __all__ = ["CUDARuntimeError"]
 
 is_hip = False
 streamLegacy = 1  # noqa: N816
+streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)  # noqa: N816
 _MEMORY_BYTES = 16 * 1024**3
 
 

@@ -10,8 +10,15 @@ import weakref
 from typing import Any
 
 from ._devices import all_devices, current_device, current_device_id, device_state
-from ._errors import INVALID_RESOURCE_HANDLE, NOT_READY, CUDARuntimeError
-from ._work_queue import Ticket, WorkQueue
+from ._errors import (
+    CAPTURE_ISOLATION,
+    CAPTURE_UNSUPPORTED,
+    CAPTURED_EVENT,
+    INVALID_RESOURCE_HANDLE,
+    NOT_READY,
+    CUDARuntimeError,
+)
+from ._work_queue import RELAXED, Capture, Ticket, WorkQueue
 
 _event_handles = itertools.count(0x5600_0000_0010, 0x10)
 events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()  # by handle
@@ -45,6 +52,7 @@ class Event:
         self._device = current_device()
         self._has_timing = not disable_timing
         self._recording: _Recording | None = None
+        self._capture: Capture | None = None
         events[self.ptr] = self
 
     @property
@@ -57,15 +65,22 @@ class Event:
         if queue.device is not self._device:
             raise CUDARuntimeError(INVALID_RESOURCE_HANDLE)
         self._recording = _Recording(queue)
+        self._capture = queue.capture
 
     def synchronize(self) -> None:
         """Blocks until the mark is reached."""
+        if self._capture is not None:
+            raise CUDARuntimeError(CAPTURED_EVENT)
         if self._recording is not None:
             self._recording.ticket.wait()
         self._device.check()
 
     def _query(self) -> int:
         """Returns a status and never raises, as cudaEventQuery in CuPy: after an error, `done` stays False."""
+        if self._capture is not None:
+            return CAPTURED_EVENT
+        if Capture.spoils():
+            return CAPTURE_UNSUPPORTED
         is_done = self._recording is None or self._recording.ticket.done
         if not is_done:
             time.sleep(0)  # whoever asks again and again would keep the interpreter from the streams' threads
@@ -147,12 +162,55 @@ class _BaseStream:
 
     def wait_event(self, event: Event) -> None:
         """What is queued from now on waits for what the event marks now."""
+        queue, captured = self._queue(), event._capture
+        if captured is not None:
+            if captured.has_ended:
+                raise CUDARuntimeError(CAPTURED_EVENT)
+            if queue.capture is None:
+                captured.join(queue)
+            return
+        if event._recording is not None and queue.is_capturing():
+            queue.capture.is_valid = False
+            raise CUDARuntimeError(CAPTURE_ISOLATION)
         if event._recording is not None and not event._recording.ticket.done:
             self._queue().submit(event._recording.ticket.wait)
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        """Records what is queued from now on for a graph, in place of doing it."""
+        if self.ptr in (0, 1):
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        Capture(self._queue(), RELAXED if mode is None else mode)
+
+    def end_capture(self) -> Graph:
+        """Returns what has been recorded."""
+        capture = self._queue().capture
+        capture.end()
+        return Graph(capture.works)
+
+    def is_capturing(self) -> bool:
+        """Returns whether what is queued is recorded; raises RuntimeError where that has been spoilt."""
+        return self._queue().is_capturing()
 
     def launch_host_func(self, callback: Any, arg: Any) -> None:
         """Queues a call of a host function."""
         self._queue().submit(lambda: callback(arg))
+
+
+class Graph:
+    """Work that was captured.
+
+    Args:
+        works: in order.
+    """
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def launch(self, stream: _BaseStream | None = None) -> None:
+        """Queues it on a stream, by default the current one."""
+        queue = (get_current_stream() if stream is None else stream)._queue()
+        for work in self._works:
+            queue.submit(work)
 
 
 class Stream(_BaseStream):
