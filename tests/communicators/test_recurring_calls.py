@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -81,6 +82,40 @@ def check_movements(comm: Any) -> None:
 @pytest.mark.parametrize("check", [check_reductions, check_movements])
 def test_results_go_where_the_caller_wants_them(check: Callable[[Any], None], world_size: int) -> None:
     run_ranks(world_size, check, timeout=120)
+
+
+def check_large(comm: Any) -> None:
+    """Arrays that do not fit into one shot: more than are kept, in turn; new ones at old addresses; and freed ones."""
+    n, rank = comm.world_size, comm.rank
+    for name, op in (("float32", "mean"), ("float16", "sum"), ("int8", "max"), ("complex64", "prod")):
+        rows = 400_000 // np.dtype(name).itemsize // 3
+        of_ranks = [contribution(each, (rows, *_TAIL), name) for each in range(n)]
+        if (name, op) != ("complex64", "prod"):  # which NumPy rounds by where it is
+            check_placings(comm, "all_reduce", op, of_ranks[rank], 0, exactly_reduced(op, of_ranks))
+    memory = np.empty(14_000_000, np.int8)
+    for _ in range(3):  # results come to lie on what is still to be read
+        values = np.arange(8_000_000) % 37
+        memory[:8_000_000] = values
+        got = comm.all_reduce(memory[:8_000_000], out=memory[6_000_000:])
+        assert (got == n * values).all()
+    shifted = np.frombuffer(bytearray(400_001), np.uint8)[1:].view(np.float32)
+    arrays = [np.empty(100_000 + length, np.float32) for length in (0, 0, 0, 0, 0, 0, 1, 300_000)] + [shifted]
+    for turn in range(4):
+        for number, array in enumerate(arrays):
+            array.fill(rank + turn + number)
+            comm.all_reduce(array)
+            assert (array == sum(range(n)) + n * (turn + number)).all(), (turn, number)
+    gone = [weakref.ref(array) for array in arrays]
+    del array, arrays, shifted
+    assert [ref() for ref in gone] == [None] * len(gone)
+    np.ones(700_000, np.float32).fill(0)  # over what was freed
+    array = np.full(100_000, 1.0, np.float32)
+    assert (comm.all_reduce(array) == n).all()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_arrays_that_recur_and_that_do_not(world_size: int) -> None:
+    run_ranks(world_size, check_large, timeout=120)
 
 
 SPELLINGS: list[Any] = ["sum", "SUM", np.str_("Sum"), gs.ReduceOp.SUM]

@@ -40,6 +40,9 @@ _NUMBER = np.dtype(np.int64)
 # Of each kind. Plans of up to so many rounds hold them; with more, working them out is lost in copying.
 _MAX_PLANS = 256
 _MAX_ROUNDS_HELD = 8
+# What a plan keeps takes about 0.2 % of an array's memory; it keeps that for a few arrays of up to 1 GiB.
+MAX_CHUNKS_KEPT = 1024
+_MAX_ARRAYS_KEPT = 4
 # Above, NumPy's assignment may meet the slow case of memcpy that host_copy.py tells of.
 _ASSIGN_UP_TO_BYTES = 4096
 
@@ -69,6 +72,9 @@ class Plans:
         self._scratch = scratch
         self._slots = slots
         self.one_shot: Callable[[np.dtype[Any], int, ReduceOp], OneShot] = kept(OneShot, workplace, scratch, quietly)
+        self.large: Callable[[np.dtype[Any], int, ReduceOp], LargeReduction] = kept(
+            LargeReduction, workplace, scratch, slots
+        )
         self.reduce_scatter: Callable[[np.dtype[Any], Bounds, ReduceOp], PartialReduction] = kept(
             _reduce_scatter, workplace, scratch, quietly
         )
@@ -428,6 +434,62 @@ class OneShot(_Reduction):
             publish_words(source.view(self._word), own_words)
         barrier.meet(agreement)
         self.reduce(regions, target)
+
+
+class LargeReduction(_Plan):
+    """The all-reduce of one array that does not fit into one shot; what is to be done is kept for arrays that recur.
+
+    Args:
+        workplace: this rank's.
+        scratch: private memory.
+        slots: memory for large lists.
+        dtype, size, op: of the array.
+    """
+
+    def __init__(
+        self, workplace: Workplace, scratch: Scratch, slots: Slots, dtype: np.dtype[Any], size: int, op: ReduceOp
+    ) -> None:
+        self._settings = op, workplace, scratch, slots.of(dtype), None
+        self._dtype = dtype
+        self._size = size
+        self._kept: dict[tuple[int, int], WriteBack] = {}  # by the addresses of source and target
+
+    def run(self, source: Array, target: Array, agreement: Agreement) -> None:
+        """Reduces an array into another one, or itself."""
+        addresses = _address(source), _address(target)
+        if addresses[0] != addresses[1] and np.may_share_memory(source, target):
+            source = source.copy()  # else results would be written over what is still to be read
+            addresses = _address(source), addresses[1]
+        kept = self._kept.get(addresses)
+        if kept is None:
+            if len(self._kept) >= _MAX_ARRAYS_KEPT:
+                del self._kept[next(iter(self._kept))]  # the oldest
+            at_source, at_target = [_Unowned(address, self._size, self._dtype).array() for address in addresses]
+            kept = self._kept[addresses] = WriteBack([at_source], [at_target], *self._settings)
+            kept.keep()
+        kept.run(agreement)
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+class _Unowned:
+    """Memory of an array that this one does not keep alive: to be read and written only while its owner does."""
+
+    def __init__(self, address: int, size: int, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (size * dtype.itemsize,),
+            "typestr": "|u1",
+        }
+
+    def array(self) -> Array:
+        """Returns the memory as an array."""
+        return np.asarray(self).view(self._dtype)
 
 
 class OneShotList:

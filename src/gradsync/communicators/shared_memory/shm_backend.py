@@ -21,7 +21,7 @@ from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, Slots, Workplace
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
-from gradsync.communicators.shared_memory.collectives import Plans, PreparedReduction
+from gradsync.communicators.shared_memory.collectives import MAX_CHUNKS_KEPT, Plans, PreparedReduction
 from gradsync.communicators.shared_memory.point_to_point import SharedChannels
 from gradsync.communicators.shared_memory.resident import Handover, Range, ResidentReduction, SharedResidentMemory
 from gradsync.communicators.shared_memory.segment import (
@@ -184,12 +184,14 @@ class ShmBackend(Backend):
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         return self._plans.share_numbers(numbers, agreement)
 
-    # -- Plans: where one round holds all ------------------------------------------------------------------------
+    # -- Plans: where one round holds all, or some chunks --------------------------------------------------------
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        if not 0 < size * dtype.itemsize <= SMALL_BYTES or self.world_size == 1:
+        size_bytes = size * dtype.itemsize
+        if not 0 < size_bytes <= MAX_CHUNKS_KEPT * CHUNK_BYTES or self.world_size == 1:
             return None
-        return self._plans.one_shot(dtype, size, op).run
+        plans = self._plans
+        return (plans.one_shot if size_bytes <= SMALL_BYTES else plans.large)(dtype, size, op).run
 
     def plan_reduce_scatter(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         part = size // self.world_size
