@@ -137,6 +137,9 @@ def check_callbacks_are_told(comm: Any, kit: Any) -> None:
     assert told.get(timeout=SECONDS) is future
     future.add_done_callback(told.put)  # it is done already
     assert told.get(timeout=SECONDS) is future
+    expect(gs.InvalidArgument, lambda: future.add_done_callback(3), "all_reduce: add_done_callback needs a function")
+    for wrong in ("1", -1):
+        expect(gs.InvalidArgument, lambda wrong=wrong: future.result(wrong), "needs timeout to be a number of seconds")
 
 
 def check_in_place_in_the_background(comm: Any, kit: Any) -> None:

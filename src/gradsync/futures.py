@@ -397,7 +397,13 @@ class CollectiveFuture:
 
         Args:
             function: gets this future.
+
+        Raises:
+            InvalidArgument: not a function.
         """
+        if not callable(function):
+            given = type(function).__name__
+            raise InvalidArgument(f"{self.name}: add_done_callback needs a function of the future, got {given}")
         self._end.was_asked = True  # the function may run at any moment from here on
         self._end.add_callback(function, self)
 
@@ -410,20 +416,24 @@ class CollectiveFuture:
         return f"<{type(self).__name__} of {self.name}: {state}>"
 
     def _wait(self, stream: Any, timeout: float | None) -> None:
+        end = self._launched(timeout)
+        end.raise_error()
+        if end.completion is not None:
+            end.completion.order(stream)
+
+    def _launched(self, timeout: float | None) -> CollectiveEnd:
+        """Returns the end, once the collective is launched or has failed."""
+        if timeout is not None:  # also where nothing is to be waited for: that differs from run to run
+            check_seconds(f"the wait for {self.name}", "timeout", timeout)
         if pending:
             raise_refused()
         end = self._end
         if end.is_pending:
             self._await_launch(timeout)
         end.was_asked = True
-        end.raise_error()
-        if end.completion is not None:
-            end.completion.order(stream)
+        return end
 
     def _await_launch(self, timeout: float | None) -> None:
-        """Waits until the collective is launched or has failed."""
-        if timeout is not None:
-            check_seconds(f"the wait for {self.name}", "timeout", timeout)
         if _here.is_in_callback:
             raise FutureNotReady(
                 f"{self.name} is not ready: a done-callback cannot wait for it, as it may come after the callback; "
@@ -472,7 +482,7 @@ class GradientFuture(CollectiveFuture):
     def result(self, timeout: float | None = None) -> Any:
         """See CollectiveFuture; on the CPU, once the bucket is reduced, this costs one look."""
         end = self._end
-        if pending or not end.has_result:
+        if pending or timeout is not None or not end.has_result:
             self._wait(None, timeout)
         end.was_asked = True
         return self._value
@@ -487,12 +497,7 @@ class GradientFuture(CollectiveFuture):
         Raises:
             FutureNotReady, CollectiveTimeout, InvalidArgument: as for result().
         """
-        if pending:
-            raise_refused()
-        end = self._end
-        if end.is_pending:
-            self._await_launch(timeout)
-        end.was_asked = True
+        end = self._launched(timeout)
         if end.completion is not None:
             with contextlib.suppress(GradsyncError):
                 end.completion.order(stream)

@@ -54,6 +54,10 @@ def ask_too_early(comm: Any, kit_name: str) -> None:
     future.wait()
     assert future.exception() is None
     assert "ready" in repr(future)
+    for wrong in ("1", float("nan"), -1):  # an error too where there is nothing to wait for
+        expect(gs.InvalidArgument, lambda wrong=wrong: future.result(wrong), "needs timeout to be a number of seconds")
+        expect(gs.InvalidArgument, lambda wrong=wrong: future.wait(timeout=wrong), "needs timeout to be a number")
+    expect(gs.InvalidArgument, lambda: future.add_done_callback(3), "add_done_callback needs a function")
     future.add_done_callback(lambda done: seen.append(("after", done)))
     while len(seen) < 2:  # on a GPU they run in a thread of the communicator
         threading.Event().wait(0.01)
