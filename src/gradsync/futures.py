@@ -135,8 +135,8 @@ class CollectiveEnd:
     """The end of a collective.
 
     Args:
-        timeout_seconds: how long a future waits for it when it is not told; None: as long as the collective takes,
-            which has a deadline of its own.
+        timeout_seconds: how long a future that is given no timeout waits for it; None: as long as the collective
+            takes, which has a deadline of its own.
 
     Attributes:
         timeout_seconds: see above.
@@ -329,7 +329,7 @@ class CollectiveFuture:
     __slots__ = ("_end", "_name")
 
     _PENDING: ClassVar[str] = "it has not ended yet"
-    _MISSED: ClassVar[str] = "did not end"
+    _LATE: ClassVar[str] = "did not end within {:g} s; it goes on: ask again, or with a longer timeout"
 
     def __init__(self, name: str, end: CollectiveEnd) -> None:
         self._name = name
@@ -441,7 +441,7 @@ class CollectiveFuture:
             )
         seconds = self._end.timeout_seconds if timeout is None else timeout
         if not self._end.await_launch(seconds):
-            raise CollectiveTimeout(f"{self.name} {self._MISSED} within {seconds:g} s")
+            raise CollectiveTimeout(f"{self.name} {self._LATE.format(seconds)}")
 
     def _not_ready(self, what: str) -> FutureNotReady:
         return FutureNotReady(f"{what} of {self.name} is not ready: {self._PENDING}")
@@ -466,7 +466,10 @@ class GradientFuture(CollectiveFuture):
     __slots__ = ("_value",)
 
     _PENDING: ClassVar[str] = "its bucket has not been reduced yet"
-    _MISSED: ClassVar[str] = "was not reduced"
+    _LATE: ClassVar[str] = (
+        "was not reduced within {:g} s: its bucket is reduced when it is full, or when the thread that hands over "
+        "gradients calls flush()"
+    )
 
     # Ten thousand times a step: it only takes down what it is given, and makes its name when somebody asks for it.
     def __init__(self, name: str, end: CollectiveEnd, value: Any) -> None:
@@ -536,7 +539,7 @@ class GradientFuture(CollectiveFuture):
         return self._value
 
     def _await_launch(self, timeout: float | None) -> None:
-        if self._end.is_of_caller():
+        if self._end.is_of_caller() and not _here.is_in_callback:
             raise FutureNotReady(
                 f"{self.name} is not ready: its bucket is not full yet; call flush(), or leave the "
                 "`with callback.backward()` block, before asking for it"

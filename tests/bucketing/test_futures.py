@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,9 @@ def ask_too_early(comm: Any, kit_name: str) -> None:
     hurried = threading.Thread(target=lambda: late.append(expect(gs.CollectiveTimeout, lambda: future.result(0.01))))
     hurried.start()
     hurried.join(30)
-    assert "0.01 s" in str(late.pop())
+    text = str(late.pop())
+    assert "was not reduced within 0.01 s" in text
+    assert "flush()" in text
     waiter.start()
     sync.flush()
     waiter.join(30)
@@ -68,6 +71,26 @@ def ask_too_early(comm: Any, kit_name: str) -> None:
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2), *on(GPU, 2)])
 def test_not_ready_before_the_value_is(place: Place, world_size: int) -> None:
     place.run(world_size, ask_too_early, place.kit)
+
+
+def ask_in_a_callback(comm: Any, kit_name: str) -> None:
+    kit = make_kit(comm, kit_name)
+    sync = gs.AllreduceCallback("sum", comm)
+    over = sync("w", kit.put(np.ones(3)))
+    sync.flush()
+    waiting = sync("w", kit.put(np.ones(3)))
+    got: SimpleQueue[Any] = SimpleQueue()
+    over.add_done_callback(
+        lambda _: got.put(expect(gs.FutureNotReady, waiting.result, "a done-callback cannot wait for it"))
+    )
+    assert "call flush()" not in str(got.get(timeout=30))  # that it must not
+    sync.flush()
+    kit.get(waiting.result())
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2), *on(GPU, 2)])
+def test_a_done_callback_that_waits_is_given_no_advice_that_is_refused(place: Place, world_size: int) -> None:
+    place.run(world_size, ask_in_a_callback, place.kit)
 
 
 def fail_a_step(comm: Any) -> None:

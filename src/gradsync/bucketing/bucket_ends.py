@@ -9,7 +9,7 @@ class BucketEnds(dict[int, CollectiveEnd]):
     """By bucket number. A done-callback that ends in SystemExit keeps no other gradient from its end.
 
     Args:
-        timeout_seconds: how long a future waits for one when it is not told.
+        timeout_seconds: how long a future that is given no timeout waits for one.
     """
 
     def __init__(self, timeout_seconds: float = 0.0) -> None:
