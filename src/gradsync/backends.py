@@ -307,7 +307,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
         "collective_timeout_seconds": settings.collective_timeout_seconds,
     }
     if client is None:
-        communicator = local_communicator()
+        communicator = local_communicator(collective_timeout_seconds=settings.collective_timeout_seconds)
     elif backend == "shm":
         from gradsync.communicators.shared_memory.shm_backend import connect_shared_memory
 

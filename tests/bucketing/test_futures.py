@@ -93,6 +93,22 @@ def test_a_done_callback_that_waits_is_given_no_advice_that_is_refused(place: Pl
     place.run(world_size, ask_in_a_callback, place.kit)
 
 
+def test_another_thread_of_a_world_of_one_waits_as_long_as_a_collective_may_take() -> None:
+    with gs.init_process_group("local", rank=0, world_size=1, collective_timeout_seconds=0.2) as world:
+        for comm in (world, world.new_group([0])):
+            sync = gs.AllreduceCallback("sum", comm)
+            future = sync("w", np.ones(3))
+            late: list[Any] = []
+            waiter = threading.Thread(
+                target=lambda future=future, late=late: late.append(expect(gs.CollectiveTimeout, future.result)),
+                daemon=True,  # where it waits for longer than this test
+            )
+            waiter.start()
+            waiter.join(30)
+            sync.flush()
+            assert "was not reduced within 0.2 s" in str(late.pop())
+
+
 def fail_a_step(comm: Any) -> None:
     sync = gs.AllreduceCallback("sum", comm)
     future = sync("w", np.ones(2 + comm.rank))

@@ -13,22 +13,23 @@ from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
 from gradsync.reduction import Array, ReduceOp
 
 
-def local_communicator(*, force_packing: bool = False) -> Communicator:
+def local_communicator(*, collective_timeout_seconds: float = 300.0, force_packing: bool = False) -> Communicator:
     """Returns a communicator of one rank; see LocalBackend."""
-    return Communicator(LocalBackend(force_packing=force_packing))
+    return Communicator(LocalBackend(collective_timeout_seconds, force_packing=force_packing))
 
 
 class LocalBackend(Backend):
     """A world of one rank: every reduction gives its input.
 
     Args:
+        timeout_seconds: how long a future in another thread waits for a gradient.
         force_packing: see Backend.
     """
 
     name = "local"
 
-    def __init__(self, *, force_packing: bool = False) -> None:
-        super().__init__(None, "local")
+    def __init__(self, timeout_seconds: float = 300.0, *, force_packing: bool = False) -> None:
+        super().__init__(None, "local", timeout_seconds)
         self.force_packing = force_packing
         self._packed = np.empty(0, np.uint8)
 
@@ -74,7 +75,7 @@ class LocalBackend(Backend):
         return [list(numbers)]
 
     def connect_group(self, members: tuple[int, ...], name: str) -> LocalBackend:
-        return LocalBackend()
+        return LocalBackend(self.timeout_seconds)
 
     def agree(self, agreement: Agreement) -> None:
         pass  # a rank agrees with itself
