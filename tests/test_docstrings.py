@@ -18,7 +18,7 @@ from gradsync.communicators.objects import Objects
 # Classes whose objects the library gives: nobody calls them.
 GIVEN = {"Communicator", "MultiprocessContext", "NonMember", "GradientFuture", "CollectiveFuture", "GradientBucket"}
 # For use inside the library; the reference leaves them out.
-INNER = {"resolve", "fail", "disown", "all_gather_for", "broadcast_for"}
+INNER = {"all_gather_for", "broadcast_for"}
 # Of a communicator: what bucketing uses.
 INNER |= {"native_array", "use_debug_mode", "agree", "share_numbers", "broadcast_list"}
 INNER |= {"make_resident_memory", "all_reduce_resident", "family"}
@@ -98,3 +98,8 @@ def _raised(text: str) -> list[str]:
 @pytest.mark.parametrize("name", OBJECTS)
 def test_docstrings_are_whole(name: str) -> None:
     assert not gaps(OBJECTS[name], is_called=name.removeprefix("gs.") not in GIVEN)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Asynchronous) if not name.startswith("_")])
+def test_the_asynchronous_form_is_documented_in_whole(name: str) -> None:
+    assert (inspect.getdoc(getattr(gs.Communicator, name)) or "?") in (getattr(Asynchronous, name).__doc__ or "")

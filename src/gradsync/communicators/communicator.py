@@ -74,8 +74,6 @@ if TYPE_CHECKING:
 
     from gradsync.communicators.objects import Objects
 
-#: Rows by rank; "ask" where ranks do not know the others': they are exchanged first.
-
 BYTE = np.dtype(np.uint8)
 
 _TOO_MUCH = 2**63  # for NumPy, and for the numbers that ranks tell each other
@@ -1524,7 +1522,8 @@ def _submitting(
         stream = kwargs.pop("stream", None) if has_stream else None
         return self._submit(make_call(self._communicator, *args, **kwargs), stream)
 
-    asynchronous.__doc__ = f"See Communicator.{collective.__name__}."
+    whole = inspect.getdoc(collective) or ""  # python -OO has none
+    asynchronous.__doc__ = f"Returns a CollectiveFuture of what Communicator.{collective.__name__} returns:\n\n{whole}"
     asynchronous.__dict__["__signature__"] = signature.replace(return_annotation="CollectiveFuture")
     # Both are what Python names where an argument is missing or unknown.
     asynchronous.__qualname__ = make_call.__qualname__ = f"Asynchronous.{collective.__name__}"
