@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +102,60 @@ def reach_foreign_arrays(comm: Any) -> None:
             assert future.result() is foreign
             assert (foreign.memory.get() == n * n * (n + 1) / 2).all()
             gs.bcast_list_([foreign, kind(cupy.full(shape, float(comm.rank)))], communicator=comm)
-    read_only = WithInterface(cupy.ones(3), read_only=True)
-    expect(gs.InvalidArgument, lambda: comm.all_reduce(read_only), "read-only WithInterface")
-    expect(gs.InvalidArgument, lambda: callback("r", read_only), "the gradient of 'r'")
     on_host = WithDLPack(np.full(3, comm.rank + 1.0))
     comm.all_reduce(on_host)
     assert (on_host.memory == comm.world_size * (comm.world_size + 1) / 2).all()
+
+
+class ReadOnlyByDLPack(WithDLPack):
+    """An array that its library lets nobody write to, and says so as DLPack 1.0 does."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.memory.__dlpack__(**options)
+        assert options["max_version"] >= (1, 0)
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        flags_at = 24  # after the version, the context and the deleter
+        ctypes.c_uint64.from_address(pointer_of(capsule, b"dltensor_versioned") + flags_at).value |= 1
+        return capsule
+
+
+class LikeJax(WithDLPack):
+    """An array as JAX has it: immutable, which its capsules, of before DLPack 1.0, do not say."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.memory.__dlpack__(stream=options.get("stream"))
+
+
+def read_what_is_read_only(comm: Any) -> None:
+    """As host arrays: read, refused where they would be written to, and a gradient's result is a new array."""
+    import cupy
+
+    sys.modules["jax"] = jax = types.ModuleType("jax")
+    jax.Array = LikeJax  # type: ignore[attr-defined]
+    n = comm.world_size
+    for make in (partial(WithInterface, read_only=True), ReadOnlyByDLPack, LikeJax):
+        array = make(cupy.full((2, 3), comm.rank + 1.0))
+        out = cupy.zeros((2, 3))
+        callback = gs.AllreduceCallback("sum", comm)
+        for refused in (
+            partial(comm.all_reduce, array),
+            partial(comm.asynchronous.all_reduce, array),
+            partial(comm.all_reduce, out, out=array),
+            partial(comm.reduce, array, "sum", comm.rank),
+        ):
+            expect(gs.InvalidArgument, refused, "read-only")
+        assert comm.all_reduce(array, out=out) is out
+        assert (out.get() == n * (n + 1) / 2).all()
+        assert (comm.all_gather(array).get()[:2] == 1).all()
+        for other in (None, cupy.full(4, comm.rank + 1.0)):  # alone, and in a bucket with others
+            for _ in range(3):
+                with callback.backward():
+                    futures = [callback("r", array)]
+                    if other is not None:
+                        callback("w", other)
+                assert (futures[0].result().get() == n * (n + 1) / 2).all()
+        assert (array.memory.get() == comm.rank + 1).all()
 
 
 def refuse_another_gpu(comm: Any) -> None:

@@ -98,6 +98,11 @@ def test_foreign_arrays_are_not_copied(place: Place, world_size: int) -> None:
     place.run(world_size, check, "reach_foreign_arrays")
 
 
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2), *on(GPU, 1, 2)])
+def test_read_only_arrays_are_not_written_to(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "read_what_is_read_only")
+
+
 def test_arrays_on_another_gpu_are_refused() -> None:
     STAND_IN.run(1, check, "refuse_another_gpu", environment={"GRADSYNC_STAND_IN_DEVICES": "2"})
 

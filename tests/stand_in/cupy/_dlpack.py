@@ -1,4 +1,4 @@
-"""DLPack: capsules made by NumPy, and marked as device memory."""
+"""DLPack: capsules made by NumPy, and marked as device memory; versioned ones for who asks for them, as in CuPy 14."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ CPU, CUDA = 1, 2
 _FLOAT, _BFLOAT, _UINT = 2, 4, 1
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_is_valid.restype, _is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+_VERSION = (1, 0)
+_NAME, _VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
+_VERSIONED_HEAD_BYTES = 32  # two numbers of the version, manager_ctx, deleter and flags
 
 
 class _Tensor(ctypes.Structure):
@@ -52,7 +57,13 @@ class _Imported:
         return self._capsule
 
 
-def export(array: Any, stream: Any, dl_device: Any, copy: Any) -> Any:
+def _tensor_of(capsule: Any) -> _Tensor:
+    if _is_valid(capsule, _VERSIONED_NAME):
+        return _Tensor.from_address(_pointer_of(capsule, _VERSIONED_NAME) + _VERSIONED_HEAD_BYTES)
+    return _Tensor.from_address(_pointer_of(capsule, _NAME))
+
+
+def export(array: Any, stream: Any, max_version: Any, dl_device: Any, copy: Any) -> Any:
     """Returns a capsule, once the consumer's stream waits for the current one."""
     if dl_device is not None and dl_device[0] == CPU:
         if copy is False:
@@ -66,8 +77,9 @@ def export(array: Any, stream: Any, dl_device: Any, copy: Any) -> Any:
     is_bfloat = array.dtype.name == "bfloat16"
     if array.dtype.kind == "V" and not is_bfloat:
         raise BufferError("dtype is not supported for dlpack export")
-    capsule = np.asarray(_Exported(array, np.dtype(np.uint16) if is_bfloat else array.dtype)).__dlpack__()
-    tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+    host = np.asarray(_Exported(array, np.dtype(np.uint16) if is_bfloat else array.dtype))
+    capsule = host.__dlpack__(max_version=max_version)
+    tensor = _tensor_of(capsule)
     tensor.device_type, tensor.device_id = CUDA, array.data.device_id
     if is_bfloat:
         tensor.code = _BFLOAT
@@ -75,7 +87,10 @@ def export(array: Any, stream: Any, dl_device: Any, copy: Any) -> Any:
 
 
 def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> Any:
-    """Returns a view of an array in device memory, whichever library made it."""
+    """Returns a view of an array in device memory, whichever library made it; it may be written to in any case.
+
+    Source: CuPy, cupy/_core/dlpack.pyx: the flag for what is read-only is not looked at.
+    """
     from ._ndarray import ndarray
 
     device_type, device_id = array.__dlpack_device__()
@@ -85,8 +100,14 @@ def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> Any:
         )
     if device_type != CUDA:
         raise TypeError("the array is not on a CUDA device")
-    capsule = array.__dlpack__(stream=get_current_stream(device_id).ptr or 1)
-    tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+    stream = get_current_stream(device_id).ptr or 1
+    try:
+        capsule = array.__dlpack__(stream=stream, max_version=_VERSION, copy=copy)
+    except TypeError:
+        if copy is not None:
+            raise
+        capsule = array.__dlpack__(stream=stream)
+    tensor = _tensor_of(capsule)
     is_bfloat = tensor.code == _BFLOAT
     tensor.device_type, tensor.device_id = CPU, 0
     if is_bfloat:

@@ -55,7 +55,7 @@ class ndarray(_elementwise.Operators):  # noqa: N801
 
     def _view_of(self, host: np.ndarray) -> ndarray:
         """Returns the array whose work uses this view of our memory."""
-        view = ndarray.__new__(ndarray)
+        view = ndarray.__new__(type(self))  # CuPy's views are of the class of what they view
         offset = host.__array_interface__["data"][0] - self._host.__array_interface__["data"][0]
         view._become(self.data + (offset if self.data.mem.block else 0), host, self if self.base is None else self.base)
         return view
@@ -187,8 +187,11 @@ class ndarray(_elementwise.Operators):  # noqa: N801
         return (self[index] for index in range(len(self)))
 
     def view(self, dtype: Any = None, type: Any = None) -> ndarray:
-        """Returns the same memory as another dtype."""
-        return self._view_of(self._host.view() if dtype is None else self._host.view(checked_dtype(dtype)))
+        """Returns the same memory as another dtype, or as an array of another class."""
+        view = self._view_of(self._host.view() if dtype is None else self._host.view(checked_dtype(dtype)))
+        if type is not None:
+            view.__class__ = type
+        return view
 
     def transpose(self, *axes: Any) -> ndarray:
         """Returns the same memory with the axes in another order."""
@@ -257,7 +260,7 @@ class ndarray(_elementwise.Operators):  # noqa: N801
     def __dlpack__(
         self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
     ) -> Any:
-        return _dlpack.export(self, stream, dl_device, copy)
+        return _dlpack.export(self, stream, max_version, dl_device, copy)
 
 
 ndarray.__module__ = "cupy"

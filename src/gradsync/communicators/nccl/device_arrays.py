@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,7 +45,7 @@ class DeviceArrays:
         """Returns `array` as a CuPy array over the same memory, or as a NumPy array where it lives on the host.
 
         Raises:
-            InvalidArgument: not an array, read-only on the device, or on another GPU.
+            InvalidArgument: not an array, or on another GPU.
             UnsupportedDtype: the elements are Python objects.
         """
         if isinstance(array, cupy.ndarray):
@@ -170,8 +172,8 @@ class DeviceArrays:
             return device_values.sum_of_squares(flat)
 
     def writeable(self, native: Any) -> bool:
-        """See ArrayKind; CuPy's arrays always are."""
-        return not isinstance(native, np.ndarray) or native.flags.writeable
+        """See ArrayKind."""
+        return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
 
     def state(self, native: Any) -> Any:
         """See ArrayKind; the memory of a CuPy array can be exchanged."""
@@ -212,13 +214,14 @@ def _foreign(array: Any, who: str) -> Any:
             if kind in (DLPACK_CPU, DLPACK_CUDA_HOST):
                 return as_host_array(array, who)
             if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
-                return cupy.from_dlpack(array)
+                exporter = _Exporter(array)
+                native = cupy.from_dlpack(exporter)
+                return native.view(type=_ReadOnly) if exporter.is_read_only else native
             raise InvalidArgument(f"{who} got an array on a device that is no CUDA device (DLPack device type {kind})")
         interface = getattr(array, "__cuda_array_interface__", None)
         if interface is not None:
-            if interface["data"][1]:
-                raise InvalidArgument(f"{who} got a read-only {type(array).__name__} on a GPU: hand over a copy")
-            return cupy.asarray(array)
+            native = cupy.asarray(array)
+            return native.view(type=_ReadOnly) if interface["data"][1] else native
     except (RuntimeError, BufferError, TypeError, ValueError) as error:
         if isinstance(error, (UnsupportedDtype, InvalidArgument)):
             raise
@@ -227,6 +230,54 @@ def _foreign(array: Any, who: str) -> Any:
         ) from error
     needed = "a CuPy or NumPy array, or one that speaks DLPack"
     raise InvalidArgument(f"{who} needs {needed}, got {kind_of(array)}")
+
+
+class _ReadOnly(cupy.ndarray):  # type: ignore[misc]  # CuPy has no types
+    """An array over memory that its owner wants nobody to write to. CuPy's arrays have no flag for that."""
+
+
+_PointerOf = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+_IsValid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
+_pointer_of = _PointerOf(("PyCapsule_GetPointer", ctypes.pythonapi))
+_is_valid = _IsValid(("PyCapsule_IsValid", ctypes.pythonapi))
+_VERSIONED = b"dltensor_versioned"
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+
+
+class _DLPackHead(ctypes.Structure):
+    """The beginning of DLManagedTensorVersioned, which DLPack promises not to change. Source: dlpack.h."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    )
+
+
+class _Exporter:
+    """An array as CuPy takes it over, which looks at the flags: CuPy does not.
+
+    Attributes:
+        is_read_only: whether its owner wants nobody to write to it, once CuPy has taken it over. Older capsules than
+            those of DLPack 1.0 do not say so; JAX has these, and no array of its own that may be written to.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        jax = sys.modules.get("jax")
+        self.is_read_only = jax is not None and isinstance(array, getattr(jax, "Array", ()))
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self._array.__dlpack__(**options)
+        if _is_valid(capsule, _VERSIONED):
+            head = _DLPackHead.from_address(_pointer_of(capsule, _VERSIONED))
+            self.is_read_only = self.is_read_only or bool(head.flags & _READ_ONLY)
+        return capsule
 
 
 class _Addresses:
