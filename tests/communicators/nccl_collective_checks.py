@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -444,6 +445,31 @@ def launch_groups_in_one_order(comm: Any) -> None:
         expect(gs.CollectiveTimeout, lambda: future._end.completion.wait(0.05))
     assert_all(future.result(), comm.world_size)
     assert_all(early, comm.world_size, side)
+
+
+def launch_in_one_order_from_two_threads(comm: Any) -> None:
+    """On the threads' own default streams, which CuPy has one object for."""
+    first, second = comm.new_group(ranks_of(comm)), comm.new_group(ranks_of(comm))
+    for group in (first, second):
+        group.barrier()
+    early, late, own = full(1), full(1), cupy.cuda.Stream.ptds
+    device, futures = cupy.cuda.Device(), []
+
+    def launch() -> None:
+        with device, own:  # a thread begins on the first device
+            futures.append(second.asynchronous.all_reduce(late, stream=own))
+
+    with own:  # the null stream would wait for what holds this one up
+        own.wait_event(cupy.cuda.Stream.null.record())
+        with held_up(own):
+            first.all_reduce(early, stream=own)
+            thread = threading.Thread(target=launch)
+            thread.start()
+            thread.join()
+            client().barrier("all ranks have launched both")
+            expect(gs.CollectiveTimeout, lambda: futures[0]._end.completion.wait(0.05))
+        assert_all(futures[0].result(), comm.world_size)
+        assert_all(early, comm.world_size)
 
 
 def end_a_group_by_its_member(comm: Any) -> str:

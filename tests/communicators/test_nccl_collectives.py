@@ -104,6 +104,11 @@ def test_groups_beside_each_other(place: Place, world_size: int, name: str) -> N
     place.run(world_size, check, name)
 
 
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2, 3), *on(GPU, 2)])
+def test_threads_launch_in_one_order_on_default_streams_of_their_own(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "launch_in_one_order_from_two_threads")
+
+
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_the_deadline_of_a_group_names_ranks_of_the_world(place: Place, world_size: int) -> None:
     text, *others = place.run(world_size, check, "end_a_group_by_its_member", collective_timeout_seconds=2.5)

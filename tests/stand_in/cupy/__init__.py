@@ -7,7 +7,8 @@ it is still in use, and host and device memory do not mix. See cupy.cuda.nccl fo
 The environment: GRADSYNC_STAND_IN_DEVICES (number of devices, 1), GRADSYNC_STAND_IN_DELAY_MS and
 GRADSYNC_STAND_IN_SEED (random pauses before each piece of work), GRADSYNC_STAND_IN_CUPY_VERSION,
 GRADSYNC_STAND_IN_NCCL_VERSION, GRADSYNC_STAND_IN_TIMEOUT (seconds until a missing peer is an error, 20),
-GRADSYNC_STAND_IN_HANG (1: never).
+GRADSYNC_STAND_IN_HANG (1: never). As in CuPy, CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 gives each thread a default stream
+of its own.
 """
 
 from os import environ as _environ

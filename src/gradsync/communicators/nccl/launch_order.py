@@ -8,6 +8,7 @@ concurrently".
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 
@@ -15,17 +16,18 @@ class LaunchOrder:
     """What was launched last on a device, by whichever communicator of this process."""
 
     def __init__(self) -> None:
-        self._last: tuple[Any, Any] | None = None  # the event of its end, and its stream
+        # The event of its end, its stream, and the thread: Stream.ptds is one object, and a stream for each thread.
+        self._last: tuple[Any, Any, int] | None = None
 
     def follow(self, stream: Any) -> None:
         """Makes a stream wait for the launch before."""
         last = self._last
-        if last is not None and last[1] is not stream:
+        if last is not None and (last[1] is not stream or last[2] != threading.get_ident()):
             stream.wait_event(last[0])
 
     def note(self, ended: Any, stream: Any) -> None:
         """Enters a launch, by the event that was recorded after it."""
-        self._last = ended, stream
+        self._last = ended, stream, threading.get_ident()
 
     def forget(self, ended: Any) -> None:
         """Lets go of a launch that has ended, if it was the last one."""

@@ -18,6 +18,7 @@ from ._errors import (
 )
 from ._work_queue import Ticket, WorkQueue
 
+PER_THREAD = 2  # cudaStreamPerThread
 _stream_handles = itertools.count(0x5500_0000_0010, 0x10)
 _streams: dict[int, WorkQueue] = {}  # by handle, while the stream exists
 _chosen = threading.local()
@@ -39,6 +40,7 @@ class DeviceState:
         self.error: BaseException | None = None
         self._queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
         self.null_queue = WorkQueue(self, 0, is_blocking=True)
+        self._of_thread = threading.local()
 
     def create_queue(self, is_blocking: bool) -> WorkQueue:
         """Makes the queue of a new stream."""
@@ -57,8 +59,19 @@ class DeviceState:
         """Returns the queue of this device's stream with that handle, or None."""
         if ptr in (0, 1):  # cudaStreamLegacy is 1
             return self.null_queue
+        if ptr == PER_THREAD:
+            return self._thread_queue()
         queue = _streams.get(ptr)
         return queue if queue is not None and queue.device is self else None
+
+    def _thread_queue(self) -> WorkQueue:
+        """Returns the queue of this thread's own default stream: one handle, and a stream for each thread."""
+        queue: WorkQueue | None = getattr(self._of_thread, "queue", None)
+        if queue is None:
+            queue = self._of_thread.queue = WorkQueue(self, next(_stream_handles), is_blocking=True)
+            with self.submission:
+                self._queues.add(queue)
+        return queue
 
     def queue(self, ptr: int) -> WorkQueue:
         """The same, or raises."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from . import stream as _stream
-from ._devices import all_devices, choose_device, current_device, current_device_id, device_state
+from ._devices import PER_THREAD, all_devices, choose_device, current_device, current_device_id, device_state
 from ._errors import INVALID_RESOURCE_HANDLE, CUDARuntimeError
 
 __all__ = ["CUDARuntimeError"]
 
 is_hip = False
-streamLegacy = 1  # noqa: N816
+streamLegacy, streamPerThread = 1, PER_THREAD  # noqa: N816
 streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)  # noqa: N816
 _MEMORY_BYTES = 16 * 1024**3
 

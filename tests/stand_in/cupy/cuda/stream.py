@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import warnings
 import weakref
 from typing import Any
 
-from ._devices import all_devices, current_device, current_device_id, device_state
+from ._devices import PER_THREAD, all_devices, current_device, current_device_id, device_state
 from ._errors import (
     CAPTURE_ISOLATION,
     CAPTURE_UNSUPPORTED,
@@ -219,17 +220,16 @@ class Stream(_BaseStream):
     Args:
         null: the legacy null stream.
         non_blocking: whether the null stream and this one ignore each other.
-        ptds: the per-thread default stream; the stand-in has none.
+        ptds: the default stream of whichever thread uses it.
     """
 
     null: Stream
+    ptds: Stream
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
-        if ptds:
-            raise ValueError("the stand-in has no per-thread default streams")
         self._own: WorkQueue | None = None
-        if null:
-            super().__init__(0, -1)
+        if null or ptds:
+            super().__init__(0 if null else PER_THREAD, -1)
             return
         state = current_device()
         self._own = state.create_queue(is_blocking=not non_blocking)
@@ -263,6 +263,7 @@ class ExternalStream(_BaseStream):
 
 
 Stream.null = Stream(null=True)
+Stream.ptds = Stream(ptds=True)  # one object for all threads, as in CuPy
 
 
 def get_current_stream(device_id: int = -1) -> _BaseStream:
@@ -278,7 +279,8 @@ def current_queue() -> WorkQueue:
 def _stacks() -> list[list[_BaseStream]]:
     """Returns this thread's streams by device, the current one last."""
     if not hasattr(_chosen, "stacks"):
-        _chosen.stacks = [[Stream.null] for _ in all_devices()]
+        has_own = os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") != "0"
+        _chosen.stacks = [[Stream.ptds if has_own else Stream.null] for _ in all_devices()]
     return _chosen.stacks
 
 
