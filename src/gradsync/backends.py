@@ -246,14 +246,14 @@ def _offer_of_gpu(settings: WorldSettings, *, only_if_seen: bool = False) -> str
     from gradsync.communicators.nccl.library import NcclLibrary
 
     try:
-        NcclLibrary()
+        library = NcclLibrary()
         number = choose_device(
             None if device == "cpu" else device,
             settings.place.local_rank,
             count_devices(),
             allow_shared_gpu=settings.allow_shared_gpu,
         )
-        return f"{_YES}{device_identity(number)}"
+        return f"{_YES}{device_identity(number, library.version)}"
     except GradsyncError as error:
         return f"{_NO}{error}"
 

@@ -33,6 +33,11 @@ def begin_on_own_gpu(comm: Any, visible: list[str]) -> tuple[str, str]:
         return comm.device, cupy.cuda.runtime.deviceGetPCIBusId(int(comm.device[-1]))
 
 
+def begin_on_gpus_that_are_refused(comm: Any, visible: list[str]) -> str:
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[comm.rank]
+    return begin_anew(comm, ["nccl"] * comm.world_size, {})
+
+
 def take_devices_in_order(comm: Any) -> str:
     import cupy
 

@@ -41,6 +41,15 @@ def test_two_ranks_on_one_gpu_are_refused_in_words() -> None:
         assert "allow_shared_gpu=True" in text
 
 
+def test_slices_of_one_gpu_are_told_apart() -> None:
+    slices = ["MIG-a", "MIG-b"]
+    assert SHM.run(2, check, "begin_on_own_gpu", slices) == [("cuda:0", "0000:00:00.0")] * 2
+    for visible, version in ((["MIG-a", "MIG-a"], "23203"), (slices, "22907")):  # the latter takes none of them
+        environment = {"GRADSYNC_STAND_IN_NCCL_VERSION": version}
+        for text in SHM.run(2, check, "begin_on_gpus_that_are_refused", visible, environment=environment):
+            assert "ranks [0, 1] share the GPU 0000:00:00.0" in text
+
+
 @pytest.mark.parametrize("version", ["23203", "22907"])
 def test_two_ranks_may_share_a_gpu(version: str) -> None:
     one = {"GRADSYNC_STAND_IN_DEVICES": "1", "GRADSYNC_STAND_IN_NCCL_VERSION": version}

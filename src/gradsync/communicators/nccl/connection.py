@@ -122,7 +122,8 @@ def connect_nccl(
     if allow_shared_gpu:
         _let_ranks_share(library.version, client.rank)
     _use(device_id)
-    _check_devices(client, device_id, group, _clock(deadline), allow_shared_gpu=allow_shared_gpu)
+    identity = device_identity(device_id, library.version)
+    _check_devices(client, identity, group, _clock(deadline), allow_shared_gpu=allow_shared_gpu)
     from gradsync.communicators.nccl.joining import join_group
     from gradsync.communicators.nccl.nccl_backend import NcclBackend
 
@@ -142,33 +143,50 @@ def _clock(deadline: float) -> Callable[[], float]:
 
 
 def _check_devices(
-    client: RendezvousClient, device_id: int, group: str, left: Callable[[], float], *, allow_shared_gpu: bool
+    client: RendezvousClient, identity: str, group: str, left: Callable[[], float], *, allow_shared_gpu: bool
 ) -> None:
     """Finds ranks on one GPU before NCCL does, in words that help, on every rank."""
-    mine = device_identity(device_id).encode()[: MAX_EXCHANGED_BYTES // client.world_size]
+    mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
     by_device: dict[bytes, list[int]] = {}
     for rank, where in enumerate(client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=left())):
         by_device.setdefault(where, []).append(rank)
     shared = {where: ranks for where, ranks in by_device.items() if len(ranks) > 1}
     if shared and not allow_shared_gpu:
         where, ranks = next(iter(shared.items()))
-        bus, _, rest = where.decode(errors="replace").partition(" ")
-        host = rest.partition(" ")[2]
+        bus, host = _gpu_of(where)[0], _gpu_of(where)[1].partition(" ")[2]
         raise BackendUnavailable(
             f"{client.label}: ranks {ranks} share the GPU {bus} of {host}: give each its own "
             "(CUDA_VISIBLE_DEVICES, or device=), or pass allow_shared_gpu=True (for tests: slow)"
         )
 
+    if len({_gpu_of(where) for where in by_device}) < len(by_device):
+        # Slices (MIG) of one GPU, which NCCL takes for the whole. Source: NCCL, src/init.cc, and its issue 1716.
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
-def device_identity(device_id: int) -> str:
-    """Returns what tells this GPU from all others of all hosts: PCI bus id, boot id and host name.
 
-    In this order: the beginning does so too, where thousands of ranks have room for no more.
+def device_identity(device_id: int, nccl_version: int) -> str:
+    """Returns what tells this GPU from all others of all hosts: PCI bus id, UUID, boot id and host name.
+
+    In this order: the beginning does so too, where thousands of ranks have room for no more. Slices (MIG) of one GPU
+    have one bus id, and a UUID each. NCCL before 2.30 takes no two ranks of one bus id, so there the UUID is left out.
+
+    Args:
+        device_id: CUDA's number of the device in this process.
+        nccl_version: as NCCL has it, such as 23203.
     """
     import cupy
 
     bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
-    return f"{bus if isinstance(bus, str) else bus.decode()} {boot_id()} {socket.gethostname()}"
+    # What CuPy gives of the UUID may end at its first zero byte: it is enough, beside the bus id.
+    uuid = cupy.cuda.runtime.getDeviceProperties(device_id).get("uuid", b"")
+    slice_name = uuid.hex() if nccl_version >= _MULTI_RANK_GPU_SINCE else ""
+    return f"{bus if isinstance(bus, str) else bus.decode()}/{slice_name} {boot_id()} {socket.gethostname()}"
+
+
+def _gpu_of(identity: bytes) -> tuple[str, str]:
+    """Returns the bus id of a device, and the machine: boot id and host name."""
+    device, _, machine = identity.decode(errors="replace").partition(" ")
+    return device.partition("/")[0], machine
 
 
 def _let_ranks_share(version: int, rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import os
 import threading
@@ -31,10 +32,13 @@ class DeviceState:
     Args:
         device_id: its number here.
         absolute_index: its number on the machine.
+        slice_name: of a MIG instance, which has the bus id of its GPU, and a UUID of its own.
     """
 
-    def __init__(self, device_id: int, absolute_index: int) -> None:
+    def __init__(self, device_id: int, absolute_index: int, slice_name: str = "") -> None:
         self.device_id = device_id
+        uuid = hashlib.sha256(f"{absolute_index} {slice_name}".encode()).digest()[:16]
+        self.uuid = uuid.partition(b"\0")[0]  # what CuPy has of it: its declaration is that of a text in C
         self.pci_bus_id = f"0000:{absolute_index:02X}:00.0"
         self.submission = threading.RLock()
         self.error: BaseException | None = None
@@ -116,6 +120,9 @@ class DeviceState:
 @functools.cache
 def _devices() -> tuple[DeviceState, ...]:
     """Looked at once, as CUDA does."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible.startswith("MIG-"):
+        return (DeviceState(0, 0, visible.partition(",")[0]),)  # a process sees a single one
     return tuple(DeviceState(number, absolute) for number, absolute in enumerate(_visible_indices()))
 
 

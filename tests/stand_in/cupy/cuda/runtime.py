@@ -43,8 +43,14 @@ def deviceCanAccessPeer(device: int, peerDevice: int) -> int:  # noqa: N802, N80
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
-    device_state(device)
-    return {"name": b"Stand-in", "totalGlobalMem": _MEMORY_BYTES, "major": 9, "minor": 0, "multiProcessorCount": 132}
+    return {
+        "name": b"Stand-in",
+        "uuid": device_state(device).uuid,
+        "totalGlobalMem": _MEMORY_BYTES,
+        "major": 9,
+        "minor": 0,
+        "multiProcessorCount": 132,
+    }
 
 
 def runtimeGetVersion() -> int:  # noqa: N802
