@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from places import GPU, SHM, STAND_IN, Place, on
+
+ROOT = Path(__file__).parents[2]
 
 
 def check(comm: Any, name: str, *args: Any) -> Any:
@@ -92,6 +96,14 @@ def test_an_old_cupy_is_refused() -> None:
 def test_a_device_that_is_not_there_is_refused() -> None:
     (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {"device": "cuda:1"})
     assert "device 'cuda:1' does not exist: 1 GPUs are visible" in text
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
+def test_cupy_comes_with_a_numpy_for_its_bfloat16(extra: str) -> None:
+    """It is gradsync's own bound otherwise: NumPy 2.1, with which CuPy has no loops for bfloat16."""
+    found = re.search(rf"^{extra} = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    assert '"numpy>=2.1.2"' in found[1].split(", ")
 
 
 def test_a_missing_libnccl_is_told() -> None:
