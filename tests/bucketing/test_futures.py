@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from queue import SimpleQueue
 from typing import Any
@@ -107,6 +108,42 @@ def test_another_thread_of_a_world_of_one_waits_as_long_as_a_collective_may_take
             waiter.join(30)
             sync.flush()
             assert "was not reduced within 0.2 s" in str(late.pop())
+
+
+def ask_after_a_fork(comm: Any, kit_name: str) -> None:
+    """Nobody reduces gradients in the child: its threads would wait, and its own one be told to flush."""
+    kit = make_kit(comm, kit_name)
+    sync = gs.AllreduceCallback("sum", comm)
+    future = sync("w", kit.put(np.ones(3)))
+    called: list[Any] = []
+    future.add_done_callback(called.append)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            told: list[Any] = []
+            waiter = threading.Thread(target=lambda: told.append(expect(gs.CommunicatorClosed, future.result)))
+            waiter.start()
+            waiter.join(30)
+            told.append(expect(gs.CommunicatorClosed, future.result))
+            assert len(told) == 2
+            assert all("belongs to the process that this one was forked from" in str(error) for error in told)
+            assert future.done()
+            if comm.device == "cpu":  # CUDA itself refuses the child
+                expect(gs.CommunicatorClosed, sync.flush)
+            assert not called  # it is the parent's
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    sync.flush()
+    assert (kit.get(future.result()) == comm.world_size).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2)])
+def test_the_child_of_a_fork_gets_an_error(place: Place, world_size: int) -> None:
+    place.run(world_size, ask_after_a_fork, place.kit)
 
 
 def fail_a_step(comm: Any) -> None:

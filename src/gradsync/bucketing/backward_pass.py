@@ -339,6 +339,8 @@ class BackwardPass:
         """See Observer of lifetime.py: nobody will reduce what waits."""
         if self._communicator is not None and lifetime is self._communicator.lifetime:
             self.unlock_waiting()
+            if lifetime.is_inherited:
+                self._ends.disown(lifetime.ended_error("the reduction of a gradient"))
 
     def _locked_until(self, is_past: Callable[[CollectiveEnd], bool]) -> list[PendingGradient]:
         """Returns the gradients of this step that are locked, but for those of buckets whose end is past."""

@@ -40,6 +40,11 @@ class BucketEnds(dict[int, CollectiveEnd]):
             self._leaving = None
         self.raise_leaving()
 
+    def disown(self, error: BaseException) -> None:
+        """Ends them in the child of a fork; see CollectiveEnd."""
+        for end in self.values():
+            end.disown(error)
+
     def raise_leaving(self) -> None:
         """Raises the first SystemExit, or the like, that a done-callback has ended in."""
         leaving, self._leaving = self._leaving, None

@@ -131,6 +131,7 @@ class Lifetime:
     Attributes:
         raised: the failures that calls have raised: the family's, once it belongs to one.
         ended_because: why it cannot be used; None while it may be.
+        is_inherited: whether it belongs to the process that this one was forked from.
         was_told: whether a failure has been raised to the caller outside of a collective.
         submitting: held while something is submitted for it.
         last_job: what was submitted for it last, unless that is over; see collective_queue.py.
@@ -151,6 +152,7 @@ class Lifetime:
         self._what = ""  # the collective that has begun
         self._released = False
         self.ended_because: str | None = None
+        self.is_inherited = False
         self._untold: BaseException | None = None  # a failure that no call has raised yet
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         with _registering:
@@ -260,6 +262,7 @@ class Lifetime:
     def disown(self) -> None:
         """Ends it in a forked child, which has the parent's memory but not its place in the group."""
         self.ended_because = "it belongs to the process that this one was forked from"
+        self.is_inherited = True
         self._occupancy = Occupancy()  # the parent's thread that may be inside is not here
         self._make_locks()
         self._released = True  # what there is to release is the parent's
