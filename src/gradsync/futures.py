@@ -17,6 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import numpy as np
+
 from gradsync.arguments import check_seconds
 from gradsync.errors import CollectiveTimeout, FutureNotReady, GradsyncError, InvalidArgument, caller
 
@@ -531,6 +533,10 @@ class GradientFuture(CollectiveFuture):
         if completion is not None:
             completion.wait()  # an aborted reduction ends too, and leaves no result
         return in_host_memory
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """What NumPy takes a future for, as in np.asarray(future); see numpy()."""
+        return np.array(self.numpy(), dtype, copy=copy)
 
     def _ready_value(self, what: str) -> Any:
         if self._end.is_pending:

@@ -24,6 +24,7 @@ def ask_too_early(comm: Any, kit_name: str) -> None:
         expect(gs.FutureNotReady, lambda ask=ask: getattr(future, ask), f"{ask} of the gradient of 'w' is not ready")
     for ask in ("numpy", "exception", "result", "wait"):
         expect(gs.FutureNotReady, getattr(future, ask), "the gradient of 'w' is not ready")
+    expect(gs.FutureNotReady, lambda: np.asarray(future), "the gradient of 'w' is not ready")
     assert not future.done()
     assert "pending" in repr(future)
 
@@ -52,6 +53,11 @@ def ask_too_early(comm: Any, kit_name: str) -> None:
     wanted = np.full((2, 3), comm.world_size * (comm.world_size + 1) / 2)
     assert (late[0] == wanted).all()
     assert (future.numpy() == wanted).all()
+    for array in (np.asarray(future), np.array(future, np.float32), 0.0 * wanted + future):
+        assert (array == wanted).all()
+    if kit_name == "numpy":
+        assert np.asarray(future) is future.result()
+        assert not np.shares_memory(np.array(future), future.result())
     assert future.result() is future.result()
     assert (future.shape, np.dtype(future.dtype)) == ((2, 3), np.float64)
     assert (str(future.device) == "cpu") == (kit_name == "numpy")
@@ -153,7 +159,7 @@ def fail_a_step(comm: Any) -> None:
     assert future.done()
     assert str(future.exception()) == str(error)
     future.wait()
-    for ask in (future.result, future.numpy, lambda: future.shape):
+    for ask in (future.result, future.numpy, lambda: future.shape, lambda: np.asarray(future)):
         expect(gs.PlanMismatch, ask)
     assert "failed with PlanMismatch" in repr(future)
 
