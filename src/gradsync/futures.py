@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 class Completion(Protocol):
     """The end of one launched collective. Once it has failed, order() and wait() raise what ended it."""
 
+    @property
+    def has_host_results(self) -> bool:
+        """Whether results belong in host memory: order() waits for these."""
+
     def done(self) -> bool:
         """Whether it has ended, or failed; never waits for the device."""
 
@@ -432,15 +436,21 @@ class CollectiveFuture:
         end = self._end
         if end.is_pending:
             self._await_launch(timeout)
+        if end.completion is not None and end.completion.has_host_results:
+            self._check_may_wait(end.completion)
         end.was_asked = True
         return end
 
-    def _await_launch(self, timeout: float | None) -> None:
-        if _here.is_in_callback:
+    def _check_may_wait(self, completion: Completion | None) -> None:
+        """Refuses a done-callback that would wait: its thread may be the one that ends what it waits for."""
+        if _here.is_in_callback and (completion is None or not completion.done()):
             raise FutureNotReady(
                 f"{self.name} is not ready: a done-callback cannot wait for it, as it may come after the callback; "
                 "return from that first"
             )
+
+    def _await_launch(self, timeout: float | None) -> None:
+        self._check_may_wait(None)
         seconds = self._end.timeout_seconds if timeout is None else timeout
         if not self._end.await_launch(seconds):
             raise CollectiveTimeout(f"{self.name} {self._LATE.format(seconds)}")
@@ -525,10 +535,11 @@ class GradientFuture(CollectiveFuture):
     def numpy(self) -> Any:
         """Returns the reduced gradient in host memory; an error before it is ready, and where the reduction failed."""
         value = self._ready_value("numpy()")
-        self._end.was_asked = True
         completion = self._end.completion
         if completion is not None:
+            self._check_may_wait(completion)
             completion.order()
+        self._end.was_asked = True
         in_host_memory = value.get() if hasattr(value, "get") else value
         if completion is not None:
             completion.wait()  # an aborted reduction ends too, and leaves no result

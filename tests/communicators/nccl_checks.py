@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import cupy
@@ -236,6 +237,27 @@ def finish_late(comm: Any) -> None:
     assert threading.get_ident() not in [thread for thread, _ in seen]
     assert [value for _, value in seen] == [total(comm, 0)] * 2
     assert future.exception() is None
+
+
+def wait_in_a_callback(comm: Any) -> None:
+    """A done-callback must not keep the communicator's thread, which looks for failures, waiting for a later result."""
+    callback = gs.AllreduceCallback("sum", comm)
+    callback("w", full(0))
+    callback.flush()
+    refused: SimpleQueue[str] = SimpleQueue()
+    first = comm.asynchronous.all_reduce(full(0))
+    bring_to_rest(comm)
+    producer = side_stream()
+    with held_up(producer):
+        with producer:
+            in_host_memory = comm.asynchronous.all_reduce(np.ones(SIZE, np.float32))
+            gradient = callback("w", full(comm.rank))
+        callback.flush()
+        for ask in (in_host_memory.result, in_host_memory.wait, gradient.numpy):
+            first.add_done_callback(lambda _, ask=ask: refused.put(str(expect(gs.FutureNotReady, ask))))
+            assert "a done-callback cannot wait for it" in refused.get(timeout=SECONDS)
+    assert (in_host_memory.result() == comm.world_size).all()
+    assert_all(gradient.result(), total(comm, 0))
 
 
 class ForeignStream:

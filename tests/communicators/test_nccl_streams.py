@@ -15,6 +15,7 @@ CHECKS = (
     "reuse_memory_at_once",
     "take_memory_that_another_thread_has_just_freed",
     "finish_late",
+    "wait_in_a_callback",
     "run_on_given_streams",
     "refuse_wrong_streams",
     "refuse_streams_that_are_capturing",
