@@ -184,6 +184,27 @@ def miss_the_deadline(comm: Any) -> tuple[str, float]:
     return str(error), seconds
 
 
+def miss_the_deadline_in_a_call_that_blocks(comm: Any, collective: str) -> str:
+    """With CUDA_LAUNCH_BLOCKING=1, as NCCL's errors advise: the host itself waits for the other rank."""
+    if collective == "bucket":
+        error = expect(gs.CollectiveTimeout, lambda: launch_what_the_others_do_not(comm)) if comm.rank == 0 else None
+        if error is None:
+            launch_what_the_others_do_not(comm)
+    else:
+        array = cupy.ones(3)
+        for _ in range(6):
+            comm.all_reduce(array)
+        if comm.rank == 0:
+            client().get("stopped", timeout_seconds=SECONDS)
+            error = expect(gs.CollectiveTimeout, lambda: comm.all_reduce(array))
+        else:
+            client().set("stopped", b"")
+    if comm.rank != 0:
+        return wait_until_told(gs.CollectiveTimeout)
+    expect(gs.CommunicatorClosed, comm.barrier)
+    return str(error)
+
+
 def read_what_misses_a_rank(comm: Any) -> None:
     future = launch_what_the_others_do_not(comm)
     if future is None:

@@ -85,6 +85,16 @@ def test_the_deadline_of_a_collective(place: Place, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
+@pytest.mark.parametrize("collective", ["bucket", "all_reduce"])
+def test_the_deadline_of_a_call_that_blocks_the_host(place: Place, world_size: int, collective: str) -> None:
+    options: dict[str, Any] = {"collective_timeout_seconds": 2.5, "environment": {"CUDA_LAUNCH_BLOCKING": "1"}}
+    text, told = place.run(world_size, check, "miss_the_deadline_in_a_call_that_blocks", collective, **options)
+    assert 2.5 <= seconds_waited(text) < 15.0
+    assert "for rank 1" in text.partition("\n")[0]
+    assert told.partition(": ")[2] == text.partition(": ")[2]
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_what_an_aborted_reduction_leaves_is_no_result(place: Place, world_size: int) -> None:
     place.run(world_size, check, "read_what_misses_a_rank", collective_timeout_seconds=2.5)
 

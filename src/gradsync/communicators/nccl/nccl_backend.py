@@ -233,14 +233,16 @@ class NcclBackend(Backend):
 
     def agree(self, agreement: Agreement) -> None:
         self._raise_failure()
-        if self.world_size == 1:
-            return
-        try:
-            agreed = self._agreements.next(agreement)
-        except GradsyncError as error:
-            self._raise_disagreement(error)
+        if self.world_size > 1:
+            self._watcher.end_call()  # the agreement has a deadline of its own
+            try:
+                agreed = self._agreements.next(agreement)
+            except GradsyncError as error:
+                self._raise_disagreement(error)
+            if self._launch is not None:
+                self._launch.agreed.append(agreed)
         if self._launch is not None:
-            self._launch.agreed.append(agreed)
+            self._watcher.begin_call(self._launch)
 
     def meet(self, agreement: Agreement) -> None:
         token = cupy.zeros(1, np.int32)
@@ -253,7 +255,9 @@ class NcclBackend(Backend):
             for answers in self._agreements.on_messages(questions):
                 if self._launch is not None:
                     self._launch.agreed += [answer.agreed for answer in answers.values() if answer.agreed is not None]
+                    self._watcher.begin_call(self._launch)
                 yield answers
+                self._watcher.end_call()
         except GradsyncError as error:
             self._raise_disagreement(error)
 
@@ -393,7 +397,9 @@ class NcclBackend(Backend):
                     raise
                 else:
                     self._take_into_care(launch, where)
+                    self._raise_failure()  # where an abort has freed a call that was stuck
                 finally:
+                    self._watcher.end_call()
                     self._launch = outer
 
     def await_host_results(self, launch: Any) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import cupy
 
@@ -70,9 +70,21 @@ class Watcher:
         self._device_failure: NcclError | None = None  # found at the end of a launch
         self._lock = threading.Lock()
         self._launching_thread = threading.get_ident()
+        # The launch that a thread is making, that thread, and since when it waits for nothing but a call to come back.
+        self._call: list[Any] | None = None
         self._stopped = threading.Event()
         self._ask_about_closing_at = 0.0
         threading.Thread(target=self._run, name="gradsync-nccl-watcher", daemon=True).start()
+
+    def begin_call(self, launch: Launch) -> None:
+        """Watches what a launch does on the host until end_call(): NCCL may wait for other ranks there, and so does
+        CUDA with CUDA_LAUNCH_BLOCKING=1.
+        """
+        self._call = [launch, threading.get_ident(), None]
+
+    def end_call(self) -> None:
+        """Ends what begin_call() has begun."""
+        self._call = None
 
     def add(self, launch: Launch) -> None:
         """Takes a launch into care; drops those that have ended."""
@@ -159,9 +171,11 @@ class Watcher:
             self._handle.check()
         except NcclError as error:
             self.raise_cause(error)
-        head = self._head()
+        head, call = self._head(), self._call
         if head is not None:
             self._look_at_clock(head, time.monotonic())
+        if call is not None:
+            self._look_at_call(call, time.monotonic())
 
     def _look_at_others(self) -> None:
         """Raises what the server tells of the other ranks."""
@@ -189,6 +203,25 @@ class Watcher:
             )
         if self._client.world_size > 1:
             self._verdicts.warn(ran_seconds, head.peers(), entry)
+
+    def _look_at_call(self, call: list[Any], now: float) -> None:
+        """Warns of a call that does not come back, and raises the verdict at the deadline: an abort may free it."""
+        launch, thread, since = call
+        if since is None:
+            if launch.started.done:  # until then it is this rank's own work that may hold the call up
+                call[2] = now
+            return
+        on_behalf.thread = thread
+        several = self._client.world_size > 1
+        if now - since > self._timeout_seconds and self._call is call:
+            if several:
+                self._verdicts.give_up(now - since, launch.peers())
+            raise CollectiveTimeout(
+                f"{self._label}: {launch.name}: a call has not returned for {self._timeout_seconds:g} s on "
+                f"cuda:{self._device_id}, alone: the GPU is stuck"
+            )
+        if several:
+            self._verdicts.warn(now - since, launch.peers())
 
     def _look_at_clock(self, head: Launch, now: float) -> None:
         if head.seen_started_at is None:

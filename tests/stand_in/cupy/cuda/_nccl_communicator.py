@@ -89,7 +89,7 @@ class BaseCommunicator:
         self._device = current_device()
         self._world_size, self._rank = ndev, rank
         self._calling = threading.Lock()
-        self._is_splitting = False  # and the host waits
+        self._blocks_host = False  # while it splits, and with CUDA_LAUNCH_BLOCKING=1 in every call
         self._ended = threading.Event()  # aborted or destroyed
         self._failure: tuple[int, str] | None = None
         self._last: Ticket | None = None
@@ -138,7 +138,7 @@ class BaseCommunicator:
     def abort(self) -> None:
         """Ends the operations of this communicator now, with undefined data, and the communicator."""
         if self.comm:
-            if self._is_splitting:  # NCCL lets a thread abort what another one is stuck in
+            if self._blocks_host:  # NCCL lets a thread abort what another one is stuck in
                 self._end()
                 return
             with self._call():
@@ -238,6 +238,10 @@ class BaseCommunicator:
             self._last = queue.submit(lambda: self._execute(previous, operations))
         except CUDARuntimeError as error:
             raise NcclError(UNHANDLED_CUDA_ERROR, str(error)) from error
+        if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":  # the host waits for every kernel
+            self._blocks_host = True
+            self._last.wait()
+            self._blocks_host = False
 
     def _execute(self, previous: Ticket | None, operations: list[_Operation]) -> None:
         if previous is not None:
@@ -278,14 +282,14 @@ class BaseCommunicator:
         """Returns the bytes of every rank, a row each, while the host waits: what splitting does."""
         call = Call("commSplit", mine.nbytes, UINT8)
         shared = np.empty((self._world_size, mine.nbytes), np.uint8)
-        self._is_splitting = True
+        self._blocks_host = True
         try:
             self._exchange([_Operation(self, call, mine.view(np.uint8), shared.reshape(-1), None)])
         except Gone:
             self._lose_hub()
             raise NcclError(REMOTE_ERROR, "a peer has gone, or this communicator was aborted") from None
         finally:
-            self._is_splitting = False
+            self._blocks_host = False
         return shared
 
     def _lose_hub(self) -> None:
