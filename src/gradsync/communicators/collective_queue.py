@@ -82,7 +82,6 @@ class Job:
 
     Args:
         end: of the collective.
-        name: how its future's errors call it.
         lifetime: of its communicator.
         what: names the collective in errors.
         run: runs it.
@@ -90,16 +89,15 @@ class Job:
         previous: the last one of the same communicator before it, which another queue may hold.
 
     Attributes:
-        end, name, lifetime, what: see above.
+        end, lifetime, what: see above.
         has_begun: whether it runs, or has run.
     """
 
-    __slots__ = ("_not_over", "_previous", "_run", "_submitted_at", "end", "has_begun", "lifetime", "name", "what")
+    __slots__ = ("_not_over", "_previous", "_run", "_submitted_at", "end", "has_begun", "lifetime", "what")
 
     def __init__(
         self,
         end: CollectiveEnd,
-        name: str,
         lifetime: Submitter,
         what: str,
         run: Callable[[], Any],
@@ -107,7 +105,6 @@ class Job:
         previous: Job | None = None,
     ) -> None:
         self.end = end
-        self.name = name
         self.lifetime = lifetime
         self.what = what
         self.has_begun = False
@@ -117,6 +114,11 @@ class Job:
         # Not an Event: that one's own lock stays behind where Ctrl-C meets a wait at the wrong moment.
         self._not_over = threading.Lock()
         self._not_over.acquire()
+
+    @property
+    def name(self) -> str:
+        """How errors of its future call it."""
+        return f"{self.lifetime.label}: {self.what}"
 
     def run(self) -> None:
         """Runs it, unless its future has failed meanwhile, and then its done-callbacks; never raises."""
@@ -238,17 +240,17 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
         self._idle_seconds = _IDLE_SECONDS
 
-    def submit(self, lifetime: Submitter, what: str, name: str, run: Callable[[], Any]) -> CollectiveFuture:
+    def submit(self, lifetime: Submitter, what: str, run: Callable[[], Any]) -> CollectiveFuture:
         """Puts a collective at the end; see the function of this name."""
         with lifetime.submitting, self._lock:
             self._begin_serving()
             end = CollectiveEnd()
-            job = Job(end, name, lifetime, what, run, caller(), lifetime.last_job)
+            job = Job(end, lifetime, what, run, caller(), lifetime.last_job)
             self._jobs.append(job)  # first: what Ctrl-C leaves behind is run, and nobody waits for what is not
             pending[job] = job
             self.last = lifetime.last_job = job
             self._changed.notify()
-        return CollectiveFuture(name, end)
+        return CollectiveFuture(job.name, end)
 
     def end(self) -> None:
         """Lets the thread end as soon as the queue is empty, and waits for that, a little."""
@@ -290,13 +292,12 @@ _serving: set[CollectiveQueue] = set()  # those with a thread
 _is_registered = False
 
 
-def submit(lifetime: Submitter, what: str, name: str, run: Callable[[], Any]) -> CollectiveFuture:
+def submit(lifetime: Submitter, what: str, run: Callable[[], Any]) -> CollectiveFuture:
     """Puts a collective at the end of the calling thread's queue.
 
     Args:
         lifetime: of its communicator.
         what: names the collective in errors.
-        name: how the future's errors call it.
         run: runs it and returns its result.
 
     Raises:
@@ -306,7 +307,7 @@ def submit(lifetime: Submitter, what: str, name: str, run: Callable[[], Any]) ->
         check_may_call(lifetime.label, what)
     if here.queue is None:
         here.queue = CollectiveQueue()
-    return here.queue.submit(lifetime, what, name, run)
+    return here.queue.submit(lifetime, what, run)
 
 
 def await_earlier(lifetime: Submitter, what: str) -> None:

@@ -1575,9 +1575,9 @@ class Asynchronous:
     def _submit(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
         communicator = self._communicator
         what, agreement, move, *_ = call
-        name = f"{communicator.label}: {what}"
         if not communicator.runs_beside_host:
-            return submit(communicator.lifetime, what, name, partial(communicator._run, call, stream))
+            return submit(communicator.lifetime, what, partial(communicator._run, call, stream))
+        name = f"{communicator.label}: {what}"
         if stream is not None:
             stream = communicator._backend.checked_stream(stream, what)
         end = CollectiveEnd()
