@@ -369,6 +369,7 @@ def refuse_streams_that_are_capturing(comm: Any) -> None:
                 comm.barrier,
                 partial(gs.bcast_list_, [array], communicator=comm),
                 partial(callback, 2, second),
+                partial(gs.average_gradients, {"a": array}, communicator=comm),
                 callback.flush,
             ]
             for call in refused:

@@ -159,8 +159,9 @@ class BackwardPass:
             self.begin_with(communicator)
         if pending:
             check_may_call(communicator.label, "callback(param, grad)")
-        # Before anything is taken: this refuses a stream that cannot be marked.
-        mark = communicator.mark_work() if communicator.runs_beside_host else None
+        is_beside_host = communicator.runs_beside_host
+        if is_beside_host:
+            communicator.checked_stream(None, "a gradient")  # before anything is taken
         plan = self.plan
         arrivals, planner = plan.arrivals, plan.planner
         entry = arrivals.recurring(param, grad, communicator.arrays)
@@ -168,15 +169,13 @@ class BackwardPass:
             if not self.is_under_way:
                 self.prepare(grad, communicator)
             entry = plan.admit(param, grad, communicator, self)
-            if mark is not None:
-                mark = communicator.mark_work()  # taking an array over may be work
             complete = planner.add(entry.spec, entry.position)
             self._works.renew(planner.placed_in)
         else:
             complete = planner.add(entry.spec, entry.position)
         number = planner.placed_in
-        if mark is not None:
-            self._producers.setdefault(number, []).append(mark)
+        if is_beside_host:
+            self._producers.setdefault(number, []).append(communicator.mark_work())
         if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
             tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=arrivals.count == 1)
         end, guard = self._ends[number], self._guard
@@ -198,7 +197,7 @@ class BackwardPass:
         if pending:
             check_may_call(communicator.label, "flush()")
         self.begin_with(communicator)
-        communicator.mark_work()  # refuses a stream that will not be able to wait for the results
+        communicator.checked_stream(None, "flush()")  # before the ranks meet: it is to wait for the results
         self.filled = {}
         try:
             self.meet(communicator)

@@ -146,6 +146,7 @@ def _reduce(
     bucket: Bucket, goes: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
 ) -> None:
     """Reduces the arrays of one bucket; what the caller queues next on the current stream sees them reduced."""
+    communicator.checked_stream(None, _WHAT)
     parts = [goes[slot.position] for slot in bucket.slots]
     reduction = ListReduction(
         communicator,

@@ -301,11 +301,7 @@ class Backend(ABC):
         """Waits for those results of a launch that belong in host memory."""
 
     def mark_work(self) -> Any:
-        """Returns what a stream can wait for to come after the caller's work; None on the CPU.
-
-        Raises:
-            InvalidArgument: the current stream is capturing a CUDA graph.
-        """
+        """Returns what a stream can wait for to come after the caller's work; None on the CPU."""
         return None
 
     def mark_end(self) -> Completion | None:

@@ -158,6 +158,7 @@ class Communicator:
         self.timeout_seconds = backend.timeout_seconds
         self.recorder = backend.recorder
         self.lifetime = backend.lifetime = Lifetime(backend, self)
+        self.checked_stream = backend.checked_stream
         self.mark_work = backend.mark_work
         self.mark_end = backend.mark_end
         self.follow_work = backend.follow_work
@@ -1255,7 +1256,7 @@ class Communicator:
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         what, agreement, move, source, target = call
         if target is None or stream is not None:  # with a plan, on the CPU, there is nothing to check
-            stream = self._backend.checked_stream(stream, what)
+            stream = self.checked_stream(stream, what)
         with self.lifetime.turn(what, agreement):
             if target is not None:
                 move(source, target, agreement)
@@ -1578,8 +1579,7 @@ class Asynchronous:
         if not communicator.runs_beside_host:
             return submit(communicator.lifetime, what, partial(communicator._run, call, stream))
         name = f"{communicator.label}: {what}"
-        if stream is not None:
-            stream = communicator._backend.checked_stream(stream, what)
+        stream = communicator.checked_stream(stream, what)
         end = CollectiveEnd()
         producers = [communicator.mark_work()] if stream is None else None
         turn = communicator.lifetime.turn(what, agreement)

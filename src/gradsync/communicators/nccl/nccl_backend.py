@@ -302,9 +302,7 @@ class NcclBackend(Backend):
 
     def mark_work(self) -> Any:
         with self._device:
-            stream = cupy.cuda.get_current_stream()
-            refuse_capturing(stream, self.label)
-            return self._marks.mark(stream)
+            return self._marks.mark(cupy.cuda.get_current_stream())
 
     def mark_end(self) -> Launch:
         with self.launching(None) as launch:
