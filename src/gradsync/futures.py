@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 
@@ -420,6 +420,10 @@ class CollectiveFuture:
             error = self._end.failure()
             state = "ready" if error is None else f"failed with {type(error).__name__}"
         return f"<{type(self).__name__} of {self.name}: {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        # Else a copy in another process would wait for what nobody ends.
+        raise TypeError(f"the future of {self.name} cannot be pickled or copied: pass its .result()")
 
     def _wait(self, stream: Any, timeout: float | None) -> None:
         end = self._launched(timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from queue import SimpleQueue
@@ -150,6 +151,24 @@ def ask_after_a_fork(comm: Any, kit_name: str) -> None:
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 1, 2), *on(STAND_IN, 2)])
 def test_the_child_of_a_fork_gets_an_error(place: Place, world_size: int) -> None:
     place.run(world_size, ask_after_a_fork, place.kit)
+
+
+def send_futures(comm: Any, kit_name: str) -> None:
+    kit = make_kit(comm, kit_name)
+    sync = gs.AllreduceCallback("sum", comm)
+    future = sync("w", kit.put(np.ones(3)))
+    sync.flush()
+    wanted = "cannot be pickled or copied: pass its .result()"
+    for each in (future, comm.asynchronous.all_reduce(kit.put(np.ones(3)))):
+        for send in (comm.objects.all_gather, comm.objects.broadcast):
+            expect(gs.InvalidArgument, lambda send=send, each=each: send({"loss": each}), wanted)
+        expect(gs.InvalidArgument, lambda each=each: gs.broadcast_tree({"loss": each}, communicator=comm), wanted)
+        expect(TypeError, lambda each=each: copy.copy(each), wanted)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN, 2)])
+def test_a_future_does_not_leave_its_process(place: Place, world_size: int) -> None:
+    place.run(world_size, send_futures, place.kit)
 
 
 def fail_a_step(comm: Any) -> None:
