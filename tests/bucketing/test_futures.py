@@ -124,6 +124,7 @@ def ask_after_a_fork(comm: Any, kit_name: str) -> None:
     future = sync("w", kit.put(np.ones(3)))
     called: list[Any] = []
     future.add_done_callback(called.append)
+    array = kit.put(np.ones(3))
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -136,8 +137,8 @@ def ask_after_a_fork(comm: Any, kit_name: str) -> None:
             assert len(told) == 2
             assert all("belongs to the process that this one was forked from" in str(error) for error in told)
             assert future.done()
-            if comm.device == "cpu":  # CUDA itself refuses the child
-                expect(gs.CommunicatorClosed, sync.flush)
+            expect(gs.CommunicatorClosed, sync.flush)
+            expect(gs.CommunicatorClosed, lambda: comm.asynchronous.all_reduce(array).result())
             assert not called  # it is the parent's
             code = 0
         finally:

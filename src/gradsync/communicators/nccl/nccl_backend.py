@@ -301,6 +301,8 @@ class NcclBackend(Backend):
     # -- Launching, groups and the end ---------------------------------------------------------------------------
 
     def mark_work(self) -> Any:
+        if self.lifetime.is_inherited:  # CUDA would refuse first, and not say why
+            raise self.lifetime.ended_error("a collective")
         with self._device:
             return self._marks.mark(cupy.cuda.get_current_stream())
 
