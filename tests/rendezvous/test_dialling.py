@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from rendezvous_ranks import SECRET, connect
 
 from gradsync.errors import RendezvousTimeout
+from gradsync.rendezvous import connection
 from gradsync.rendezvous.connection import dial
 from gradsync.rendezvous.server import RendezvousServer
 
@@ -56,3 +58,23 @@ def test_the_last_address_says_why(head) -> None:
     with pytest.raises(RendezvousTimeout, match="last cause: Connection refused") as caught:
         dial(head, secret=SECRET, deadline=time.monotonic() + 0.4, label="rank 0/1")
     assert caught.value.cause == "Connection refused"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_descriptor_that_is_closed_under_the_handshake_is_dialled_again(when, monkeypatch) -> None:
+    """As by a program that closes all descriptors that it does not know."""
+    shake_hands, streams = connection._shake_hands, []
+
+    def shake(stream, *arguments):
+        streams.append(stream)
+        if len(streams) == 1 and when == "before":
+            os.close(stream.fileno())
+        result = shake_hands(stream, *arguments)
+        if len(streams) == 1 and when == "after":
+            os.close(stream.fileno())
+        return result
+
+    monkeypatch.setattr(connection, "_shake_hands", shake)
+    with RendezvousServer(1, secret=SECRET, host="127.0.0.1") as server:
+        connect(server, 0, 1).close()
+    assert len(streams) == 2

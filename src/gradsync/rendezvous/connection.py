@@ -874,8 +874,10 @@ def _try_handshake(
         session, reader, proof = _shake_hands(
             stream, secret, generation, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
         )
+        return Connection(stream, session, reader, proof, address, label)
     except BaseException as error:
-        stream.close()
+        with contextlib.suppress(OSError):  # something in this process may have closed its descriptor
+            stream.close()
         if isinstance(error, (StreamEnded, OSError)) and not isinstance(error, RendezvousTimeout):
             return str(error)
         if isinstance(error, RendezvousTimeout):  # a server that has much to do answers later
@@ -890,7 +892,6 @@ def _try_handshake(
         if isinstance(error, RendezvousError):
             raise RendezvousError(f"{label}: {address}: {error}") from None
         raise
-    return Connection(stream, session, reader, proof, address, label)
 
 
 def _shake_hands(
