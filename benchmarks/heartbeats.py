@@ -76,7 +76,9 @@ def main() -> int:
         parser.error("--old is needed: the other checkout")
     from measurement import provenance  # of this checkout; a rank may run in another
 
-    made = provenance("benchmarks/heartbeats.py")
+    made = provenance("benchmarks/heartbeats.py") | {
+        "command": "python benchmarks/heartbeats.py --old OLD --output RESULTS"
+    }
     rounds, calls = (1, 1000) if options.quick else (12, 40_000)
     checkouts = {"old": options.old.resolve(), "new": HERE.parents[1]}
     made["results"] = []
