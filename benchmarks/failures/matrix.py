@@ -212,7 +212,7 @@ def _row_of_launcher(cell: Cell) -> Row:
         return _row(cell, exit_codes={runs.LAUNCHER: -signal.SIGKILL}, down_within=1.0)
     if cell.phase == TEARDOWN or (cell.fault == CLOSE and cell.is_early):  # nobody needs it, or all connect again
         return _row(cell, steps=_FEW_STEPS, ends_run=False, exit_codes={runs.LAUNCHER: 0})
-    if cell.is_early:
+    if cell.phase in (SPAWN, HELLO):
         return _never_reached(cell)
     # Ranks that are lost one after the other: who hears of the first one's loss is told that.
     errors = ("RendezvousError",) if cell.fault == STOP else ("RendezvousError", "RankFailed")

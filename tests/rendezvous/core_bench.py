@@ -23,14 +23,14 @@ from gradsync.rendezvous.frames import (
 from gradsync.rendezvous.liveness import ProcessState, process_key
 from gradsync.rendezvous.protocol import RendezvousCore
 
-SERVER = ("this machine", 77)
+SERVER = "this machine"
 
 
 class Bench:
     """Drives a core; connection numbers are chosen by the test, time moves only by `wait`."""
 
     def __init__(self, world_size: int, host: int | None = None) -> None:
-        self.core = RendezvousCore(world_size, machine=SERVER[0], pid=SERVER[1], host=host)
+        self.core = RendezvousCore(world_size, machine=SERVER, host=host)
         self.world_size = world_size
         self.now = 100.0
         self.inbox: dict[int, list[tuple]] = {}

@@ -14,11 +14,20 @@ import time
 import pytest
 from rendezvous_ranks import SECRET, connect, connect_all, run_threads
 
-from gradsync.errors import CollectiveTimeout, CommunicatorClosed, RankFailed, RendezvousError, RendezvousTimeout
+from gradsync.errors import (
+    CollectiveTimeout,
+    CommunicatorClosed,
+    GradsyncError,
+    RankFailed,
+    RendezvousError,
+    RendezvousTimeout,
+)
 from gradsync.machine import machine_identity
+from gradsync.rendezvous import client as client_module
 from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.connection import Connection
-from gradsync.rendezvous.frames import DEATH, Decision, FrameType, LaunchedEvent
+from gradsync.rendezvous.frames import DEATH, PROTOCOL_VERSION, Decision, FrameType, LaunchedEvent
+from gradsync.rendezvous.handshake import ServerProcess
 from gradsync.rendezvous.liveness import ProcessState
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
@@ -47,13 +56,14 @@ def session(*, is_server: bool) -> Session:
 class Wire:
     """A connection over a socket pair, whose turns the test takes itself, and a clock that the test moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, machine: str = "") -> None:
         self.server, stream = socket.socketpair()
         self.server.settimeout(LONG_SECONDS)
         stream.setblocking(False)
         reader = FrameReader()
         reader.limit_bytes = MAX_FRAME_BYTES
-        self.connection = Connection(stream, session(is_server=False), reader, b"", "server:1", "rank 0/2")
+        process = ServerProcess.of(machine or machine_identity(), 7)
+        self.connection = Connection(stream, session(is_server=False), reader, b"", process, "server:1", "rank 0/2")
         self.state = ProcessState.RUNNING
         self.pids: list[int | None] = []
         self.now = time.monotonic()
@@ -74,8 +84,9 @@ class Wire:
         self.server.sendall(b"".join(self._session.seal(*message) for message in messages))
         return self.connection.take_turn(has_input=True)
 
-    def seat(self, machine: str = "") -> None:
-        self.push((FrameType.SEATED, 1, machine or machine_identity(), 7))
+    def join(self) -> None:
+        self.connection.post(FrameType.JOIN, PROTOCOL_VERSION, 0, 2, 0)
+        assert self.received() == [FrameType.JOIN]
 
     def beat(self, times: int, seconds: float = 0.5) -> list[FrameType]:
         """Lets time pass; returns what the server got."""
@@ -83,6 +94,10 @@ class Wire:
             self.now += seconds
             self.connection.take_turn(has_input=False)
         return self.received()
+
+    def close(self) -> None:
+        self.connection.abandon()
+        self.server.close()
 
     def received(self) -> list[FrameType]:
         self.server.setblocking(False)
@@ -100,8 +115,7 @@ class Wire:
 def wire(monkeypatch):
     made = Wire(monkeypatch)
     yield made
-    made.connection.abandon()
-    made.server.close()
+    made.close()
 
 
 def test_one_thread_reads_for_a_client_and_all_its_groups() -> None:
@@ -118,16 +132,19 @@ def test_one_thread_reads_for_a_client_and_all_its_groups() -> None:
 # Heartbeats, and whom they judge.
 
 
-def test_rank_beats_from_when_it_is_seated(wire: Wire) -> None:
+@pytest.mark.parametrize(("machine", "pid"), [("", 7), ("elsewhere", None)])
+def test_rank_beats_and_looks_at_the_server_from_when_it_asks_to_join(monkeypatch, machine, pid) -> None:
+    wire = Wire(monkeypatch, machine)
     assert wire.beat(10) == []
-    wire.seat("elsewhere")
+    wire.join()
     assert wire.beat(3) == [FrameType.HEARTBEAT] * 3
     assert wire.beat(1) == [FrameType.HEARTBEAT]
-    assert set(wire.pids) == {None}  # a process elsewhere cannot be looked at
+    assert set(wire.pids) == {pid}  # a process elsewhere cannot be looked at
+    wire.close()
 
 
 def test_who_was_late_to_its_own_clock_judges_nobody(wire: Wire) -> None:
-    wire.seat()
+    wire.join()
     wire.state = ProcessState.STOPPED
     wire.beat(3)
     wire.beat(1, seconds=60.0)  # this rank was stopped
@@ -139,7 +156,7 @@ def test_who_was_late_to_its_own_clock_judges_nobody(wire: Wire) -> None:
 
 @pytest.mark.parametrize("state", [state for state in ProcessState if state.is_fatal])
 def test_lost_server_is_a_failure_that_sticks(wire: Wire, state: ProcessState) -> None:
-    wire.seat()
+    wire.join()
     wire.state = state
     wire.beat(3)
     assert wire.connection.failure is None
@@ -149,7 +166,7 @@ def test_lost_server_is_a_failure_that_sticks(wire: Wire, state: ProcessState) -
 
 
 def test_slow_server_is_worth_one_warning(wire: Wire, caplog) -> None:
-    wire.seat()
+    wire.join()
     wire.beat(40)
     wire.push((FrameType.PULSE,))
     assert wire.connection.failure is None
@@ -162,7 +179,7 @@ def test_slow_server_is_worth_one_warning(wire: Wire, caplog) -> None:
 
 
 def test_a_message_that_is_never_finished_is_a_failure(wire: Wire) -> None:
-    wire.seat()
+    wire.join()
     wire.server.sendall(b"\0\0\1\0")
     wire.connection.take_turn(has_input=True)
     wire.beat(9)
@@ -172,14 +189,14 @@ def test_a_message_that_is_never_finished_is_a_failure(wire: Wire) -> None:
 
 
 def test_a_heartbeat_waits_for_nobody_who_sends(wire: Wire) -> None:
-    wire.seat()
+    wire.join()
     with wire.connection._sending:
         assert wire.beat(1) == []  # who sends just now is as good a sign of life
     assert wire.beat(1) == [FrameType.HEARTBEAT]
 
 
 def test_a_heartbeat_waits_for_no_room(wire: Wire) -> None:
-    wire.seat()
+    wire.join()
     for number in range(100):
         wire.connection.post(FrameType.SET, str(number), bytes(60_000), True)
     unsent = len(wire.connection._unsent)
@@ -191,7 +208,7 @@ def test_a_heartbeat_waits_for_no_room(wire: Wire) -> None:
 
 
 def test_what_found_no_room_goes_later_in_order(wire: Wire) -> None:
-    wire.seat()
+    wire.join()
     for number in range(100):
         wire.connection.post(FrameType.SET, str(number), bytes(60_000), True)
     types: list[FrameType] = []
@@ -475,6 +492,54 @@ def test_a_failure_is_reported_without_a_wait_for_the_server() -> None:
         server.kill()
         with pytest.raises(CommunicatorClosed):
             client.check()
+
+
+def test_a_server_that_is_stopped_before_it_answers_a_join_is_found_without_the_deadline(monkeypatch) -> None:
+    with in_a_process(SERVER, SECRET.hex()) as server:
+
+        def dial_and_stop(*args, **keywords):
+            dialled = connection_module.dial(*args, **keywords)
+            server.send_signal(signal.SIGSTOP)
+            return dialled
+
+        monkeypatch.setattr(client_module, "dial", dial_and_stop)
+        with pytest.raises(RendezvousError, match=rf"\(pid {server.pid}\) was stopped") as found:
+            connect(server.stdout.readline().strip(), 0, 1)
+        assert not isinstance(found.value, RendezvousTimeout)
+        server.kill()
+
+
+def test_a_rank_that_is_interrupted_while_it_joins_tells_the_others_why(monkeypatch) -> None:
+    wait, has_joined = Connection._wait, threading.Event()
+
+    def interrupted_wait(self, pending, deadline):
+        while not self.is_seated:
+            time.sleep(0.001)
+        if self.label == "rank 0/3":
+            has_joined.set()
+            return wait(self, pending, deadline)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Connection, "_wait", interrupted_wait)
+    with RendezvousServer(3, secret=SECRET) as server:
+        waiting = threading.Thread(target=lambda: outcomes.append(outcome_of(lambda: connect(server, 0, 3))))
+        outcomes: list = []
+        waiting.start()
+        assert has_joined.wait(LONG_SECONDS)
+        with pytest.raises(KeyboardInterrupt):
+            connect(server, 1, 3)
+        waiting.join(LONG_SECONDS)
+        [failure] = outcomes
+        assert isinstance(failure, RankFailed)
+        assert (failure.rank, failure.phase) == (1, "joining")
+        assert "failed in phase 'joining': KeyboardInterrupt" in str(failure)
+
+
+def outcome_of(function):
+    try:
+        return function()
+    except GradsyncError as error:
+        return error
 
 
 # Ctrl-C.

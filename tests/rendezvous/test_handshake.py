@@ -8,7 +8,13 @@ import pytest
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
 from gradsync.rendezvous.frames import FrameType
-from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, ClientHandshake, ServerHandshake, check_secret
+from gradsync.rendezvous.handshake import (
+    MAX_RUN_ID_BYTES,
+    ClientHandshake,
+    ServerHandshake,
+    ServerProcess,
+    check_secret,
+)
 from gradsync.rendezvous.wire import MAX_HANDSHAKE_FRAME_BYTES, Frame, FrameError, FrameReader, Session
 
 SECRET = b"s" * 32
@@ -95,6 +101,35 @@ def test_longest_challenge_fits_before_authentication() -> None:
     challenge = server.receive(cut(ClientHandshake(SECRET, b"c" * 24).hello()))
     assert isinstance(challenge, bytes)
     assert len(challenge) <= MAX_HANDSHAKE_FRAME_BYTES
+
+
+# What travelled up to protocol version 7: a rank's HELLO and a server's CHALLENGE; their nonces are no more secret.
+OLD_HELLO = "000000520100000000000000006772616473796e6301" + "63" * 32 + "00" * 32
+OLD_CHALLENGE = "000000550200000000000000006772616473796e6301" + "6e" * 32 + b"run".hex() + "00" * 32
+
+
+def test_versions_that_do_not_fit_are_told_apart_in_the_handshake() -> None:
+    """The older side raises that: it looks at the byte behind "gradsync", and at nothing after it."""
+    server = ServerHandshake(SECRET, "run", b"n" * 32, ServerProcess.of("machine", 7))
+    challenge = server.receive(cut(bytes.fromhex(OLD_HELLO)))
+    assert isinstance(challenge, bytes)
+    body = cut(challenge).body
+    assert body[:9] == b"gradsync\2"
+    assert len(body) - 41 <= MAX_RUN_ID_BYTES  # the old side measures this before it reads the version
+    with pytest.raises(RendezvousError, match="server speaks handshake revision 1, this side 2; run the same version"):
+        ClientHandshake(SECRET, b"c" * 24).receive(cut(bytes.fromhex(OLD_CHALLENGE)))
+
+
+@pytest.mark.parametrize("machine", ["", "boot pid:[1]"])
+def test_the_client_learns_which_process_the_server_is(machine: str) -> None:
+    client = ClientHandshake(SECRET, b"c" * 24)
+    server = ServerHandshake(SECRET, "run", b"n" * 32, ServerProcess.of(machine, 4711))
+    challenge = server.receive(cut(client.hello()))
+    assert isinstance(challenge, bytes)
+    client.receive(cut(challenge))
+    assert client.server.pid == 4711
+    assert client.server.is_on(machine) == bool(machine)
+    assert not client.server.is_on("boot pid:[2]")
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", "text of sixteen b", None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_bench import SERVER, Bench
+from core_bench import Bench
 
 from gradsync.rendezvous.frames import (
     DEATH,
@@ -13,8 +13,6 @@ from gradsync.rendezvous.frames import (
     THE_WORLD,
     FrameType,
 )
-from gradsync.rendezvous.handshake import ServerHandshake
-from gradsync.rendezvous.wire import FrameReader
 
 
 def joined(sequence: int, generation: int, rank: int, world_size: int, most_advanced: int = 0) -> tuple:
@@ -24,10 +22,10 @@ def joined(sequence: int, generation: int, rank: int, world_size: int, most_adva
 def test_generation_forms_when_all_have_joined() -> None:
     bench = Bench(2)
     first = bench.join(10, 1)
-    assert bench.take(10) == [(FrameType.SEATED, first, *SERVER)]
+    assert bench.take(10) == [(FrameType.SEATED, first)]
     second = bench.join(11, 0)
     assert bench.take(10) == [joined(first, 1, 1, 2)]
-    assert bench.take(11) == [(FrameType.SEATED, second, *SERVER), joined(second, 1, 0, 2)]
+    assert bench.take(11) == [(FrameType.SEATED, second), joined(second, 1, 0, 2)]
 
 
 def test_who_waits_no_longer_to_join_is_told_the_rank_that_never_came() -> None:
@@ -208,35 +206,6 @@ def test_death_while_others_wait_to_join() -> None:
     assert bench.take(12)[-1] == joined(last, 1, 2, 3)
 
 
-# What a rank of the versions before sent: its HELLO, PROOF and JOIN, with nonces that are no more secret.
-RECORDED = {
-    5: (
-        "000000520100000000000000006772616473796e6301" + "63" * 32 + "00" * 32,
-        "0000002903000000000000000194a172d3ae960516a020ff629fa6f3c1b0d126f76048a3cb8a26dea0e2f56b8e",
-        "0000003010000000000000000294050002cdea60f57002df086c3e396d4a0b37f46340cfc65dc6a4dcfc0feaa053da327dc3e045",
-    ),
-    6: (
-        "000000520100000000000000006772616473796e6301" + "63" * 32 + "00" * 32,
-        "0000002903000000000000000194a172d3ae960516a020ff629fa6f3c1b0d126f76048a3cb8a26dea0e2f56b8e",
-        "0000003010000000000000000294060002cdea6065eae725d6adf303aef4a14267cfa6850174b1d968c52e834c470524778da29e",
-    ),
-}
-
-
-@pytest.mark.parametrize("version", sorted(RECORDED))
-def test_recorded_frames_of_earlier_versions_are_refused_with_both_versions(version: int) -> None:
-    reader, handshake = FrameReader(), ServerHandshake(b"s" * 32, "run", b"n" * 32)
-    reader.feed(bytes.fromhex("".join(RECORDED[version])))
-    frames = [reader.next_frame() for _ in RECORDED[version]]
-    _, session, join = handshake.receive(frames[0]), handshake.receive(frames[1]), frames[2]
-    message = session.open(join)
-    bench = Bench(2)
-    bench.send(9, message.type, *message.fields)
-    [(kind, _, refusal, text)] = bench.take(9)
-    assert (kind, refusal, bench.closed) == (FrameType.REFUSED, REFUSED, [9])
-    assert f"the server speaks protocol version 7, rank 0 version {version}; run the same version of gradsync" in text
-
-
 def test_death_fails_waiting_and_later_requests() -> None:
     bench = Bench(3)
     bench.join_all()
@@ -281,7 +250,7 @@ def test_goodbye_leads_to_the_next_generation() -> None:
     bench.join_all()
     bench.leave(0)
     held = bench.join(10, 0)
-    assert bench.take(10) == [(FrameType.SEATED, held, *SERVER)]  # rank 1 still lives in generation 1
+    assert bench.take(10) == [(FrameType.SEATED, held)]  # rank 1 still lives in generation 1
     again = bench.join(11, 0)
     assert bench.take(11)[0][:2] == (FrameType.REFUSED, again)  # one held join per rank
     bench.leave(1)

@@ -201,7 +201,7 @@ def test_a_deadline_is_absolute_however_often_a_stranger_speaks(monkeypatch: pyt
 
 
 def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> None:
-    core = RendezvousCore(2, machine="m", pid=1)
+    core = RendezvousCore(2, machine="m")
     join = Message(FrameType.JOIN, 2, (PROTOCOL_VERSION, 0, 2, NEXT_GENERATION))
     core.handle(0.0, Received(1, join))
     for early in (

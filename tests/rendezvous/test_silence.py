@@ -17,7 +17,7 @@ HARMLESS = [state for state in ProcessState if not state.is_fatal]
 class BeatingBench(Bench):
     """Ranks 0 to world_size - 1 of one generation, with pids from 1000, on the connections of their numbers."""
 
-    def __init__(self, world_size: int, machine: str = SERVER[0]) -> None:
+    def __init__(self, world_size: int, machine: str = SERVER) -> None:
         super().__init__(world_size)
         self.join_all()
         for rank in range(world_size):
@@ -139,7 +139,7 @@ def test_rank_that_has_left_or_never_said_who_it_is_is_not_listened_for() -> Non
 def test_stopped_rank_fails_those_who_wait_to_join() -> None:
     bench = Bench(2)
     bench.join(0, 0)
-    bench.send(0, FrameType.INTRODUCE, SERVER[0], "", 1000, None, 0)
+    bench.send(0, FrameType.INTRODUCE, SERVER, "", 1000, None, 0)
     bench.take(0)
     bench.wait(1.5)
     bench.find(0, ProcessState.STOPPED)

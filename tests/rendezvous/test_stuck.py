@@ -32,7 +32,7 @@ class WaitingBench(Bench):
         self.histories: dict[int, dict[str, list]] = {}
         self.join_all()
         for rank in range(world_size):
-            self.send(rank, FrameType.INTRODUCE, SERVER[0], "", 1000 + rank, None, 0)
+            self.send(rank, FrameType.INTRODUCE, SERVER, "", 1000 + rank, None, 0)
 
     def come_to(self, position: int, *ranks: int, group: str = "world") -> None:
         for rank in ranks:

@@ -88,7 +88,7 @@ tidings = st.one_of(
     st.tuples(st.just(FrameType.STATUS), positions, statuses, texts),
 )
 pushes = st.one_of(
-    st.tuples(st.just(FrameType.SEATED), positions, st.just("boot pid:[1]"), st.integers(0, 2**31)),
+    st.tuples(st.just(FrameType.SEATED), positions),
     st.tuples(st.just(FrameType.PULSE)),
     st.tuples(st.just(FrameType.STATUS_REQUEST), positions),
     st.tuples(

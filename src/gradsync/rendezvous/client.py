@@ -162,7 +162,7 @@ class RendezvousClient:
             except BaseException as error:
                 connection.abandon()
                 # A server flooded by strangers may drop a connection that it does not know yet.
-                if not isinstance(error.__cause__, StreamEnded) or connection.server is not None or not attempts_left:
+                if not isinstance(error.__cause__, StreamEnded) or connection.is_seated or not attempts_left:
                     raise
                 continue
             number, own_rank, size, most_advanced = joined

@@ -66,7 +66,7 @@ from gradsync.rendezvous.frames import (
     Message,
     clip_text,
 )
-from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
+from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
 from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, look_at
 from gradsync.rendezvous.sockets import look_up, tune_stream
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
@@ -136,6 +136,7 @@ class Connection:
         session: seals and opens what travels.
         reader: has what was read behind the handshake.
         unsent: the end of the handshake, which travels with the first message.
+        server: which process the server is.
         address: the server's, for messages.
         label: this rank in messages, e.g. "rank 1/4".
 
@@ -143,17 +144,25 @@ class Connection:
         address, label: as given.
         own_host: the address of this end.
         failure: what every request raises from now on, or None; the first one stays, but for a close.
-        server: the machine and the pid of the server, once it has accepted this rank's join; else None.
+        is_seated: whether the server has accepted this rank's join.
     """
 
     def __init__(
-        self, stream: socket.socket, session: Session, reader: FrameReader, unsent: bytes, address: str, label: str
+        self,
+        stream: socket.socket,
+        session: Session,
+        reader: FrameReader,
+        unsent: bytes,
+        server: ServerProcess,
+        address: str,
+        label: str,
     ) -> None:
         self.address = address
         self.label = label
         self.own_host = str((stream.getsockname() or ("",))[0])  # "" of a socket pair
         self.failure: GradsyncError | None = None
-        self.server: tuple[str, int] | None = None
+        self.is_seated = False
+        self._server = server
         self._ended_by: StreamEnded | None = None
         self._stream = stream
         self._session = session
@@ -163,6 +172,7 @@ class Connection:
         self._writable = select.poll()
         self._writable.register(stream, select.POLLOUT)
         self._pending: dict[int, _Pending] = {}  # by sequence
+        self._has_asked = False
         self._has_reported = False
         self._is_closed = False
         self._pid = os.getpid()
@@ -226,8 +236,10 @@ class Connection:
                 self._lose(error)
         except GradsyncError:
             raise
-        except BaseException:  # KeyboardInterrupt above all: the server must not count this rank as waiting
-            if pending.sequence:
+        except BaseException as error:  # KeyboardInterrupt above all: the server must not count this rank as waiting
+            if frame_type is FrameType.JOIN:  # it gives up its seat: the others hear why, and do not wait for it
+                self.report_failure(describe(error), None)
+            elif pending.sequence:
                 with contextlib.suppress(RendezvousError):
                     self.post(FrameType.CANCEL, pending.sequence)
             raise
@@ -325,6 +337,7 @@ class Connection:
             StreamEnded: the server is gone.
         """
         with self._sending:
+            self._has_asked = True
             sequence = self._session.next_send_sequence
             if pending is not None:  # before it goes: the answer may be read at once
                 pending.sequence, self._pending[sequence] = sequence, pending
@@ -367,7 +380,7 @@ class Connection:
     # Reading: the one thread, and what only it may call.
 
     def start(self, interval_seconds: float) -> None:
-        """Starts the thread that reads, and sends heartbeats once this rank is seated."""
+        """Starts the thread that reads, and sends heartbeats once this rank has asked to join."""
         self._interval_seconds = interval_seconds
         self._beat_at = time.monotonic() + interval_seconds
         waiter = select.poll()
@@ -437,8 +450,7 @@ class Connection:
         if kind is FrameType.PULSE:
             return
         if kind is FrameType.SEATED:
-            _, machine, pid = message.fields
-            self.server = (machine, pid)
+            self.is_seated = True
         elif kind is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
                 self._fail(failure_of(message, self.label))
@@ -485,7 +497,7 @@ class Connection:
 
     def _beat(self, now: float, *, was_late: bool) -> None:
         """Sends a heartbeat, and looks at the server when it has been silent."""
-        if self.server is None or self.failure is not None:  # the server expects none
+        if not self._has_asked or self.failure is not None:  # the server expects none
             self._server_peer.restart(now)
             return
         if self._sending.acquire(False):  # else somebody sends just now, which is as good a sign of life
@@ -500,11 +512,11 @@ class Connection:
         if self._reader.is_stuck(now):
             self._lose_server(f"{self._server_name()} is lost: {UNFINISHED}")
         elif now >= self._server_peer.due_at():
-            self._look_at_server(now, *self.server)
+            self._look_at_server(now)
 
-    def _look_at_server(self, now: float, machine: str, pid: int) -> None:
-        is_local = bool(pid and machine) and machine == machine_identity()
-        state = look_at(pid if is_local else None, self._stream)
+    def _look_at_server(self, now: float) -> None:
+        is_local = self._server.is_on(machine_identity())
+        state = look_at(self._server.pid if is_local else None, self._stream)
         self._server_peer.looked(now)
         judgement = self._server_peer.judge(now, state)
         silent_seconds = now - self._server_peer.heard_at
@@ -519,8 +531,7 @@ class Connection:
         self.shut_down()
 
     def _server_name(self) -> str:
-        pid = self.server[1] if self.server is not None else 0
-        return f"the rendezvous server at {self.address}{f' (pid {pid})' if pid else ''}"
+        return f"the rendezvous server at {self.address}{f' (pid {self._server.pid})' if self._server.pid else ''}"
 
     # What others ask of this rank.
 
@@ -871,10 +882,10 @@ def _try_handshake(
 ) -> Connection | str:
     """Returns the authenticated connection, or why another attempt is worth it."""
     try:
-        session, reader, proof = _shake_hands(
+        session, reader, proof, server = _shake_hands(
             stream, secret, generation, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
         )
-        return Connection(stream, session, reader, proof, address, label)
+        return Connection(stream, session, reader, proof, server, address, label)
     except BaseException as error:
         with contextlib.suppress(OSError):  # something in this process may have closed its descriptor
             stream.close()
@@ -896,8 +907,12 @@ def _try_handshake(
 
 def _shake_hands(
     stream: socket.socket, secret: bytes, generation: int, deadline: float
-) -> tuple[Session, FrameReader, bytes]:
-    """Runs the handshake; returns the session, what was read, and the proof, which travels with the first message."""
+) -> tuple[Session, FrameReader, bytes, ServerProcess]:
+    """Runs the handshake.
+
+    Returns:
+        The session, what was read, the proof, which travels with the first message, and which process the server is.
+    """
     handshake = ClientHandshake(secret, os.urandom(RANDOM_BYTES), generation)
     reader, unsent, waiter = FrameReader(), handshake.hello(), select.poll()
     while (frame := reader.next_frame()) is None:
@@ -917,4 +932,4 @@ def _shake_hands(
         reader.feed(data)
     proof, session = handshake.receive(frame)
     reader.limit_bytes = MAX_FRAME_BYTES
-    return session, reader, proof
+    return session, reader, proof, handshake.server

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
 MAX_EXCHANGED_BYTES = 512 * 1024  # of all members' values together: each member gets them all
@@ -254,7 +254,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks", optional=False), _text("text", MAX_TEXT_BYTES)),
-    FrameType.SEATED: (_REQUEST, _MACHINE, _PID),
+    FrameType.SEATED: (_REQUEST,),
     FrameType.JOINED: (_REQUEST, _integer("generation", 1, 10**12), _RANK, _SIZE, _RANK),
     FrameType.ASKED: (_GROUP, _POSITION),
     FrameType.DECISION: (_REQUEST, _integer("decision", 0, 2), _POSITION),

@@ -5,7 +5,8 @@ come out.
 
     client                                  server
     HELLO     magic, generation and client nonce ->
-                                     <-     CHALLENGE  magic, server nonce, run id   MAC: the server's proof
+                                     <-     CHALLENGE  magic, server nonce, machine, pid, run id
+                                                       MAC: the server's proof
     PROOF     MAC: the client's proof ->
     JOIN ... (session keys)          <->
 
@@ -17,6 +18,9 @@ authentication.
 The first 8 bytes of the client's nonce are the generation that it comes for, which its JOIN repeats: so the keys of a
 session hold for one run and one generation, and a rank of another one is refused.
 
+The CHALLENGE says which process the server is (a digest of its machine's identity, and its pid): a client that hears
+nothing more can look whether it was stopped.
+
 Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with HMAC-SHA256.
 """
 
@@ -25,6 +29,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import struct
+from typing import NamedTuple
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
 from gradsync.rendezvous.frames import NEXT_GENERATION, FrameType
@@ -35,14 +41,39 @@ RANDOM_BYTES = 24  # of a client's nonce; the rest is the generation
 MIN_SECRET_BYTES = 16
 MAX_RUN_ID_BYTES = 64
 _MAGIC = b"gradsync"
-_REVISION = 1
+_REVISION = 2
 _PREFIX = _MAGIC + bytes([_REVISION])
+_PROCESS = struct.Struct(">8sI")  # a digest of the machine's identity, zeros where that is not known, and the pid
 _NO_MAC = bytes(MAC_BYTES)  # HELLO: nothing is agreed yet; both proofs cover it
 
 _SERVER_PROOF = b"gradsync 1 server proof\0"
 _CLIENT_PROOF = b"gradsync 1 client proof\0"
 _CLIENT_TO_SERVER = b"gradsync 1 client to server\0"
 _SERVER_TO_CLIENT = b"gradsync 1 server to client\0"
+
+
+class ServerProcess(NamedTuple):
+    """Which process the server is, as it says in its CHALLENGE.
+
+    Attributes:
+        machine: a digest of its `machine_identity`; zeros where that is not known.
+        pid: its process id on that machine.
+    """
+
+    machine: bytes = bytes(8)
+    pid: int = 0
+
+    @classmethod
+    def of(cls, machine: str, pid: int) -> ServerProcess:
+        """Returns it for a machine's identity, or "", and a pid."""
+        return cls(hashlib.sha256(machine.encode()).digest()[:8] if machine else bytes(8), pid)
+
+    def is_on(self, machine: str) -> bool:
+        """Whether it runs on the machine of this identity, so that its pid means something there."""
+        return bool(machine) and self.machine == ServerProcess.of(machine, 0).machine
+
+
+_UNKNOWN = ServerProcess()
 
 
 def check_secret(secret: bytes) -> bytes:
@@ -90,16 +121,18 @@ class ServerHandshake:
         secret: the run's secret.
         run_id: names this run; bound into every MAC of the session.
         nonce: 32 fresh random bytes.
+        process: which process the server is.
 
     Attributes:
         generation: for which the client has come; only known to be true once its session has opened a message.
     """
 
-    def __init__(self, secret: bytes, run_id: str, nonce: bytes) -> None:
+    def __init__(self, secret: bytes, run_id: str, nonce: bytes, process: ServerProcess = _UNKNOWN) -> None:
         self.generation = NEXT_GENERATION
         self._secret = secret
         self._run_id = run_id.encode()
         self._nonce = nonce
+        self._process = _PROCESS.pack(*process)
         self._transcript = b""
 
     def receive(self, frame: Frame) -> bytes | Session:
@@ -119,7 +152,7 @@ class ServerHandshake:
         if not well_formed or frame.mac != _NO_MAC:
             raise FrameError("malformed HELLO: the peer is not a gradsync client")
         self.generation = int.from_bytes(frame.body[len(_PREFIX) : -RANDOM_BYTES], "big")
-        signed = pack_frame(FrameType.CHALLENGE, 0, _PREFIX + self._nonce + self._run_id)
+        signed = pack_frame(FrameType.CHALLENGE, 0, _PREFIX + self._nonce + self._process + self._run_id)
         self._transcript = frame.signed + signed
         return signed + _sign(self._secret, _SERVER_PROOF, self._transcript)
 
@@ -142,7 +175,7 @@ class ClientHandshake:
         generation: for which the client comes; NEXT_GENERATION is whichever forms next.
 
     Attributes:
-        run_id: the server's run id, once `receive` has accepted its proof.
+        run_id, server: the server's run id, and which process it is, once `receive` has accepted its proof.
     """
 
     def __init__(self, secret: bytes, nonce: bytes, generation: int = NEXT_GENERATION) -> None:
@@ -150,6 +183,7 @@ class ClientHandshake:
         named = generation.to_bytes(NONCE_BYTES - RANDOM_BYTES, "big")
         self._hello = pack_frame(FrameType.HELLO, 0, _PREFIX + named + nonce)
         self.run_id = ""
+        self.server = _UNKNOWN
 
     def hello(self) -> bytes:
         """Returns the first bytes to send."""
@@ -164,7 +198,7 @@ class ClientHandshake:
             AuthenticationError: the server's proof does not hold: the secrets differ.
         """
         _expect(frame, FrameType.CHALLENGE, 0)
-        self.run_id = _read_challenge(frame.body)
+        self.run_id, self.server = _read_challenge(frame.body)
         transcript = self._hello + frame.signed
         if not hmac.compare_digest(_sign(self._secret, _SERVER_PROOF, transcript), frame.mac):
             raise AuthenticationError(
@@ -177,17 +211,20 @@ class ClientHandshake:
         return proof, _session(self._secret, transcript, is_server=False)
 
 
-def _read_challenge(body: bytes) -> str:
-    """Returns the run id of a CHALLENGE's body."""
-    run_id = body[len(_PREFIX) + NONCE_BYTES :]
-    if not body.startswith(_MAGIC) or not 1 <= len(run_id) <= MAX_RUN_ID_BYTES:
+def _read_challenge(body: bytes) -> tuple[str, ServerProcess]:
+    """Returns the run id of a CHALLENGE's body, and which process the server is."""
+    if not body.startswith(_MAGIC) or len(body) < len(_PREFIX):
         raise FrameError("malformed CHALLENGE: the peer is not a gradsync server")
     if body[len(_MAGIC)] != _REVISION:
         raise RendezvousError(
             f"the server speaks handshake revision {body[len(_MAGIC)]}, this side {_REVISION}; "
             "run the same version of gradsync on every rank"
         )
+    begin = len(_PREFIX) + NONCE_BYTES
+    run_id = body[begin + _PROCESS.size :]
+    if not 1 <= len(run_id) <= MAX_RUN_ID_BYTES:
+        raise FrameError("malformed CHALLENGE: the peer is not a gradsync server")
     try:
-        return run_id.decode()
+        return run_id.decode(), ServerProcess(*_PROCESS.unpack_from(body, begin))
     except UnicodeDecodeError:
         raise FrameError("malformed CHALLENGE: the run id is not UTF-8") from None

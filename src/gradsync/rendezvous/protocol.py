@@ -92,7 +92,6 @@ class RendezvousCore:
     Args:
         world_size: how many ranks are launched.
         machine: the server's own, see `machine_identity`; "" where that is not known.
-        pid: the server's own.
         noun: what messages call a member.
         host: the rank that hosts the server; when it waits no longer for others to join, nobody does.
 
@@ -100,14 +99,11 @@ class RendezvousCore:
         formed_count: number of the generation that was formed last.
     """
 
-    def __init__(
-        self, world_size: int, *, machine: str = "", pid: int = 0, noun: str = "rank", host: int | None = None
-    ) -> None:
+    def __init__(self, world_size: int, *, machine: str = "", noun: str = "rank", host: int | None = None) -> None:
         self._world_size = world_size
         self._host = host
         self._noun = noun
         self._machine = machine
-        self._pid = pid
         self._generations: list[Generation] = []  # the present one first
         self._seats: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
         self._waits = WaitTable()
@@ -215,7 +211,7 @@ class RendezvousCore:
         generation.roster.seat(rank, connection)
         self._seats[connection] = (generation, rank)
         self._waits.add(request, generation)
-        return [Send(connection, FrameType.SEATED, (message.sequence, self._machine, self._pid))]
+        return [Send(connection, FrameType.SEATED, (message.sequence,))]
 
     def _introduce(
         self, generation: Generation, request: Request, machine: str, host: str, pid: int, least: int | None, steps: int

@@ -43,7 +43,7 @@ from gradsync.rendezvous.frames import (
     Started,
     Tick,
 )
-from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, NONCE_BYTES, ServerHandshake, check_secret
+from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, NONCE_BYTES, ServerHandshake, ServerProcess, check_secret
 from gradsync.rendezvous.liveness import look_at
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.sockets import adopt_listener, bind_listener, format_address, make_room, tune_stream
@@ -117,7 +117,7 @@ class RendezvousServer:
         make_room(2 * world_size + MAX_STRANGERS)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)
-        self._core = RendezvousCore(world_size, machine=machine_identity(), pid=os.getpid(), noun=noun, host=host_rank)
+        self._core = RendezvousCore(world_size, machine=machine_identity(), noun=noun, host=host_rank)
         self._loop = EventLoop(listener, self._core, secret=secret, run_id=self.run_id, ranks=world_size)
         self._pid = os.getpid()
         self._runner: int | None = None  # the thread that runs the loop
@@ -416,6 +416,7 @@ class EventLoop:
         self._core = core
         self._secret = secret
         self._run_id = run_id
+        self._process = ServerProcess.of(machine_identity(), os.getpid())
         self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
         self._max_strangers = ranks + MAX_STRANGERS
         self._batch_seconds = _batch_seconds(ranks)
@@ -552,7 +553,7 @@ class EventLoop:
             self._drop(next(iter(self._strangers.values())), "too many connections without a handshake")
         stream.setblocking(False)
         self._next_number += 1
-        handshake = ServerHandshake(self._secret, self._run_id, os.urandom(NONCE_BYTES))
+        handshake = ServerHandshake(self._secret, self._run_id, os.urandom(NONCE_BYTES), self._process)
         connection = ServerConnection(self._next_number, stream, handshake, time.monotonic() + HANDSHAKE_SECONDS)
         if not self._connections:
             self.empty.clear()

@@ -118,7 +118,7 @@ def client_handshake(data: bytes) -> None:
 def server_core(data: bytes) -> None:
     """Events in any order, with fields that fit their schemas: msgpack arrays of [connection, what, fields ...]."""
     script = _Script()
-    core, now = RendezvousCore(RANKS, machine="m", pid=1), 0.0
+    core, now = RendezvousCore(RANKS, machine="m"), 0.0
     for event in script.events(data):
         now += 0.5
         for action in core.handle(now, event):

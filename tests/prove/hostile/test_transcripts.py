@@ -83,7 +83,7 @@ def use_one_nonce_for_all_connections(patch: pytest.MonkeyPatch) -> None:
     """What a client sent once opens the server's door again."""
     whole = handshake.ServerHandshake.__init__
     patch.setattr(
-        handshake.ServerHandshake, "__init__", lambda self, secret, run_id, _: whole(self, secret, run_id, bytes(32))
+        handshake.ServerHandshake, "__init__", lambda self, secret, run_id, *_: whole(self, secret, run_id, bytes(32))
     )
 
 

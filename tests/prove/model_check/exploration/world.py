@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from exploration.ledger import Ledger
 from gradsync.rendezvous.protocol import RendezvousCore
 
-MACHINE, SERVER_PID = "machine", 77
+MACHINE = "machine"
 FIRST_PID = 100  # of rank 0; the other ranks' follow
 
 
@@ -94,6 +94,6 @@ class World:
 
 def new_core(world_size: int, *, formed: int = 0, host: int | None = None) -> RendezvousCore:
     """Returns a core that can be copied."""
-    core = RendezvousCore(world_size, machine=MACHINE, pid=SERVER_PID, host=host)
+    core = RendezvousCore(world_size, machine=MACHINE, host=host)
     core.formed_count = formed
     return core
