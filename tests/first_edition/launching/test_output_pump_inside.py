@@ -26,6 +26,16 @@ from gradsync.launching.output.screen import wants_colour
 from gradsync.launching.signal_inbox import own_descriptors
 
 
+def has_ended(pump, rank, timeout):
+    """Returns whether all that a rank printed has been read within so many seconds."""
+    deadline = time.monotonic() + timeout
+    while any(entry.rank == rank for entry in [*pump._added, *(stream.rank for stream in pump._streams)]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 class Ranks:
     """A pump, and the write ends of its ranks' output."""
 
@@ -50,7 +60,7 @@ class Ranks:
     def end(self, rank):
         for descriptor in self.writers.pop(rank):
             os.close(descriptor)
-        assert self.pump.finish(rank, 20)
+        assert has_ended(self.pump, rank, 20)
 
     def close(self, timeout=20):
         for rank in list(self.writers):
@@ -213,7 +223,8 @@ def test_slow_progress_bars_of_two_ranks_take_lines_of_a_file():
 
 def test_on_a_terminal_whoever_comes_after_a_progress_bar_overwrites_it(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    with terminal() as (master, stdout), Ranks(2, stdout, colour=False) as ranks:
+    monkeypatch.setenv("NO_COLOR", "1")
+    with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
         ranks.write(0, b"\r 0%")
         assert read_until(master, rb"0%") == b"[rank 0]  0%"
         ranks.write(1, b"\r 0%")
@@ -228,7 +239,8 @@ def test_on_a_terminal_whoever_comes_after_a_progress_bar_overwrites_it(monkeypa
 
 def test_a_progress_bar_that_slows_down_is_still_one(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    with terminal() as (master, stdout), Ranks(2, stdout, colour=False) as ranks:
+    monkeypatch.setenv("NO_COLOR", "1")
+    with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
         ranks.write(0, b"\r1%\r2%\r")
         assert read_until(master, rb"2%\r") == b"[rank 0] 1%\r[rank 0] 2%\r"
         ranks.write(1, b"hello\n")
@@ -266,9 +278,10 @@ def test_another_rank_begins_a_new_line_after_a_prompt():
         assert read_until(reader, rb"later\n") == b"[rank 0] later\n"
 
 
-def test_prompt_on_one_terminal_for_both_streams():
+def test_prompt_on_one_terminal_for_both_streams(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
     with terminal() as (master, stdout), open(os.dup(stdout.fileno()), "w", encoding="utf-8") as stderr:
-        ranks = Ranks(1, stdout, stderr, colour=False)
+        ranks = Ranks(1, stdout, stderr)
         ranks.write(0, b"name? ", 1)
         read_until(master, rb"\? ")
         ranks.write(0, b"a warning\n", 2)
@@ -352,12 +365,11 @@ def test_endless_line_passes_in_pieces():
 
 
 def test_tail_is_kept():
-    with Ranks(1, tail_lines=3) as ranks:
+    with Ranks(1) as ranks:
         ranks.write(0, b"".join(b"line %d\n" % number for number in range(100)) + b"caf\xff")
         ranks.end(0)
-        assert ranks.pump.tail(0) == ["line 98", "line 99", "caf\N{REPLACEMENT CHARACTER}"]
+        assert ranks.pump.tail(0) == [*(f"line {number}" for number in range(81, 100)), "caf\N{REPLACEMENT CHARACTER}"]
         assert ranks.pump.tail(7) == []
-        assert ranks.pump.finish(7, 0)
 
 
 @pytest.mark.parametrize("end", ["stdout", "stderr"])
@@ -400,7 +412,7 @@ def test_blocked_terminal_keeps_nobody_from_ending():
             ranks.write(0, b"x")
         ranks.write(0, b"still seen\n", 2)
         began = time.monotonic()
-        assert not ranks.pump.finish(0, 0.1)
+        assert not has_ended(ranks.pump, 0, 0.1)
         ranks.pump.close(0.2)
         assert time.monotonic() - began < 20
         assert ranks.pump.tail(0)[0].startswith("xxx")
@@ -479,7 +491,7 @@ def test_streams_that_were_closed_at_the_start_take_everything():
     for writer in writers:
         os.write(writer, b"x\n")
         os.close(writer)
-    assert pump.finish(0, 20)
+    assert has_ended(pump, 0, 20)
     assert pump.tail(0) == ["x", "x"]
     assert pump.close(20)
 
@@ -487,7 +499,7 @@ def test_streams_that_were_closed_at_the_start_take_everything():
 def test_end_of_a_rank_that_left_a_process_behind_is_not_awaited_for_ever():
     ranks = Ranks(1)
     ranks.write(0, b"last words\n")
-    assert not ranks.pump.finish(0, 0.05)  # the write ends are open still
+    assert not has_ended(ranks.pump, 0, 0.05)  # the write ends are open still
     assert ranks.pump.close(20)
     assert ranks.stdout.getvalue() == "[rank 0] last words\n"
     ranks.writers.clear()
@@ -534,9 +546,10 @@ def test_rank_comes_once_and_before_the_end():
             ranks.pump.add(1, 0, 0)
 
 
-def test_log_files_hold_the_bytes_of_both_streams(tmp_path):
+def test_log_files_hold_the_bytes_of_both_streams(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     directory = tmp_path / "deep" / "logs"
-    with pipe_stream() as (reader, stdout), Ranks(2, stdout, log_dir=directory, colour=True) as ranks:
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout, log_dir=directory) as ranks:
         ranks.write(1, b"out \xff\r\n", 1)
         read_until(reader, rb"\n")
         ranks.write(1, b"err", 2)
@@ -646,7 +659,7 @@ def test_quiet_pump_takes_no_time():
         read_until(reader, b"prompt ")
         clock = time.pthread_getcpuclockid(ranks.pump._thread.ident)
         before = time.clock_gettime(clock)
-        ranks.pump.finish(0, 0.5)
+        time.sleep(0.5)
         assert time.clock_gettime(clock) - before < 0.01
 
 

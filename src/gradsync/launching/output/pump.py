@@ -23,6 +23,7 @@ from gradsync.launching.output.screen import Screen, describe_loss, screens_for
 from gradsync.launching.output.streams import RankOutput, RankStream, seconds_to_wait
 from gradsync.launching.signal_inbox import own_descriptors
 
+_TAIL_LINES = 20
 # A line that has not ended is shown when nothing more of it comes for this long: it may be a question.
 _PARTIAL_LINE_SECONDS = 0.1
 # For the thread to notice that its time is up.
@@ -36,9 +37,7 @@ class OutputPump:
         stdout: where what ranks print on stdout goes; None, as Python has it for a closed one: nowhere.
         stderr: the same for stderr.
         prefix: whether each line begins with its rank; without, bytes pass as they are, in whole lines.
-        colour: whether the prefix is coloured; None: on terminals, unless NO_COLOR or FORCE_COLOR decides.
         log_dir: where to keep a log file `rank-N.log` for each rank, see `prepare_log_directory`.
-        tail_lines: how many last lines of each rank to keep for `tail`.
         attempt, ranks_elsewhere: see `prepare_log_directory`.
 
     Raises:
@@ -51,16 +50,13 @@ class OutputPump:
         stderr: TextIO | None,
         *,
         prefix: bool,
-        colour: bool | None = None,
         log_dir: Path | None = None,
-        tail_lines: int = 20,
         attempt: int | None = None,
         ranks_elsewhere: Container[int] = (),
     ) -> None:
         self._log_dir = None if log_dir is None else prepare_log_directory(log_dir, attempt, ranks_elsewhere)
-        self._stdout, self._stderr = screens_for(stdout, stderr, colour)
+        self._stdout, self._stderr = screens_for(stdout, stderr)
         self._has_prefix = prefix
-        self._tail_lines = tail_lines
         self._column = PrefixColumn()
         self._streams: list[RankStream] = []  # those that have not ended
         self._blocked: set[Screen] = set()
@@ -99,7 +95,7 @@ class OutputPump:
             if rank in self._ranks:
                 raise InvalidArgument(f"output of rank {rank} was added before; a restarted run needs a new pump")
             log = None if self._log_dir is None else RankLog(self._log_dir / f"rank-{rank}.log")
-            entry = self._ranks[rank] = RankOutput(rank, Tail(self._tail_lines), log)
+            entry = self._ranks[rank] = RankOutput(rank, Tail(_TAIL_LINES), log)
             entry.open_stream(stdout_fd, self._stdout)
             entry.open_stream(stderr_fd, self._stderr)
             self._column.add(rank)
@@ -111,20 +107,6 @@ class OutputPump:
         with self._lock:
             entry = self._ranks.get(rank)
         return [] if entry is None else entry.tail.lines()
-
-    def finish(self, rank: int, timeout: float) -> bool:
-        """Waits until all that a rank printed has been read.
-
-        Args:
-            rank: the rank.
-            timeout: seconds to wait at most: a process that it left behind may keep its output open.
-
-        Returns:
-            Whether its output came to its end.
-        """
-        with self._lock:
-            entry = self._ranks.get(rank)
-        return entry is None or entry.ended.wait(timeout)
 
     def close(self, timeout_seconds: float) -> bool:
         """Passes on what the ranks have printed until now, and ends the thread.

@@ -23,20 +23,19 @@ class Screen:
 
     Args:
         stream: where to write; None, as Python has it for a closed one: nowhere.
-        colour: whether prefixes are coloured; None: the environment and the stream decide.
 
     Attributes:
         loss: why nothing can be written any more.
     """
 
-    def __init__(self, stream: TextIO | None, colour: bool | None = None) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._sink = _sink_of(stream)
         self._pending = b""
         self._owner: object = None  # who wrote last ...
         self._last_byte = b"\n"  # ... and how it ended
         self._bars: set[object] = set()  # who has a progress bar for its open line
         self.is_terminal = _is_terminal(stream)
-        self.colour = wants_colour(self.is_terminal) if colour is None else colour
+        self.colour = wants_colour(self.is_terminal)
         self.loss: Exception | None = None
         self._can_erase = self.is_terminal and os.environ.get("TERM") != "dumb"
 
@@ -180,16 +179,16 @@ class _TextSink:
         return len(data)
 
 
-def screens_for(stdout: TextIO | None, stderr: TextIO | None, colour: bool | None) -> tuple[Screen, Screen]:
+def screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, Screen]:
     """Gives the screens of two streams: one and the same when both go to the same place."""
     for stream in (stdout, stderr):
         # What the launcher itself has printed comes first.
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:
                 stream.flush()
-    screen = Screen(stdout, colour)
+    screen = Screen(stdout)
     same = stdout is stderr or (_place(stdout) is not None and _place(stdout) == _place(stderr))
-    return screen, screen if same else Screen(stderr, colour)
+    return screen, screen if same else Screen(stderr)
 
 
 def describe_loss(error: Exception) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 import time
 
 from gradsync.launching.output.lines import LineCutter, Tail
@@ -30,7 +29,6 @@ class RankOutput:
         self.tail = tail
         self.log = log
         self.streams: list[RankStream] = []
-        self.ended = threading.Event()
 
     def open_stream(self, descriptor: int, screen: Screen) -> None:
         """Takes over the read end of the next of its streams."""
@@ -42,7 +40,6 @@ class RankOutput:
         """Notes that nothing more comes."""
         if self.log is not None:
             self.log.close()
-        self.ended.set()
 
 
 class RankStream:
