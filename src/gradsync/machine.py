@@ -1,8 +1,9 @@
-"""This machine: its identity, its processes, cores, GPUs and network addresses; and calls that may hang."""
+"""This machine: its identity, its processes, cores, GPUs, memory and network addresses; and calls that may hang."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import threading
@@ -203,6 +204,135 @@ def default_process_count(device_type: str = "auto") -> int:
     if device_type == "gpu" and gpus == 0:
         raise BackendUnavailable("device_type 'gpu' needs a visible NVIDIA GPU, found none")
     return gpus or usable_cores()
+
+
+# -- Memory -----------------------------------------------------------------------------------------------------------
+
+
+class MemoryGroup(NamedTuple):
+    """A memory control group. What cannot be read of it is None. The counts have those of the groups inside it in them.
+
+    Attributes:
+        directory: where its files are.
+        is_v1: whether these are those of version 1.
+    """
+
+    directory: str
+    is_v1: bool
+
+    def kills(self) -> int | None:
+        """Returns how many of its processes the kernel has ended for want of memory."""
+        return numbered_line(f"{self.directory}/{'memory.oom_control' if self.is_v1 else 'memory.events'}", "oom_kill")
+
+    def limit_hits(self) -> int | None:
+        """Returns how often its limit stood in the way."""
+        if self.is_v1:
+            return _number(f"{self.directory}/memory.failcnt")
+        return numbered_line(f"{self.directory}/memory.events", "oom")
+
+    def limit(self) -> int | None:
+        """Returns its limit in bytes, where it has one."""
+        limit = _number(f"{self.directory}/{'memory.limit_in_bytes' if self.is_v1 else 'memory.max'}")
+        return None if limit is None or limit >= 1 << 60 else limit  # near 2**63 says "none" in version 1
+
+    def available(self) -> int | None:
+        """Returns how many bytes its processes can still take, where it has a limit."""
+        limit = self.limit()
+        used = _number(f"{self.directory}/{'memory.usage_in_bytes' if self.is_v1 else 'memory.current'}")
+        if limit is None or used is None:
+            return None
+        # Of files that nobody has used lately; the kernel drops them first.
+        cached = numbered_line(
+            f"{self.directory}/memory.stat", "total_inactive_file" if self.is_v1 else "inactive_file"
+        )
+        return max(0, limit - used + (cached or 0))
+
+
+def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
+    """Returns this process's memory control group and those above it, innermost first.
+
+    Args:
+        proc: where the proc file system is mounted.
+    """
+    paths = _group_paths(f"{proc}/self/cgroup")
+    for kind, path in (("cgroup", paths.get("memory")), ("cgroup2", paths.get(""))):
+        if path is None:
+            continue
+        for root, mount_point in _mounts(f"{proc}/self/mountinfo", kind):
+            groups = [MemoryGroup(directory, kind == "cgroup") for directory in _upwards(root, mount_point, path)]
+            if groups[0].kills() is not None:  # other controllers' hierarchies have no such file
+                return groups
+    return []
+
+
+def available_memory_bytes(proc: str = "/proc") -> float:
+    """Returns what can be allocated without swapping, and within the limits of the control groups, as the kernel says.
+
+    Infinity where it says nothing. Beyond it the kernel does not refuse memory but ends the process that touches it.
+
+    Args:
+        proc: where the proc file system is mounted.
+    """
+    sizes = [group.available() for group in memory_groups(proc)]
+    for line in _lines(f"{proc}/meminfo"):
+        name, _, size = line.partition(":")
+        if name == "MemAvailable" and size.split()[:1]:
+            sizes.append(int(size.split()[0]) * 1024)
+    return min((size for size in sizes if size is not None), default=math.inf)
+
+
+def numbered_line(path: str, name: str) -> int | None:
+    """Returns the number behind a name in a file with lines of both; None where there is none."""
+    for line in _lines(path):
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return None
+
+
+def _group_paths(file: str) -> dict[str, str]:
+    """Reads /proc/self/cgroup: the path in each hierarchy by controller; version 2 has the controller ""."""
+    paths: dict[str, str] = {}
+    for line in _lines(file):
+        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
+        paths |= dict.fromkeys(controllers.split(","), path)
+    return paths
+
+
+def _mounts(file: str, kind: str) -> Iterator[tuple[str, str]]:
+    """Reads /proc/self/mountinfo: root and mount point of the mounts of one kind."""
+    for line in _lines(file):
+        mount, _, system = line.partition(" - ")
+        fields = mount.split()
+        if len(fields) >= 5 and system.split()[:1] == [kind]:
+            yield _unescaped(fields[3]), _unescaped(fields[4])
+
+
+def _upwards(root: str, mount_point: str, path: str) -> list[str]:
+    """Returns the directory of a group and those above it, as far as they are mounted here."""
+    # In a container the mount may show a part of the hierarchy only, and the path may lead out of it.
+    is_inside = ".." not in path.split("/") and f"{path}/".startswith(f"{root.rstrip('/')}/")
+    names = [name for name in path[len(root.rstrip("/")) :].split("/") if name] if is_inside else []
+    return ["/".join((mount_point.rstrip("/"), *names[:depth])) for depth in range(len(names), -1, -1)]
+
+
+def _unescaped(field: str) -> str:
+    """Undoes the kernel's way to write blanks in paths."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+
+
+def _number(path: str) -> int | None:
+    """Reads a file with a number alone; version 2 writes "max" for no limit."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
 
 
 # -- Network: only launchers and ranks of several machines come here -------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,25 @@ def test_real_kill_is_told_from_another_sigkill(entering_small_memory):
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [f"0|-9|1|{KILLED} (memory limit of the control group: 64.0 MiB)", "1 0"]
+
+
+def test_shared_memory_beyond_the_limit_of_the_control_group_is_an_error_and_no_kill(entering_small_memory):
+    """The machine has more; what is touched beyond the group's limit ends the process."""
+    allocate = """
+from gradsync.communicators.shared_memory.segment import create_segment
+from gradsync.errors import BackendUnavailable
+create_segment(16 << 20)
+try:
+    create_segment(100 << 20)
+except BackendUnavailable as error:
+    print(error)
+"""
+    program = [sys.executable, "-W", "ignore", "-c", entering_small_memory(96 * MIB) + allocate]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = re.fullmatch(r"cannot allocate 104857600 bytes of shared memory: (\d+) bytes are available\n", done.stdout)
+    assert told
+    assert 16 * MIB < int(told[1]) < 80 * MIB
 
 
 def test_run_reports_a_rank_that_the_kernel_has_ended(entering_small_memory, tmp_path):

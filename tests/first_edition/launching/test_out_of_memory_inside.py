@@ -58,7 +58,7 @@ def v2(tmp_path):
 
 
 def test_kill_by_a_limit_above_the_group_names_that_limit(v2):
-    watch = OomWatch(v2.proc)
+    watch = OomWatch(str(v2.proc))
     assert (watch.kills(), watch.describe()) == (0, "")
     v2.group_v2("with blank/slice", 7, 3, 64 << 30)
     v2.group_v2("with blank/slice/job", 6, 2, 24 << 30)
@@ -68,14 +68,14 @@ def test_kill_by_a_limit_above_the_group_names_that_limit(v2):
 
 
 def test_kill_without_a_limit_is_the_machine(v2):
-    watch = OomWatch(v2.proc)
+    watch = OomWatch(str(v2.proc))
     v2.group_v2("with blank/slice/job/ours", 4, 0)
     v2.machine_kills(8)
     assert watch.describe() == f"{KILLED} (the machine was out of memory)"
 
 
 def test_kills_among_neighbours_are_not_ours(v2):
-    watch = OomWatch(v2.proc)
+    watch = OomWatch(str(v2.proc))
     v2.group_v2("with blank/slice", 9, 4, 64 << 30)
     v2.group_v2("with blank/slice/job", 8, 3, 24 << 30)
     v2.machine_kills(20)
@@ -92,7 +92,7 @@ def test_version_1_beside_a_version_2_without_memory(tmp_path):
     )
     machine.group_v1("memory", 0, 0)
     machine.group_v1("memory/ours", 1, 10, 512 * MIB)
-    watch = OomWatch(machine.proc)
+    watch = OomWatch(str(machine.proc))
     machine.group_v1("memory/ours", 2, 30, 512 * MIB)
     assert watch.kills() == 1
     assert watch.describe() == f"{KILLED} (memory limit of the control group: 512.0 MiB)"
@@ -103,7 +103,7 @@ def test_version_1_limit_above_a_group_without_one(tmp_path):
     machine.group_v1("memory", 0, 0)
     machine.group_v1("memory/job", 0, 10, 3 << 30)
     machine.group_v1("memory/job/ours", 1, 0)
-    watch = OomWatch(machine.proc)
+    watch = OomWatch(str(machine.proc))
     machine.group_v1("memory/job", 0, 20, 3 << 30)
     machine.group_v1("memory/job/ours", 2, 1)
     assert watch.describe() == f"{KILLED} (memory limit of the control group: 3.0 GiB)"
@@ -116,7 +116,7 @@ def test_version_1_limit_above_a_group_without_one(tmp_path):
 def test_containers_see_their_group_at_the_mount_point(tmp_path, path, root):
     machine = Machine(tmp_path, f"0::{path}\n", mount("cgroup2", tmp_path / "cgroup", root))
     machine.group_v2("cgroup", 0, 0, 100 * MIB)
-    watch = OomWatch(machine.proc)
+    watch = OomWatch(str(machine.proc))
     machine.group_v2("cgroup", 1, 1, 100 * MIB)
     assert watch.kills() == 1
     assert "100.0 MiB" in watch.describe()
@@ -125,14 +125,14 @@ def test_containers_see_their_group_at_the_mount_point(tmp_path, path, root):
 def test_group_inside_a_container(tmp_path):
     machine = Machine(tmp_path, "0::/docker/abc/inner\n", mount("cgroup2", tmp_path / "cgroup", "/docker/abc"))
     machine.group_v2("cgroup/inner", 0, 0)
-    watch = OomWatch(machine.proc)
+    watch = OomWatch(str(machine.proc))
     machine.group_v2("cgroup/inner", 1, 0)
     assert watch.kills() == 1
 
 
 def test_without_a_group_the_machine_counts_and_the_text_is_careful(tmp_path):
     machine = Machine(tmp_path, "0::/\n", mount("cgroup2", tmp_path / "cgroup"), kills=4)
-    watch = OomWatch(machine.proc)
+    watch = OomWatch(str(machine.proc))
     machine.machine_kills(5)
     assert watch.kills() == 1
     assert watch.describe() == (
@@ -141,12 +141,12 @@ def test_without_a_group_the_machine_counts_and_the_text_is_careful(tmp_path):
 
 
 def test_missing_files_count_as_nothing(tmp_path):
-    watch = OomWatch(tmp_path / "nowhere")
+    watch = OomWatch(str(tmp_path / "nowhere"))
     assert (watch.kills(), watch.describe()) == (0, "")
 
 
 def test_group_that_goes_away_counts_as_nothing(v2):
-    watch = OomWatch(v2.proc)
+    watch = OomWatch(str(v2.proc))
     for name in ("memory.events", "memory.max"):
         (v2.directory / "with blank/slice/job/ours" / name).unlink()
     assert (watch.kills(), watch.describe()) == (0, "")

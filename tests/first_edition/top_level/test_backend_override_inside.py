@@ -38,7 +38,7 @@ def find_no_memory(comm: Any) -> tuple[str, float]:
     from gradsync.communicators.shared_memory import segment
 
     if comm.rank == 0:
-        segment._available_memory_bytes = lambda: 0.0
+        segment.available_memory_bytes = lambda: 0.0
     started = time.monotonic()
     error = expect(gs.BackendUnavailable, gs.override_backend("shm").__enter__)
     assert total(1) == comm.world_size  # nothing has happened

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import hmac
-import math
 import mmap
 import os
 import platform
@@ -24,6 +23,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gradsync.errors import BackendUnavailable, RendezvousTimeout
+from gradsync.machine import available_memory_bytes
 
 _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
 _TOKEN_BYTES = 32
@@ -55,11 +55,6 @@ def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
     Raises:
         BackendUnavailable: the kernel has no memfd, or not enough memory.
     """
-    available_bytes = _available_memory_bytes()
-    if size_bytes > available_bytes:
-        raise BackendUnavailable(
-            f"cannot allocate {size_bytes} bytes of shared memory: {available_bytes} bytes are available"
-        )
     try:
         descriptor = os.memfd_create("gradsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
@@ -85,27 +80,24 @@ def reserve(descriptor: int, begin: int, end: int) -> None:
     Raises:
         BackendUnavailable: there is not enough memory.
     """
+    _check_available(end - begin)
     try:
         os.posix_fallocate(descriptor, begin, end - begin)
     except OSError as error:
         raise _cannot_allocate(end - begin, error) from error
 
 
+def _check_available(size_bytes: int) -> None:
+    available_bytes = available_memory_bytes()
+    if size_bytes > available_bytes:
+        raise BackendUnavailable(
+            f"cannot allocate {size_bytes} bytes of shared memory: {available_bytes} bytes are available"
+        )
+
+
 def _cannot_allocate(size_bytes: int, error: OSError) -> BackendUnavailable:
     kind = "there is not enough memory" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
     return BackendUnavailable(f"cannot allocate {size_bytes} bytes of shared memory: {kind}")
-
-
-def _available_memory_bytes() -> float:
-    """Returns the kernel's estimate of what can be allocated without swapping; infinity where it gives none."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return math.inf
 
 
 def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
