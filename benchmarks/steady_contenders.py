@@ -9,7 +9,7 @@ import numpy as np
 
 import gradsync as gs
 from gradsync.bench.models import resnet50
-from gradsync.bucketing.gradient_guard import GradientGuard
+from gradsync.bucketing.guard import GradientGuard
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.diagnostics import tracing
@@ -80,7 +80,7 @@ def without_recorder(comm: gs.Communicator, _model: Model) -> Iterator[None]:
 @contextlib.contextmanager
 def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
     """Ranks meet without comparing what they are about to do, and end a step without a word."""
-    agreements, meet = model.sync._step.agreements, SharedBarrier.meet
+    agreements, meet = model.sync._step.reducer.events, SharedBarrier.meet
     nothing = Agreement(0, str)
 
     def only_meet(barrier: SharedBarrier, _agreement: Agreement) -> None:
@@ -123,12 +123,12 @@ def as_ever(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
 @contextlib.contextmanager
 def debugging(comm: gs.Communicator, model: Model) -> Iterator[None]:
     """The debug mode's watch over gradients; what it asks beside, over NCCL, is not here."""
-    backward = model.sync._backward
-    backward._guard = GradientGuard(comm)
+    step = model.sync._step
+    step._guard = GradientGuard(comm)
     try:
         yield
     finally:
-        backward._guard = None
+        step._guard = None
 
 
 @contextlib.contextmanager

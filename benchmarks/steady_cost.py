@@ -80,11 +80,11 @@ def _order(chance: random.Random) -> list[str]:
 
 def _counted(comm: gs.Communicator, model: Model) -> dict[str, float]:
     """Returns the seconds that each of the three takes in a step, and in a second for heartbeats, timed alone."""
-    recorder, agreements = comm.recorder, model.sync._step.agreements
+    recorder, agreements = comm.recorder, model.sync._step.reducer.events
     before = recorder.begun
     model.step()
     collectives = recorder.begun - before
-    known = [agreement for _, agreement in agreements._known]
+    known = [agreement for _, _, agreement in agreements._known]
 
     def record() -> None:
         recorder.begin(known[0])
@@ -92,7 +92,7 @@ def _counted(comm: gs.Communicator, model: Model) -> dict[str, float]:
 
     def agree() -> None:
         agreements.begin_step()
-        for (event, *_), _ in agreements._known[:-1]:
+        for event, _, _ in agreements._known[:-1]:
             agreements.bucket(event)
 
     client = process_group._client

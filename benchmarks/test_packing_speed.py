@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import models
-from gradsync.bucketing.flat_buffer import get_offsets, param_pack_concat, param_pack_split
+from gradsync.bucketing.lists import get_offsets, param_pack_concat, param_pack_split
 
 SHAPES = models.resnet50()
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from gradsync import hooks as hooks
     from gradsync.bucketing.callback import AllreduceCallback as AllreduceCallback
     from gradsync.bucketing.callback import make_allreduce_cb as make_allreduce_cb
-    from gradsync.bucketing.flat_buffer import get_offsets as get_offsets
-    from gradsync.bucketing.flat_buffer import param_pack_concat as param_pack_concat
-    from gradsync.bucketing.flat_buffer import param_pack_split as param_pack_split
-    from gradsync.bucketing.parameters import bcast_list_ as bcast_list_
-    from gradsync.bucketing.parameters import pack_allreduce_split as pack_allreduce_split
+    from gradsync.bucketing.lists import bcast_list_ as bcast_list_
+    from gradsync.bucketing.lists import get_offsets as get_offsets
+    from gradsync.bucketing.lists import pack_allreduce_split as pack_allreduce_split
+    from gradsync.bucketing.lists import param_pack_concat as param_pack_concat
+    from gradsync.bucketing.lists import param_pack_split as param_pack_split
     from gradsync.bucketing.tree_average import average_gradients as average_gradients
     from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_tree
     from gradsync.communicators.communicator import Communicator as Communicator
@@ -77,7 +77,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AllreduceCallback": "gradsync.bucketing.callback",
     "make_allreduce_cb": "gradsync.bucketing.callback",
-    "bcast_list_": "gradsync.bucketing.parameters",
+    "bcast_list_": "gradsync.bucketing.lists",
     "average_gradients": "gradsync.bucketing.tree_average",
     "broadcast_tree": "gradsync.bucketing.tree_broadcast",
     "check_consistency": "gradsync.consistency",
@@ -85,10 +85,10 @@ _HOME = {
     "trace": "gradsync.diagnostics.dump",
     "shard_indices": "gradsync.sharding",
     "synchronized": "gradsync.process_group",
-    "get_offsets": "gradsync.bucketing.flat_buffer",
-    "param_pack_concat": "gradsync.bucketing.flat_buffer",
-    "param_pack_split": "gradsync.bucketing.flat_buffer",
-    "pack_allreduce_split": "gradsync.bucketing.parameters",
+    "get_offsets": "gradsync.bucketing.lists",
+    "param_pack_concat": "gradsync.bucketing.lists",
+    "param_pack_split": "gradsync.bucketing.lists",
+    "pack_allreduce_split": "gradsync.bucketing.lists",
     "GradientFuture": "gradsync.futures",
     "CollectiveFuture": "gradsync.futures",
     "Communicator": "gradsync.communicators.communicator",

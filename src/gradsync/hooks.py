@@ -22,7 +22,7 @@ import numpy as np
 from gradsync.arguments import integer_of
 from gradsync.bucketing.bucket_hook import BucketHook as BucketHook
 from gradsync.bucketing.bucket_hook import GradientBucket as GradientBucket
-from gradsync.bucketing.flat_buffer import array_module
+from gradsync.bucketing.lists import array_module
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, dtype_name
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import gradsync as gs
+from gradsync.bucketing import guard
 from gradsync.communicators.local import local_communicator
 from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, always_on, on
 from rank_processes import run_ranks, run_ranks_for_outcomes
@@ -138,3 +139,13 @@ def test_a_future_in_debug_mode_waits_as_any_other() -> None:
         callback.flush()
         future.wait(timeout=1.0)
         assert (future.result() == 1.0).all()
+
+
+def test_without_the_debug_mode_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard.GradientGuard, "take", None)
+    with local_communicator() as comm:
+        sync = gs.AllreduceCallback("sum", comm, lock_gradients=False)
+        gradient = np.ones(3)
+        with sync.backward():
+            sync("p", gradient)
+            gradient += 1

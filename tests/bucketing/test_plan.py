@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.bucketing.plan import BucketPlanner, GradientSpec, plan_buckets
+from gradsync.bucketing.plan import GradientSpec, Planner, plan_buckets
 
 ITEMSIZE = {"float32": 4, "float64": 8, "int8": 1}
 
@@ -67,8 +67,8 @@ def test_invariants(gradients: list[GradientSpec], threshold_bytes: int) -> None
 
 @given(specs, st.integers(1, 2000))
 def test_planner_forgets_the_last_step(gradients: list[GradientSpec], threshold_bytes: int) -> None:
-    planner = BucketPlanner(threshold_bytes)
-    first, second = ([b for spec in gradients for b in planner.add(spec)] + planner.flush() for _ in range(2))
+    planner = Planner(threshold_bytes)
+    first, second = (planner.plan_step(gradients) for _ in range(2))
     assert first == second
 
 
@@ -81,7 +81,7 @@ def test_oversize_goes_alone_and_does_not_disturb() -> None:
 @pytest.mark.parametrize("threshold", [0, -1, 1.5, True, "10"])
 def test_threshold_is_checked(threshold: object) -> None:
     with pytest.raises(gs.InvalidArgument, match="threshold_bytes"):
-        BucketPlanner(threshold)  # type: ignore[arg-type]
+        Planner(threshold)  # type: ignore[arg-type]
 
 
 POOL = [
@@ -93,12 +93,13 @@ POOL = [
 @given(st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=8), st.sampled_from(["flush", "reset"])), max_size=6))
 def test_a_planner_that_has_seen_other_steps_plans_as_a_new_one(steps: list[tuple[list[int], str]]) -> None:
     """Steps repeat, differ in the middle, grow, shrink and break off, in any order."""
-    planner = BucketPlanner(40)
+    planner = Planner(40)
     for numbers, end in steps:
         for _ in range(2):
             specs = [POOL[number] for number in numbers]
-            buckets = [bucket for spec in specs for bucket in planner.add(spec)]
+            places = [planner.add(spec, position) for position, spec in enumerate(specs)]
             if end == "flush":
-                assert buckets + planner.flush() == plan_buckets(specs, 40)
+                buckets = [bucket for place in places for bucket in place.complete or ()]
+                assert buckets + planner.flush(len(specs)) == plan_buckets(specs, 40)
             else:
                 planner.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -122,3 +123,25 @@ def test_a_dtype_is_refused_each_time() -> None:
         with pytest.raises(gs.UnsupportedDtype, match="gradient of 'i'"):
             callback("i", integers)
         callback.flush()
+
+
+def test_an_empty_step_leaves_what_is_known() -> None:
+    """Seen in what is kept: another way would lead to the same numbers."""
+    gradients = [np.ones(5) for _ in range(4)]
+    with local_communicator() as comm:
+        callback = gs.AllreduceCallback("mean", comm)
+        reducer = callback._step.reducer
+
+        def step() -> tuple[Any, ...]:
+            for number, gradient in enumerate(gradients):
+                callback(number, gradient)
+            callback.flush()
+            return [agreement for _, _, agreement in reducer.events._known], reducer._last.get(0)
+
+        for _ in range(3):
+            known = step()
+        callback.flush()
+        again = step()
+    assert all(map(operator.is_, known[0], again[0]))
+    assert again[1] is known[1]
+    assert known[1].prepared is not None

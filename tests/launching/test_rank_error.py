@@ -49,8 +49,8 @@ def test_the_users_code_below_gradsyncs_is_shown_with_all_between(tmp_path):
 def test_an_error_that_gradsync_did_not_foresee_keeps_all_frames(tmp_path):
     source = """
         import gradsync as gs
-        from gradsync.bucketing import flat_buffer
-        del flat_buffer.prod
+        from gradsync.bucketing import lists
+        del lists.prod
         gs.get_offsets([(2, 3)])
         """
     frames, last = traceback_of(tmp_path, source)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradsync.bucketing.array_lists import broadcast_named
+from gradsync.bucketing.lists import broadcast_named
 from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import dtype_of

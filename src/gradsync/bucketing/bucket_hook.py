@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from gradsync.bucketing.flat_buffer import get_offsets, param_pack_split
+from gradsync.bucketing.lists import get_offsets, param_pack_split
 from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gradsync.bucketing.fixed_plan import FixedPlanner
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.communicator import Communicator
@@ -30,7 +29,7 @@ class BucketMemory:
     """The memory of all buckets of a plan. Collective: every rank makes it, for the same plan.
 
     Args:
-        planner: of the buckets.
+        buckets: of the plan.
         communicator: whose memory it is.
         agreed: returns what the ranks agree on, given that for the plan.
 
@@ -46,24 +45,22 @@ class BucketMemory:
 
     def __init__(
         self,
-        planner: FixedPlanner,
+        buckets: Sequence[Bucket],
         communicator: Communicator,
         agreed: Callable[[Agreement], Agreement] = lambda agreement: agreement,
     ) -> None:
         self._stretches: dict[int, Stretch] = {}
         end = 0
-        for bucket in planner.buckets:
+        for bucket in buckets:
             begin = -(-end // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
             end = begin + bucket.size_bytes
             self._stretches[bucket.number] = Stretch(begin, end)
         self._arrays = communicator.arrays
         self._label = communicator.label
-        self.memory: ResidentMemory = communicator.make_resident_memory(
-            max(end, 1), agreed(_agreement(planner.buckets))
-        )
-        self.views: list[Array] = [self.memory.bytes] * sum(len(bucket.slots) for bucket in planner.buckets)
+        self.memory: ResidentMemory = communicator.make_resident_memory(max(end, 1), agreed(_agreement(buckets)))
+        self.views: list[Array] = [self.memory.bytes] * sum(len(bucket.slots) for bucket in buckets)
         self._names: list[str] = [""] * len(self.views)
-        for bucket in planner.buckets:
+        for bucket in buckets:
             flat = self.flat(bucket)
             for slot in bucket.slots:
                 self.views[slot.position] = flat[slot.begin : slot.end].reshape(slot.spec.shape)

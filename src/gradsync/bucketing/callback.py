@@ -1,28 +1,31 @@
 """AllreduceCallback: takes gradients one by one, reduces them bucket by bucket, resolves their futures.
 
-Here is what a program calls. The state of a backward pass is in backward_pass.py: gradients arrive, the plan says which
-buckets are complete, a complete bucket is reduced at once, the flush reduces the rest. Every bucket, and the flush, is
-an event on which the ranks agree before data moves: that is in step_reduction.py. The with-blocks are in
-with_blocks.py, and what happens when ranks run out of batches in join.py.
+Here is what a program calls. A gradient goes on to step.py, which knows the last step; plan.py says which buckets it
+completes; a complete bucket is reduced at once, in reducer.py, and the flush reduces the rest. Every bucket, and the
+flush, is an event on which the ranks agree before data moves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gradsync.arguments import refuse_words
-from gradsync.bucketing.backward_pass import BackwardPass
+from gradsync.bucketing.agreements import CallbackIdentity
 from gradsync.bucketing.bucket_hook import BucketHook
-from gradsync.bucketing.callback_identity import CallbackIdentity
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.forgotten import watch
+from gradsync.bucketing.gradient import display_name
+from gradsync.bucketing.join import Join
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.pending import display_name
-from gradsync.bucketing.with_blocks import WithBlocks
+from gradsync.bucketing.step import Step
+from gradsync.communicators import world
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.world import get_world, group_or_world
+from gradsync.communicators.lifetime import culprit_of
+from gradsync.communicators.world import group_or_world
 from gradsync.environment import BACKENDS
-from gradsync.errors import InvalidArgument
+from gradsync.errors import GradientCancelled, InvalidArgument, describe
 from gradsync.futures import GradientFuture
 from gradsync.reduction import parse_reduce_method
 
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 _REMOVED = {"strategy": "leave it out, a bucket is always packed"}
 
 
-class AllreduceCallback(WithBlocks):
+class AllreduceCallback:
     """Registers in a training loop: call it with each gradient, flush at the end of the backward pass.
 
     Every rank hands over the same gradients, without `parameters` in the same order; ranks that differ get
@@ -124,11 +127,13 @@ class AllreduceCallback(WithBlocks):
             clip_norm,
             lock_gradients,
         )
-        super().__init__(group, BackwardPass(options, CallbackIdentity(name, group)))
-        self.statistics = self._step.statistics
-        watch(self, self._backward)
-        if parameters is not None and (group is not None or get_world() is not None):
-            self._backward.begin_with(self._communicator())  # else wrong ones were told with the first gradient
+        self._group = group
+        self._step = Step(options, CallbackIdentity(name, group))
+        self._synchronising = True
+        self.statistics = self._step.reducer.statistics
+        watch(self, self._step)
+        if parameters is not None and (group is not None or world.current is not None):
+            self._step.begin_with(self._communicator())  # else wrong ones were told with the first gradient
 
     @property
     def threshold_bytes(self) -> int:
@@ -136,7 +141,7 @@ class AllreduceCallback(WithBlocks):
 
         With `gradient_as_bucket_view`, and no threshold passed, it is known from the first use on.
         """
-        return self._backward.plan.planner.threshold_bytes
+        return self._step.planner.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
         """Hands over one gradient; reduces the bucket that it completes.
@@ -162,11 +167,11 @@ class AllreduceCallback(WithBlocks):
             UnsupportedDtype: e.g. the mean of integers.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
-        communicator = self._group or get_world()  # nearly always: a call less for each gradient
+        communicator = self._group or world.current
         if communicator is None or self._backend is not None:
             communicator = self._communicator()
         if self._synchronising:
-            return self._backward.hand_over(param, grad, communicator)
+            return self._step.take(param, grad, communicator)
         raise _refusal_in_no_sync(param, communicator)
 
     def gradient_buffers(self, parameters: Any = None) -> Any:
@@ -196,7 +201,7 @@ class AllreduceCallback(WithBlocks):
                 "gradient_as_bucket_view=True)"
             )
         self._check_between_steps("gradient_buffers()")
-        return self._backward.live_in_buckets(self._communicator())
+        return self._step.live_in_buckets(self._communicator())
 
     def register_hook(self, hook: BucketHook | None) -> None:
         """Has a hook reduce the buckets in place of an all-reduce, until another one is registered, or None.
@@ -216,22 +221,22 @@ class AllreduceCallback(WithBlocks):
             raise InvalidArgument(f"register_hook() got the class {hook.__name__}: make one, {hook.__name__}()")
         if hook is not None and not callable(hook):
             raise InvalidArgument(f"register_hook() needs a function of a bucket, got {type(hook).__name__}")
-        self._backward.reduction.use_hook(hook)
+        self._step.reducer.use_hook(hook)
 
     @property
     def norm(self) -> float | None:
         """The norm of the last step's reduced gradients, before they were clipped; None without clip_norm."""
-        return self._step.values.norm
+        return self._step.reducer.values.norm
 
     @property
     def skip_step(self) -> bool:
         """Whether some rank's gradients of the last step were not finite; always False but for nonfinite="skip"."""
-        return self._step.values.skip_step
+        return self._step.reducer.values.skip_step
 
     @property
     def filled(self) -> dict[Any, Any]:
         """After a flush with missing="zero": the reduced gradients, by parameter, that this rank had none for."""
-        return self._backward.filled
+        return self._step.filled
 
     def flush(self) -> None:
         """Ends the backward pass: reduces what is left, and resolves every future of the step.
@@ -243,9 +248,9 @@ class AllreduceCallback(WithBlocks):
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
         """
         if not self._synchronising:
-            self._step.agreements.local_passes += 1
+            self._step.reducer.events.local_passes += 1
             return
-        self._backward.flush(self._communicator())
+        self._step.flush(self._communicator())
 
     def dump_shapes(self, path: str | Path) -> None:
         """Writes the last step's gradients to a JSON file, in arrival order: for `gradsync bench thresholds --model`.
@@ -260,15 +265,133 @@ class AllreduceCallback(WithBlocks):
             OSError: the file cannot be written.
         """
         self._check_between_steps("dump_shapes()")
-        specs = self._backward.plan.specs_to_repeat()
+        specs = self._step.specs_to_repeat()
         if not specs:
             raise InvalidArgument("dump_shapes() before any step: hand over the gradients of one, and flush")
         from gradsync.bucketing.shapes_file import write_shapes  # here: start-up counts
 
         write_shapes(path, specs)
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surrounds a backward pass: flushes at its end.
+
+        When the body raises, within no_sync() too, the futures that are not done are cancelled, and the communicator is
+        aborted, so that the other ranks get RankFailed instead of waiting. After PlanMismatch and NonFiniteGradient of
+        the callback's own collectives, which every rank gets, it stays usable, unless the error says `broken`.
+        """
+        ended = self._step.ended
+        try:
+            yield
+            # Not once more where the step has ended within: with missing="zero" that would be a step of zeros.
+            is_flushed = self._synchronising and self._step.ended > ended and not self._step.count
+            if not is_flushed:
+                self.flush()
+        except BaseException as error:
+            self._give_up("the backward pass", error)
+            raise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Surrounds local passes, in which no gradient is handed over; flush() counts them.
+
+        Nothing adds gradients up here. Sum them in arrays of your own, and hand over the sum once, in the last pass,
+        outside this block; a gradient that is handed over within it is refused. The block is only there to have the
+        ranks agree on the number of local passes: each flush() or backward() in it counts one, and the next step's
+        agreement includes their number, so that ranks which accumulate differently get PlanMismatch.
+
+            for batch in batches[:-1]:
+                total += gradient_of(batch)
+                with sync.no_sync():
+                    sync.flush()
+            with sync.backward():
+                future = sync("weights", total + gradient_of(batches[-1]))
+
+        Raises:
+            InvalidArgument: in the middle of a step: flush first.
+        """
+        self._check_between_steps("no_sync()")
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    @contextmanager
+    def join(self, parameters: Any = None) -> Iterator[Join]:
+        """Surrounds a loop over batches of which the ranks may have different numbers, or none.
+
+        A rank that leaves the block takes part in the steps of the others, with zeros, until all have left it; the mean
+        is that over the ranks that handed over gradients. (Where some are absent, half precision is added up and
+        divided in two roundings.) Each rank repeats the gradients of its last step, in their order.
+
+        The parameters of a rank that leaves early stay behind. Afterwards all can take those of a rank that did not:
+
+            with sync.join() as joined:
+                for batch in batches:
+                    ...
+            gs.bcast_list_(parameters, root=joined.last_rank)
+
+        Every rank must enter it; inside, ranks must not call collectives but those of this callback. When the body
+        raises, nobody stands in for this rank: the communicator is aborted, as in backward().
+
+        Args:
+            parameters: names -> array or (shape, dtype), in the order in which gradients are handed over; or a list of
+                arrays, where gradients are handed over by those. Only for ranks that may not have a single batch.
+
+        Returns:
+            What gives a Join to `as`, whose `last_rank` is known after the block.
+
+        Raises:
+            InvalidArgument: in the middle of a step, or inside another join() of this callback.
+            PlanMismatch: the others' step is not the one that this rank repeats, or it knows none; on all ranks.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+        """
+        self._check_between_steps("join()")
+        if self._step.reducer.active_ranks is not None:
+            raise InvalidArgument(
+                f"{self._communicator().label}: join() inside another join() of the same callback: one block surrounds "
+                "the whole loop over batches; leave it before the next begins"
+            )
+        communicator = self._communicator()
+        self._step.begin_with(communicator)
+        self._step.meet(communicator)  # now: ranks without batches come no further
+        self._step.prepare(None, communicator)
+        joined = self._step.reducer.active_ranks = Join(self._step, communicator, parameters)
+        try:
+            yield joined
+            self._check_between_steps("the end of join()")
+            try:
+                joined._shadow_others()
+            except BaseException as error:
+                self._step.note_raised_on_all(error)
+                raise
+        except BaseException as error:
+            self._give_up("join()", error)
+            raise
+        finally:
+            self._step.reducer.active_ranks = None
+            self._step.reducer.begin_step()
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._step.count:
+            raise InvalidArgument(f"{what} in the middle of a backward pass: flush first")
+
+    def _give_up(self, what: str, error: BaseException) -> None:
+        """Cancels the step, and wakes the ranks that wait for this one; after PlanMismatch, which all get, none."""
+        try:
+            self._step.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
+        finally:  # a done-callback may end in SystemExit
+            self._wake_others(what, error)
+
+    def _wake_others(self, what: str, error: BaseException) -> None:
+        communicator = self._group or world.current
+        told = communicator is None or communicator.world_size == 1 or error is self._step.raised_on_all
+        if communicator is not None and not told:
+            communicator.abort(f"in {what}: {describe(error)}", culprit=culprit_of(error))
+
     def _communicator(self) -> Communicator:
-        communicator = self._group or get_world() or group_or_world(None, "a callback for gradients")
+        communicator = self._group or world.current or group_or_world(None, "a callback for gradients")
         if self._backend is not None and self._backend not in ("auto", communicator.backend):
             raise InvalidArgument(
                 f"{communicator.label}: the callback wants backend {self._backend!r}, "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradsync.errors import GradientCancelled, InvalidArgument, uncaught_error
 
 if TYPE_CHECKING:
-    from gradsync.bucketing.backward_pass import BackwardPass
+    from gradsync.bucketing.step import Step
     from gradsync.communicators.communicator import Communicator
 
 _log = logging.getLogger("gradsync")
@@ -30,15 +30,15 @@ class _Lost(NamedTuple):
     communicator: weakref.ref[Communicator]
 
 
-_watched: dict[BackwardPass, None] = {}  # of the callbacks that are alive, oldest first
+_watched: dict[Step, None] = {}  # of the callbacks that are alive, oldest first
 _lost: list[_Lost] = []
 exit_code = 0  # of the program, from its exit on; for a rank that does not end as the interpreter does
 
 
-def watch(callback: object, backward: BackwardPass) -> None:
+def watch(callback: object, step: Step) -> None:
     """Has the gradients of a callback found where they are never reduced."""
-    _watched[backward] = None
-    weakref.finalize(callback, _collected, backward).atexit = False
+    _watched[step] = None
+    weakref.finalize(callback, _collected, step).atexit = False
 
 
 def raise_forgotten(*, everywhere: bool = False) -> None:
@@ -83,21 +83,21 @@ def _take(*, everywhere: bool) -> list[str]:
         if everywhere or communicator is None or communicator.closed:
             _lost.remove(lost)
             texts.append(lost.text)
-    for backward in list(_watched):
-        found = backward.forgotten()
+    for step in list(_watched):
+        found = step.forgotten()
         if found is not None and (everywhere or found[1].closed):
             texts.append(found[0])
-            backward.fail(GradientCancelled("the group was left before its backward pass had ended"))
+            step.fail(GradientCancelled("the group was left before its backward pass had ended"))
     return texts
 
 
-def _collected(backward: BackwardPass) -> None:
+def _collected(step: Step) -> None:
     """Warns when a callback goes with gradients that were never reduced, and makes these writeable again."""
-    found = backward.forgotten()
-    backward.unlock_waiting()
-    if backward not in _watched:  # it is the process's that this one was forked from
+    found = step.forgotten()
+    step.unlock_waiting()
+    if step not in _watched:  # it is the process's that this one was forked from
         return
-    del _watched[backward]
+    del _watched[step]
     if found is not None and uncaught_error() is None:
         text, communicator = found
         _lost.append(_Lost(text, weakref.ref(communicator)))

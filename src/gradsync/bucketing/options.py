@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.bucketing.compression import WireFormat
-from gradsync.bucketing.finite_check import POLICIES
-from gradsync.bucketing.gradient_norm import clip_factor
+from gradsync.bucketing.values import POLICIES, clip_factor
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, dtype_name
 

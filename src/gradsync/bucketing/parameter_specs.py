@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsync.bucketing.pending import display_name, key_of
+from gradsync.bucketing.gradient import display_name, key_of
 from gradsync.bucketing.plan import GradientSpec
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.communicator import Communicator

@@ -116,32 +116,51 @@ class _Filling(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot in less than half the time
-class _Placed:
-    """What became of one gradient: its bucket's number, and the buckets that are complete because of it."""
+class Place:
+    """What the plan knows of one gradient.
+
+    Attributes:
+        spec: of the gradient.
+        number: of its bucket.
+        complete: the buckets that are complete because of it, in launch order; None where that depends on which others
+            have come: see Planner.count.
+    """
 
     spec: GradientSpec
     number: int
-    complete: list[Bucket]
+    complete: Sequence[Bucket] | None
 
 
-class BucketPlanner:
-    """Fills buckets gradient by gradient; a step that repeats the one before gets its buckets again.
+class Planner:
+    """Says which gradients share a bucket, and when a bucket is complete.
+
+    Without `specs` places are the order of arrival, and buckets fill gradient by gradient; a step that repeats the one
+    before gets its buckets again. With `specs` places and buckets are known: gradients come in any order, and a bucket
+    is complete when all of its gradients have come, and all buckets before it are complete. So ranks whose gradients
+    come in different orders launch in the same one.
 
     Args:
         threshold_bytes: size that a bucket of several gradients never exceeds; at least 1.
         first_bucket_bytes: the same for the first bucket of a step, so that communication may start early; None is
             the threshold.
+        specs: the gradients, by place.
 
     Attributes:
-        threshold_bytes: see above.
-        first_bucket_bytes: see above; None where it is the threshold.
-        placed_in: number of the bucket to which the last gradient was added.
+        threshold_bytes, first_bucket_bytes: see above.
+        places: of this step, and beyond what has come, of the last one.
+        repeats: whether all that has come in this step came in the last one, at the same places.
+        buckets: with `specs`: all, in the order of their launch.
 
     Raises:
         InvalidArgument: a size that is no integer of at least 1, or a first bucket above the threshold.
     """
 
-    def __init__(self, threshold_bytes: int, first_bucket_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        threshold_bytes: int,
+        first_bucket_bytes: int | None = None,
+        specs: Sequence[GradientSpec] | None = None,
+    ) -> None:
         threshold_bytes = checked_bytes("threshold_bytes", threshold_bytes)
         if first_bucket_bytes is not None:
             first_bucket_bytes = checked_bytes("first_bucket_bytes", first_bucket_bytes)
@@ -151,105 +170,124 @@ class BucketPlanner:
                 )
         self.threshold_bytes = threshold_bytes
         self.first_bucket_bytes = first_bucket_bytes
-        self.placed_in = 0
+        self.places: list[Place] = []
+        self.repeats = False
+        self.buckets: list[Bucket] = []
         self._open: dict[str, _Filling] = {}
         self._opened = 0
-        self._arrived = 0
-        self._steps: list[_Placed] = []
-        self._rest: list[Bucket] | None = None  # what the flush of the last step completed; None: it had none
-        self._repeating = False
+        self._rest: list[Bucket] = []  # what the end of the last step completed
+        self._missing: list[int] = []  # with `specs`: by launch order
+        self._next = 0
+        self._is_fixed = specs is not None
+        if specs is not None:
+            self.buckets = plan_buckets(specs, threshold_bytes, first_bucket_bytes)
+            self._order = {bucket.number: at for at, bucket in enumerate(self.buckets)}
+            numbers = {slot.position: bucket.number for bucket in self.buckets for slot in bucket.slots}
+            self.places = [Place(spec, numbers[position], None) for position, spec in enumerate(specs)]
+            self.reset()
 
-    def add(self, spec: GradientSpec, position: int | None = None) -> list[Bucket]:
-        """Places one gradient, and returns the buckets that are complete because of it, in launch order.
-
-        An oversize gradient is complete at once and does not disturb the bucket that is being filled.
+    def add(self, spec: GradientSpec, position: int) -> Place:
+        """Places one gradient. An oversize one is complete at once, and leaves the bucket that is filling as it is.
 
         Args:
             spec: known again by identity: a caller that passes the same object as in the step before saves work.
-            position: its place in the step: that of its arrival, which the planner counts itself.
+            position: its place in the step; without the planner's `specs` the number of those that have come before.
         """
-        if self._repeating:
-            if self._arrived < len(self._steps):
-                placed = self._steps[self._arrived]
-                if placed.spec is spec:
-                    self._arrived += 1
-                    self.placed_in = placed.number
-                    return placed.complete
-            self._stop_repeating()
-        complete = self._place(spec)
-        self._steps.append(_Placed(spec, self.placed_in, complete))
-        return complete
+        if self._is_fixed:
+            return self.places[position]
+        if self.repeats:
+            if position < len(self.places) and self.places[position].spec is spec:
+                return self.places[position]
+            self._stop_repeating(position)
+        place = self._fill(spec, position)
+        self.places.append(place)
+        return place
 
-    def flush(self) -> list[Bucket]:
-        """Completes what is open, dtype by dtype in sorted order, and begins a new step.
+    def count(self, place: Place) -> Sequence[Bucket]:
+        """Notes that a gradient has come to a place whose `complete` is None; returns what it completes."""
+        at = self._order[place.number]
+        self._missing[at] -= 1
+        if self._missing[at] or at != self._next:
+            return ()
+        begin = at
+        while self._next < len(self.buckets) and not self._missing[self._next]:
+            self._next += 1
+        return self.buckets[begin : self._next]
 
-        An empty step says nothing about the next: what is known of the last one stays.
+    def flush(self, count: int) -> list[Bucket]:
+        """Completes what is open after so many gradients, dtype by dtype in sorted order, and begins a new step.
+
+        An empty step says nothing about the next: what is known of the last one stays. With `specs` nothing is open:
+        all gradients have come, or none.
         """
-        if not self._arrived:
+        if self._is_fixed:
+            self.reset()
             return []
-        if self._repeating and self._arrived == len(self._steps) and self._rest is not None:
-            self._arrived = 0
-            return self._rest
-        if self._repeating:
-            self._stop_repeating()
-        rest = [self._take(dtype) for dtype in sorted(self._open)]
-        self._begin_step(rest)
-        return rest
+        if not count:
+            return []
+        if self.repeats and count < len(self.places):
+            self._stop_repeating(count)
+        if not self.repeats:
+            self._rest = [self._take(dtype) for dtype in sorted(self._open)]
+            self._opened = 0
+            self.repeats = True
+        return self._rest
+
+    def plan_step(self, specs: Sequence[GradientSpec]) -> list[Bucket]:
+        """Returns the buckets of a whole step, in launch order."""
+        complete: list[Bucket] = []
+        for position, spec in enumerate(specs):
+            place = self.add(spec, position)
+            complete += self.count(place) if place.complete is None else place.complete
+        return complete + self.flush(len(specs))
 
     def reset(self) -> None:
-        """Forgets the step."""
-        self._steps.clear()
-        self._begin_step(None)
-
-    def _begin_step(self, rest: list[Bucket] | None) -> None:
+        """Forgets the step, and the last one."""
+        if self._is_fixed:
+            self._next, self._missing = 0, [len(bucket.slots) for bucket in self.buckets]
+            self.repeats = True
+            return
+        self.places = []
         self._open.clear()
         self._opened = 0
-        self._arrived = 0
-        self._rest = rest
-        self._repeating = rest is not None
+        self.repeats = False
 
-    def _stop_repeating(self) -> None:
-        """Brings the open buckets to where they would be without the shortcut."""
-        self._repeating = False
-        begun = [placed.spec for placed in self._steps[: self._arrived]]
-        del self._steps[self._arrived :]
-        self._arrived = 0
-        for spec in begun:
-            self._place(spec)
+    def _stop_repeating(self, count: int) -> None:
+        """Brings the open buckets to where they would be had the step been filled from its beginning."""
+        self.repeats = False
+        del self.places[count:]
+        for position, place in enumerate(self.places):
+            self._fill(place.spec, position)
 
-    def _place(self, spec: GradientSpec) -> list[Bucket]:
-        position, self._arrived = self._arrived, self._arrived + 1
+    def _fill(self, spec: GradientSpec, position: int) -> Place:
         size_bytes = spec.size_bytes
         filling = self._open.get(spec.dtype)
         if size_bytes > self.threshold_bytes:
-            return [self._alone(position, spec)]
+            return self._alone(position, spec, [])
         complete: list[Bucket] = []
         if filling is not None and _filled_bytes(filling) + size_bytes > filling.limit_bytes:
             complete.append(self._take(spec.dtype))
             filling = None
         if filling is None:
             if size_bytes > self._next_limit_bytes():  # the first bucket is for smaller ones
-                return [*complete, self._alone(position, spec)]
-            filling = self._open[spec.dtype] = self._open_bucket()
+                return self._alone(position, spec, complete)
+            filling = self._open[spec.dtype] = _Filling(self._opened, self._next_limit_bytes(), [])
+            self._opened += 1
         begin = filling.slots[-1].end if filling.slots else 0
         filling.slots.append(Slot(position, spec, begin, begin + spec.size_elements))
-        self.placed_in = filling.number
         if _filled_bytes(filling) == filling.limit_bytes:
             complete.append(self._take(spec.dtype))
-        return complete
+        return Place(spec, filling.number, complete)
 
     def _next_limit_bytes(self) -> int:
-        is_first = self._opened == 0 and self.first_bucket_bytes is not None
-        return self.first_bucket_bytes if is_first else self.threshold_bytes  # type: ignore[return-value]
+        if self._opened == 0 and self.first_bucket_bytes is not None:
+            return self.first_bucket_bytes
+        return self.threshold_bytes
 
-    def _open_bucket(self) -> _Filling:
-        filling = _Filling(self._opened, self._next_limit_bytes(), [])
-        self._opened += 1
-        return filling
-
-    def _alone(self, position: int, spec: GradientSpec) -> Bucket:
-        self.placed_in, self._opened = self._opened, self._opened + 1
-        return Bucket(spec.dtype, (Slot(position, spec, 0, spec.size_elements),), self.placed_in)
+    def _alone(self, position: int, spec: GradientSpec, before: list[Bucket]) -> Place:
+        number, self._opened = self._opened, self._opened + 1
+        bucket = Bucket(spec.dtype, (Slot(position, spec, 0, spec.size_elements),), number)
+        return Place(spec, number, [*before, bucket])
 
     def _take(self, dtype: str) -> Bucket:
         filling = self._open.pop(dtype)
@@ -260,8 +298,7 @@ def plan_buckets(
     specs: Iterable[GradientSpec], threshold_bytes: int, first_bucket_bytes: int | None = None
 ) -> list[Bucket]:
     """Returns the buckets of a whole step, in launch order."""
-    planner = BucketPlanner(threshold_bytes, first_bucket_bytes)
-    return [bucket for spec in specs for bucket in planner.add(spec)] + planner.flush()
+    return Planner(threshold_bytes, first_bucket_bytes).plan_step(list(specs))
 
 
 def _filled_bytes(filling: _Filling) -> int:

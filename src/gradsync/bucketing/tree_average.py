@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from gradsync.bucketing.callback import AllreduceCallback
-from gradsync.bucketing.claimed_memory import ClaimedMemory
-from gradsync.bucketing.gradient_lock import refuse_in_flight
-from gradsync.bucketing.pending import Destination, destination
+from gradsync.bucketing.gradient import Destination, OverlapCheck, destination
+from gradsync.bucketing.guard import refuse_in_flight
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
 from gradsync.bucketing.trees import Unfit, is_array, leaves_of, with_leaves
 from gradsync.communicators.agreement import Agreement, digest_of
@@ -237,7 +236,7 @@ def _native(leaf: Leaf, op: ReduceOp, communicator: Communicator) -> Array:
 
 def _check_memory(specs: Sequence[GradientSpec], natives: Sequence[Array], communicator: Communicator) -> None:
     """Refuses arrays that would be reduced into one another."""
-    memory = ClaimedMemory()
+    memory = OverlapCheck()
     for spec, native in zip(specs, natives, strict=True):
         try:
             memory.claim(native, spec.name, communicator.arrays)

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from gradsync.bucketing.array_lists import broadcast_named, check_writable, communicator_and_root
+from gradsync.bucketing.lists import broadcast_named, check_writable, communicator_and_root
 from gradsync.bucketing.trees import Difference, Layout, ToNative, Unfit, arrays_along, layout_of, rebuilt
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind

@@ -29,6 +29,8 @@ class _Override:
 
 _world: Communicator | None = None
 _overrides: list[_Override] = []
+#: What get_world() returns: not behind a function for callbacks, which look here for each gradient.
+current: Communicator | None = None
 
 
 def set_world(communicator: Communicator | None) -> None:
@@ -37,6 +39,7 @@ def set_world(communicator: Communicator | None) -> None:
     _world = communicator
     for override in _overrides:
         override.communicator = None  # it stood in for the one before
+    _update()
 
 
 def get_initial_world() -> Communicator | None:
@@ -46,8 +49,7 @@ def get_initial_world() -> Communicator | None:
 
 def get_world() -> Communicator | None:
     """Returns the communicator that `group=None` means, or None outside init/destroy."""
-    stand_in = _overrides[-1].communicator if _overrides else None
-    return _world if stand_in is None else stand_in
+    return current
 
 
 def overriding_backend() -> str | None:
@@ -60,10 +62,18 @@ def overriding(backend: str, communicator: Communicator | None) -> Iterator[Comm
     """Lets a communicator stand in for the world within a block. For backend_override.py."""
     override = _Override(backend, communicator)
     _overrides.append(override)
+    _update()
     try:
         yield communicator
     finally:
         _overrides.remove(override)
+        _update()
+
+
+def _update() -> None:
+    global current
+    stand_in = _overrides[-1].communicator if _overrides else None
+    current = _world if stand_in is None else stand_in
 
 
 def group_or_world(group: Communicator | None, what: str, argument: str = "group") -> Communicator:

@@ -113,6 +113,8 @@ def test_another_thread_meets_its_deadline() -> None:
 class Reduction:
     """A Completion that ends when it is told to, and writes down what it is asked for."""
 
+    has_host_results = False
+
     def __init__(self) -> None:
         self.over = False
         self.error: BaseException | None = None

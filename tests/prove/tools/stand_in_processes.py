@@ -20,7 +20,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(  # with what rank_processes.py preloads, should it share the server
     [
         *("numpy", "ml_dtypes", "msgpack", "pytest"),
-        *("gradsync.process_group", "gradsync.bucketing.callback", "gradsync.bucketing.parameters"),
+        *("gradsync.process_group", "gradsync.bucketing.callback", "gradsync.bucketing.lists"),
     ]
 )
 _TIMEOUT_SECONDS = 100.0

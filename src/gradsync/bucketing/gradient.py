@@ -1,15 +1,19 @@
-"""A gradient between its arrival and its bucket's reduction: where its values come from, where they go, its name."""
+"""A gradient between its arrival and its bucket's reduction: what is accepted as one, its name, where its values go.
+
+Two gradients that share memory would be reduced into one another: OverlapCheck refuses the second.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.plan import GradientSpec
+from gradsync.bucketing.plan import GradientSpec, Place
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_arrays import overlaps_itself
+from gradsync.communicators.host_arrays import ArrayKind, overlaps_itself
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array, ReduceOp
 
@@ -17,17 +21,17 @@ _PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
 
 
 @dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot in less than half the time
-class PendingGradient:
+class GradientEntry:
     """A gradient that waits for its bucket; taken again in the next step where the very same array comes.
 
     Attributes:
-        position: its place in the step.
+        place: in the plan.
+        position: in the step.
         parameter: held as long as this is, so that its identity stays its own.
         key: what tells it apart from the others of this process.
         gradient: what was handed over.
         native: the same, as the communicator's array; of one that is locked, a view that stays writeable.
         state: what must not have changed where the array comes again; see ArrayKind.state.
-        spec: what ranks agree on about it.
         source: flat, on the communicator's device.
         target: flat, likewise; the source itself where the result may take its place.
         write_back: where the target's values go afterwards: other layouts, other devices; None where they are there.
@@ -36,13 +40,13 @@ class PendingGradient:
         set_writeable: sets the flag of a gradient that is read-only while it is in flight; None of others.
     """
 
+    place: Place
     position: int
     parameter: Any
     key: Hashable
     gradient: Any
     native: Array
     state: Any
-    spec: GradientSpec
     source: Array
     target: Array
     write_back: Array | None
@@ -50,9 +54,14 @@ class PendingGradient:
     recurs: bool
     set_writeable: Callable[[bool], None] | None
 
+    @property
+    def spec(self) -> GradientSpec:
+        """What ranks agree on about it."""
+        return self.place.spec
+
 
 class Destination(NamedTuple):
-    """Where a gradient's values are taken from, and where the reduced ones go; as in PendingGradient."""
+    """Where a gradient's values are taken from, and where the reduced ones go; as in GradientEntry."""
 
     source: Array
     target: Array
@@ -133,3 +142,64 @@ def display_name(param: Any, position: int) -> str:
     if isinstance(param, tuple) and all(isinstance(part, (str, int, bytes, type(None))) for part in param):
         return repr(param)
     return f"#{position}"
+
+
+class _Claim(NamedTuple):
+    """Bytes [begin, end) of memory that one gradient lies in; `order` keeps claims comparable."""
+
+    begin: int
+    order: int
+    end: int
+    array: Array
+    name: str
+
+
+class OverlapCheck:
+    """The memory of a step's gradients, by address; they are held, so that it is not used again."""
+
+    def __init__(self) -> None:
+        self._claims: list[_Claim] = []
+        self._longest_bytes = 0
+        self._ranges_overlap = False  # rare: views that interleave, or read-only arrays
+
+    def claim(self, array: Array, name: str, arrays: ArrayKind) -> None:
+        """Enters a gradient.
+
+        Args:
+            array: native to the communicator; addresses of host and devices are one space.
+            name: of the gradient, for the error.
+            arrays: how the communicator handles arrays.
+
+        Raises:
+            InvalidArgument: it shares memory with a gradient entered before, and one of them is written to.
+        """
+        if not array.size:
+            return
+        begin, end = arrays.byte_bounds(array)
+        claims = self._claims
+        # Among ranges that do not overlap, only the last one that begins before this one can reach into it.
+        if self._ranges_overlap:
+            at = bisect_left(claims, (begin - self._longest_bytes,))
+        else:
+            at = max(bisect_left(claims, (begin,)) - 1, 0)
+        for index in range(at, len(claims)):
+            claim = claims[index]
+            if claim.begin >= end:
+                break
+            if claim.end <= begin:
+                continue
+            self._ranges_overlap = True
+            written = arrays.writeable(array) or arrays.writeable(claim.array)
+            if written and arrays.share_memory(array, claim.array):
+                raise InvalidArgument(
+                    f"the gradient of {name} shares memory with the gradient of {claim.name}, which was handed over in "
+                    "the same step: their results would be mixed; hand over a copy"
+                )
+        insort(claims, _Claim(begin, len(claims), end, array, name))
+        self._longest_bytes = max(self._longest_bytes, end - begin)
+
+    def clear(self) -> None:
+        """Forgets the step."""
+        self._claims.clear()
+        self._longest_bytes = 0
+        self._ranges_overlap = False

@@ -1,7 +1,8 @@
-"""Which callback is it? Ranks that call their callbacks in another order would average the gradients of two models.
+"""What the ranks agree on: that they use the same callback, and each event of its steps: every bucket, and the flush.
 
-A callback has the name that the program gave it, or else the place where it was made. When it is first used on a
-communicator, the ranks compare these, and from then on its number there is part of every digest of its steps.
+Ranks that call their callbacks in another order would average the gradients of two models. A callback has the name that
+the program gave it, or else the place where it was made. When it is first used on a communicator, the ranks compare
+these, and from then on its number there is part of every digest of its steps.
 
 Why the number is not simply that of the construction: one rank may have made a callback more than the others, which it
 never uses, and the ranks may make theirs at different lines. Why it is not that of the first use alone: where the first
@@ -17,10 +18,161 @@ from itertools import count
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
+from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world
+from gradsync.diagnostics import names_text, size_text
 from gradsync.errors import InvalidArgument, callers, shown
+from gradsync.reduction import ReduceOp
+
+
+class StepEvents:
+    """The events of a step, each as an Agreement; a step that repeats the last one makes no new ones.
+
+    Args:
+        op: sum or mean.
+        settings: what else ranks must agree on about all buckets, in words; "" where there is nothing.
+
+    Attributes:
+        local_passes: that were made before this step.
+    """
+
+    def __init__(self, op: ReduceOp, settings: str = "") -> None:
+        self._reduce_op = op
+        self._callback: KnownCallback | None = None
+        self._others: dict[int, Agreement] = {}
+        self.local_passes = 0
+        self._index = 0
+        self.change_settings(settings)
+
+    def change_settings(self, settings: str) -> None:
+        """Has the events to come include other settings; between steps."""
+        op = self._reduce_op.value
+        self._op = f"{op}, {settings}" if settings else op
+        self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []  # of the last step: with its local passes
+
+    def change_callback(self, callback: KnownCallback | None) -> None:
+        """Has the events to come be those of the callback as the ranks know it; None where they need not."""
+        self._callback = callback
+        self._known = []
+        self._others = {}
+
+    def of_callback(self, agreement: Agreement) -> Agreement:
+        """Returns an agreement on something that the callback does beside its steps, as one that says whose it is."""
+        if self._callback is None:
+            return agreement
+        known = self._others.get(agreement.digest)
+        if known is None:
+            known = self._others[agreement.digest] = self._callback.mark(agreement)
+        return known
+
+    def begin_step(self) -> None:
+        """Begins with the first event."""
+        self._index = 0
+        self.local_passes = 0
+
+    def bucket(self, bucket: Bucket) -> Agreement:
+        """Returns the agreement to reduce this bucket next."""
+        index = self._index
+        if index < len(self._known):
+            known, passes, agreement = self._known[index]
+            if known is bucket and passes == self.local_passes:  # a step that repeats the last has the very same
+                self._index = index + 1
+                return agreement
+        return self._note(bucket)
+
+    def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
+        """Returns the agreement that the step ends here, after so many gradients; `missing` names those that are."""
+        event, index = _Flush(gradients, missing), self._index
+        if index == 0:  # an empty step says nothing about the next: what is known stays
+            return self._make(event, 0)
+        if index < len(self._known):
+            known, passes, agreement = self._known[index]
+            if known == event and passes == self.local_passes:
+                self._index = index + 1
+                return agreement
+        return self._note(event)
+
+    def _note(self, event: Bucket | _Flush) -> Agreement:
+        index, self._index = self._index, self._index + 1
+        agreement = self._make(event, index)
+        self._known[index:] = [(event, self.local_passes, agreement)]
+        return agreement
+
+    def _make(self, event: Bucket | _Flush, index: int) -> Agreement:
+        of_it = (event, self._op, self.local_passes)
+        content = event.specs if isinstance(event, Bucket) else tuple(event)
+        digest = digest_of("gradients", index, self._op, content, self.local_passes)
+        describe, summarise, tell = _TEXTS[type(event)]
+        agreement = Agreement(
+            digest, partial(describe, *of_it), index, partial(summarise, *of_it), tell=partial(tell, *of_it)
+        )
+        return agreement if self._callback is None else self._callback.mark(agreement)
+
+
+class _Flush(NamedTuple):
+    """The end of a step."""
+
+    gradients: int
+    missing: tuple[str, ...]
+
+
+def _describe_bucket(bucket: Bucket, op: str, passes: int) -> str:
+    lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in bucket.specs]
+    of_what = f"{_count(len(lines), 'gradient')}, {bucket.size_bytes} bytes"
+    return "\n".join([f"all_reduce ({op}) of a bucket of {of_what}{_after(passes)}", *lines])
+
+
+def _summarise_bucket(bucket: Bucket, op: str, _passes: int) -> str:
+    names = names_text([spec.label for spec in bucket.specs])
+    return f"all_reduce({op}) {bucket.dtype} {size_text(bucket.size_bytes)} {names}"
+
+
+def _facts_of_bucket(bucket: Bucket, op: str, passes: int) -> dict[str, Any]:
+    return {
+        "collective": "all_reduce",
+        "detail": op,
+        "dtype": bucket.dtype,
+        "count": bucket.size_elements,
+        "bucket": bucket.number,
+        "gradients": [spec.label for spec in bucket.specs],
+        **_facts_of_passes(passes),
+    }
+
+
+def _describe_flush(flush: _Flush, op: str, passes: int) -> str:
+    without = f", without one for {list_of_names(flush.missing)}" if flush.missing else ""
+    return f"flush ({op}) after {_count(flush.gradients, 'gradient')}{without}{_after(passes)}"
+
+
+def _summarise_flush(flush: _Flush, op: str, _passes: int) -> str:
+    return f"flush({op}) after {_count(flush.gradients, 'gradient')}"
+
+
+def _facts_of_flush(flush: _Flush, op: str, passes: int) -> dict[str, Any]:
+    return {"collective": "flush", "detail": op, **flush._asdict(), **_facts_of_passes(passes)}
+
+
+_TEXTS: dict[type, Any] = {
+    Bucket: (_describe_bucket, _summarise_bucket, _facts_of_bucket),
+    _Flush: (_describe_flush, _summarise_flush, _facts_of_flush),
+}
+
+
+def _facts_of_passes(passes: int) -> dict[str, int]:
+    return {"local_passes": passes} if passes else {}
+
+
+def _after(passes: int) -> str:
+    return f", after {_count(passes, 'local pass', 'local passes')} (no_sync)" if passes else ""
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+# -- Which callback it is --------------------------------------------------------------------------------------------
 
 _FIRST_USE = "the first use of a callback"
 _ITEM = "how they were made"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.bucketing.claimed_memory import ClaimedMemory
+from gradsync.bucketing.gradient import OverlapCheck
 from gradsync.communicators.host_arrays import HostArrays
 
 BASE = np.zeros(64)
@@ -24,7 +24,7 @@ def conflicts(arrays: list[np.ndarray], array: np.ndarray) -> bool:
 
 @given(steps)
 def test_equals_a_naive_comparison_step_after_step(sequence: list[list[np.ndarray]]) -> None:
-    memory = ClaimedMemory()
+    memory = OverlapCheck()
     for arrays in sequence:
         for _ in range(2):  # the second time the step repeats the one before
             entered: list[np.ndarray] = []
@@ -40,7 +40,7 @@ def test_equals_a_naive_comparison_step_after_step(sequence: list[list[np.ndarra
 
 
 def test_read_only_arrays_may_share() -> None:
-    memory = ClaimedMemory()
+    memory = OverlapCheck()
     array = np.ones(4)
     array.setflags(write=False)
     memory.claim(array, "a", HostArrays())
@@ -48,7 +48,7 @@ def test_read_only_arrays_may_share() -> None:
 
 
 def test_a_repeated_step_that_differs_at_its_end_is_checked_whole() -> None:
-    memory, first, second = ClaimedMemory(), np.ones(4), np.ones(4)
+    memory, first, second = OverlapCheck(), np.ones(4), np.ones(4)
     memory.claim(first, "a", HostArrays())
     memory.claim(second, "b", HostArrays())
     memory.clear()

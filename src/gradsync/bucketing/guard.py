@@ -1,24 +1,34 @@
-"""Gradients in flight are read-only: which can be locked, how they are put back, and who has one in flight.
+"""A gradient in flight is gradsync's: NumPy arrays are read-only meanwhile, and the debug mode looks for writes.
 
-NumPy sets the WRITEABLE flag of an array that does not own its memory only while an array of its base chain is
-writeable, or never. So a gradient is locked only where its flag can surely be put back. What gradsync itself writes
+The lock: NumPy sets the WRITEABLE flag of an array that does not own its memory only while an array of its base chain
+is writeable, or never. So a gradient is locked only where its flag can surely be put back. What gradsync itself writes
 through are views made before: a view keeps its flag.
+
+The debug mode: from its hand-over until its bucket is reduced a gradient is for gradsync alone. Then its future is
+done, and the result is the caller's; but who has not asked the future cannot know that, so what nobody has asked for is
+watched until the step ends: that finds who goes on adding to a gradient that has been reduced already.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 
-from gradsync.bucketing.pending import PendingGradient
+from gradsync.bucketing.gradient import GradientEntry
+from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import HostArrays
-from gradsync.errors import InvalidArgument
+from gradsync.errors import GradientChanged, InvalidArgument, caller
+from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import Array
+
+_HAND_OVER = "its hand-over and the reduction of its bucket: hand it over once it is complete"
+_REDUCTION = "the reduction of its bucket and the end of the step, and nobody had asked its future: ask that first"
 
 _host = HostArrays()
 _set_flags: Callable[..., None] = np.ndarray.setflags
@@ -39,7 +49,7 @@ class Holder(Protocol):
     @property
     def whose(self) -> str: ...
 
-    def locked(self) -> list[PendingGradient]:
+    def locked(self) -> list[GradientEntry]:
         """Returns the gradients that are locked now; any thread may ask."""
 
 
@@ -51,7 +61,7 @@ class LockedGradients:
         holder: of whom.
     """
 
-    def __init__(self, entries: Sequence[PendingGradient], holder: Holder) -> None:
+    def __init__(self, entries: Sequence[GradientEntry], holder: Holder) -> None:
         self._entries = [entry for entry in entries if entry.set_writeable is not None]
         self._arrays = [entry.gradient for entry in self._entries]
         self._holder = weakref.ref(holder)  # which may keep this from step to step
@@ -86,7 +96,7 @@ class LockedGradients:
         if failed is not None:
             raise failed
 
-    def _put_back_view(self, entry: PendingGradient, error: ValueError) -> None:
+    def _put_back_view(self, entry: GradientEntry, error: ValueError) -> None:
         owner = _owner(entry.gradient)
         holder = self._holder()
         what = f"{holder.label if holder else 'a callback that is gone'}: the gradient of {entry.spec.name}"
@@ -168,3 +178,102 @@ def _owner(array: Array) -> Array | None:
             return None
         array = base
     return array
+
+
+class _Watched:
+    """One gradient of the step: its digest, and where in the program it was handed over."""
+
+    __slots__ = ("array", "digest", "end", "entry", "place")
+
+    def __init__(self, entry: GradientEntry, end: CollectiveEnd, digest: int, place: str) -> None:
+        self.entry = entry
+        self.end = end
+        self.array = _watched_array(entry)
+        self.digest = digest
+        self.place = place
+
+
+class GradientGuard:
+    """Watches the gradients of one step after another.
+
+    Args:
+        communicator: whose ranks reduce them.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._given: dict[int, _Watched] = {}  # by place in the step
+        self._reduced: list[list[_Watched]] = []  # by bucket
+
+    def take(self, entry: GradientEntry, end: CollectiveEnd) -> None:
+        """Begins to watch a gradient that is being handed over, until the end of its bucket's reduction."""
+        digest = self._digest(_watched_array(entry))
+        self._given[entry.position] = _Watched(entry, end, digest, _place_of_caller())
+
+    def check_handed_over(self, positions: Iterable[int]) -> None:
+        """Makes sure that the gradients of a bucket are what was handed over.
+
+        Raises:
+            GradientChanged: one of them is not.
+        """
+        for position in positions:
+            watched = self._given.get(position)
+            if watched is not None and self._digest(watched.array) != watched.digest:
+                raise self._changed(watched, _HAND_OVER)
+
+    def note_results(self, positions: Iterable[int], completion: Completion | None) -> None:
+        """Begins to watch the results of a bucket, before anybody hears of its end; waits for them on a GPU."""
+        if completion is not None:
+            completion.wait()
+        results = []
+        for position in positions:
+            watched = self._given.pop(position, None)
+            if watched is not None:
+                watched.array = watched.entry.native if watched.entry.write_back is None else watched.entry.write_back
+                watched.digest = self._digest(watched.array)
+                results.append(watched)
+        self._reduced.append(results)
+
+    def check_results(self) -> None:
+        """Makes sure that the results of buckets whose end nobody has asked for are what the reduction left.
+
+        Raises:
+            GradientChanged: one of them is not.
+        """
+        for results in self._reduced:
+            for watched in results:
+                if not watched.end.was_asked and self._digest(watched.array) != watched.digest:
+                    raise self._changed(watched, _REDUCTION)
+
+    def clear(self) -> None:
+        """Forgets the step."""
+        self._given.clear()
+        self._reduced.clear()
+
+    def _digest(self, array: Any) -> int:
+        """Returns a digest of the elements; of a GPU's array after the work of the current stream."""
+        if not isinstance(array, np.ndarray):
+            array = self._communicator.arrays.flat(array).get()
+        return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def _changed(self, watched: _Watched, between: str) -> GradientChanged:
+        communicator, name = self._communicator, watched.entry.spec.name
+        return GradientChanged(
+            f"{communicator.label}: the gradient of {name}, handed over at {watched.place}, was written to between "
+            f"{between}",
+            rank=communicator.ranks[communicator.rank],
+            parameter=watched.entry.spec.label,
+            handed_over_at=watched.place,
+        )
+
+
+def _watched_array(entry: GradientEntry) -> Any:
+    """Returns what the program could write to: of a host array on a GPU's communicator not the copy."""
+    is_copied = isinstance(entry.gradient, np.ndarray) and not isinstance(entry.native, np.ndarray)
+    return entry.gradient if is_copied else entry.native
+
+
+def _place_of_caller() -> str:
+    """Returns "file:line" of the user's program."""
+    found = caller()
+    return "an unknown place" if found is None else f"{found.code.co_filename}:{found.line}"

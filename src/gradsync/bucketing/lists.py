@@ -1,0 +1,251 @@
+"""Lists of arrays: packed into a flat buffer and split again, broadcast, and reduced as one pack.
+
+NumPy or CuPy is taken from the arrays, so that one text serves both devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gradsync.arguments import integer_of
+from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.groups import NonMember
+from gradsync.communicators.host_arrays import overlaps_itself
+from gradsync.communicators.world import group_or_world
+from gradsync.errors import InvalidArgument
+from gradsync.reduction import Array, parse_reduce_method
+
+Shape = Sequence[int]
+
+
+def get_offsets(shapes: Sequence[Shape | None]) -> list[int]:
+    """Returns where each array begins and ends in the flat buffer that holds them one after the other.
+
+    Args:
+        shapes: the shapes, in order. The shape () of a 0-d array counts as one element; None is (1,).
+
+    Returns:
+        [begin0, end0, begin1, end1, ...] in elements.
+
+    Raises:
+        InvalidArgument: no shape, or a dimension that is negative or no integer.
+    """
+    offsets: list[int] = []
+    end = 0
+    for shape in shapes:
+        begin, end = end, end + prod(_checked_shape("get_offsets", shape))
+        offsets += (begin, end)
+    return offsets
+
+
+def param_pack_concat(
+    inputs: Sequence[Any], offsets: Any, offsets_val: Sequence[int] | None = None, *, out: Any = None
+) -> Any:
+    """Concatenates arrays of one dtype into one flat array.
+
+    Args:
+        inputs: arrays of any shape and layout, all of one dtype and one device; elements go in index (C) order.
+        offsets: what get_offsets gave for their shapes; may be an array on the device.
+        offsets_val: the same on the host, where `offsets` is on a device; taken in its place.
+        out: 1-D contiguous array of that dtype with room for all elements; a new one when None.
+
+    Returns:
+        1-D array of offsets[-1] elements (`out`, or its beginning when it is larger).
+
+    Raises:
+        InvalidArgument: no inputs, mixed dtypes, offsets that do not fit the inputs, or an unfit `out`.
+    """
+    if not inputs:
+        raise InvalidArgument("param_pack_concat needs at least one array, got none")
+    bounds = [int(offset) for offset in (offsets if offsets_val is None else offsets_val)]
+    dtype = inputs[0].dtype
+    for array in inputs:
+        if array.dtype != dtype:
+            raise InvalidArgument(f"param_pack_concat needs one dtype, got {dtype} and {array.dtype}")
+    _check_offsets("param_pack_concat", bounds, [array.size for array in inputs])
+    xp = array_module(inputs[0])
+    total = bounds[-1]
+    if out is None:
+        out = xp.empty(total, dtype)
+    elif out.dtype != dtype or out.ndim != 1 or out.size < total or not out.flags.c_contiguous:
+        raise InvalidArgument(
+            f"param_pack_concat needs out as a contiguous 1-D array of at least {total} elements of {dtype}, "
+            f"got shape {out.shape} of {out.dtype}"
+        )
+    flat = out[:total]
+    xp.concatenate([array.reshape(-1) for array in inputs], out=flat)
+    return flat
+
+
+def param_pack_split(flat: Any, offsets: Any, shapes: Sequence[Shape | None]) -> list[Any]:
+    """Splits a flat array into views of the given shapes: the inverse of param_pack_concat.
+
+    Args:
+        flat: 1-D contiguous array.
+        offsets: what get_offsets gave for the shapes.
+        shapes: the shapes, in order; None is (1,).
+
+    Returns:
+        One view into `flat` for each shape; writing to a view writes to `flat`.
+
+    Raises:
+        InvalidArgument: no shape, offsets that do not fit the shapes, or a `flat` that is too short or not flat.
+    """
+    bounds = [int(offset) for offset in offsets]
+    checked = [_checked_shape("param_pack_split", shape) for shape in shapes]
+    _check_offsets("param_pack_split", bounds, [prod(shape) for shape in checked])
+    if flat.ndim != 1 or not flat.flags.c_contiguous or (bounds and flat.size < bounds[-1]):
+        raise InvalidArgument(
+            f"param_pack_split needs a contiguous 1-D array of at least {bounds[-1] if bounds else 0} elements, "
+            f"got shape {flat.shape}"
+        )
+    return [
+        flat[begin:end].reshape(shape) for begin, end, shape in zip(bounds[::2], bounds[1::2], checked, strict=True)
+    ]
+
+
+def _checked_shape(who: str, shape: Shape | None) -> tuple[int, ...]:
+    if shape is None:
+        return (1,)
+    try:
+        lengths = [integer_of(length) for length in shape]
+    except TypeError:
+        lengths = [None]
+    checked = tuple([length for length in lengths if length is not None and length >= 0])
+    if len(checked) < len(lengths):
+        raise InvalidArgument(f"{who} needs shapes of integers >= 0, got {shape!r}")
+    return checked
+
+
+def _check_offsets(who: str, bounds: Sequence[int], sizes: Sequence[int]) -> None:
+    ends = list(accumulate(sizes))
+    expected = [bound for pair in zip([0, *ends], ends, strict=False) for bound in pair]
+    if list(bounds) != expected:
+        raise InvalidArgument(f"{who} needs the offsets of its shapes {expected}, got {list(bounds)}")
+
+
+def array_module(array: Any) -> Any:
+    """Returns the module whose functions work on `array`: numpy, or cupy for an array that is one of its own."""
+    namespace = type(array).__module__.partition(".")[0]
+    if namespace == "cupy":
+        import cupy
+
+        return cupy
+    return np
+
+
+def bcast_list_(
+    arrays: Sequence[Any],
+    root: int = 0,
+    communicator: Communicator | None = None,
+    *,
+    group: Communicator | None = None,
+) -> None:
+    """Copies the root's arrays into every other rank's, in place, as one collective.
+
+    Every rank must call it with arrays of the same shapes and dtypes in the same order.
+
+    Args:
+        arrays: arrays of any shape, layout and dtype on the communicator's device; writable except on the root.
+        root: the rank whose values all ranks get.
+        communicator: None is the world's.
+        group: another name for `communicator`.
+
+    Raises:
+        InvalidArgument: a root outside the communicator, not an array, or a read-only one; nothing was sent.
+        PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root; nothing was sent.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collective.
+    """
+    if group is not None:
+        if communicator is not None:
+            raise InvalidArgument("bcast_list_ got communicator= and group=, two names for one thing: pass one")
+        communicator = group_or_world(group, "bcast_list_")
+    communicator, root = communicator_and_root("bcast_list_", communicator, root)
+    if isinstance(arrays, Mapping) or hasattr(arrays, "dtype"):
+        kind = "a mapping: pass list(parameters.values())" if isinstance(arrays, Mapping) else "one array: pass [array]"
+        raise InvalidArgument(f"{communicator.label}: bcast_list_ needs a list of arrays, got {kind}")
+    named = [
+        (f"array {i}", communicator.native_array(array, f"bcast_list_, array {i}")) for i, array in enumerate(arrays)
+    ]
+    if communicator.rank != root:
+        check_writable("bcast_list_", named, communicator)
+    broadcast_named("bcast_list_", named, root, communicator)
+
+
+def pack_allreduce_split(
+    pack_list: Sequence[Any],
+    shapes: Sequence[Shape],
+    group: Communicator | None = None,
+    reduce_method: str = "mean",
+) -> list[Any]:
+    """Packs arrays of one dtype, reduces them in one collective, and splits the result.
+
+    Every rank must call it with the same shapes, dtype and method. The inputs are left as they are.
+
+    Args:
+        pack_list: arrays of one dtype on the communicator's device.
+        shapes: the shapes that the results shall have; as many elements as the inputs.
+        group: the communicator; None is the world's.
+        reduce_method: "sum" or "mean", in any case.
+
+    Returns:
+        One array for each shape: views of one new flat array.
+
+    Raises:
+        InvalidArgument: no arrays, mixed dtypes, shapes that do not fit, or an unknown method.
+        UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduce.
+    """
+    communicator = group_or_world(group, "pack_allreduce_split")
+    op = parse_reduce_method(reduce_method)
+    natives = [communicator.native_array(array, "pack_allreduce_split") for array in pack_list]
+    offsets = get_offsets(shapes)
+    if offsets != get_offsets([native.shape for native in natives]):
+        raise InvalidArgument(
+            f"{communicator.label}: pack_allreduce_split needs shapes with as many elements as the arrays: the arrays "
+            f"have shapes {[native.shape for native in natives]}, got {[tuple(shape) for shape in shapes]}"
+        )
+    flat = param_pack_concat(natives, offsets)
+    communicator.all_reduce(flat, op)
+    return param_pack_split(flat, offsets, shapes)
+
+
+def communicator_and_root(what: str, communicator: Communicator | None, root: int) -> tuple[Communicator, int]:
+    """Returns the communicator that a caller means, and `root` as an int, once it is known to be one of its ranks."""
+    if isinstance(root, (Communicator, NonMember)):
+        raise InvalidArgument(
+            f"{what} got a communicator ({root!r}) in the place of the root's number: pass it by name, communicator=..."
+        )
+    communicator = group_or_world(communicator, what, "communicator")
+    number = integer_of(root)
+    if number is None or not 0 <= number < communicator.world_size:
+        within = "" if communicator.ranks == tuple(range(communicator.world_size)) else ", numbered within the group"
+        raise InvalidArgument(
+            f"{communicator.label}: {what}: root must be 0 to {communicator.world_size - 1}{within}, got {root!r}"
+        )
+    return communicator, number
+
+
+def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: Communicator) -> None:
+    """Refuses arrays, with their names, that a broadcast could not write into."""
+    for name, native in named:
+        writeable = communicator.arrays.writeable(native)
+        if not writeable or overlaps_itself(native):
+            kind = "overlaps itself" if writeable else "is read-only"
+            raise InvalidArgument(f"{communicator.label}: {what} writes in place; {name or 'the tree'} {kind}")
+
+
+def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
+    """Broadcasts arrays once the ranks have agreed on their names, shapes and dtypes."""
+    lines = [f"{name}: {native.dtype}{list(native.shape)}" for name, native in named]
+
+    def describe() -> str:
+        return "\n".join([f"{what} of {len(lines)} arrays from root {root}", *lines])
+
+    agreement = Agreement(digest_of(what, root, lines), describe, item="array {} of the list")
+    communicator.broadcast_list([native for _, native in named], root, agreement)

@@ -1,0 +1,510 @@
+"""The collectives of a step: one for each bucket once it is complete, and an agreement on the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from gradsync.bucketing.agreements import KnownCallback, StepEvents
+from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of, settings_of
+from gradsync.bucketing.bucket_memory import BucketMemory
+from gradsync.bucketing.compression import Compressed, WireFormat
+from gradsync.bucketing.gradient import GradientEntry
+from gradsync.bucketing.guard import Holder, LockedGradients
+from gradsync.bucketing.lists import array_module
+from gradsync.bucketing.options import Options
+from gradsync.bucketing.plan import Bucket, GradientSpec, Planner
+from gradsync.bucketing.values import BucketWatch, Values
+from gradsync.communicators.communicator import Communicator, ListReduction, Stage
+from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.errors import CommunicatorClosed, InvalidArgument
+from gradsync.futures import CollectiveEnd, Completion
+from gradsync.reduction import Array, ReduceOp
+
+
+@dataclass
+class Statistics:
+    """What a callback has done since it was made.
+
+    Attributes:
+        steps: flushes that reduced gradients.
+        gradients: gradients handed over for reduction.
+        all_reduces: buckets reduced.
+        bytes_all_reduced: their size.
+        communication_seconds: time the host spent in packing, waiting, reducing and splitting, and in the flush; on a
+            GPU, in launching them.
+        skipped_steps: those whose gradients were not finite, where the policy is "skip".
+    """
+
+    steps: int = 0
+    gradients: int = 0
+    all_reduces: int = 0
+    bytes_all_reduced: int = 0
+    communication_seconds: float = 0.0
+    skipped_steps: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Reduction:
+    """One bucket's reduction, and the arrays that it works on; kept where these come again in the next step.
+
+    Attributes:
+        bucket: which gradients.
+        sources, targets: flat arrays, one for each slot; see ListReduction of communicator.py. Where gradients live in
+            the bucket, one flat view of it.
+        write_backs: pairs of a target and the native array that gets its values afterwards.
+        results: native arrays that hold the reduced values in the end.
+        locked: those of the gradients that are read-only until then; None where there are none.
+        memory: where the gradients live in the bucket: its memory.
+        prepared: of these very arrays, where they will come again.
+    """
+
+    bucket: Bucket
+    sources: list[Array]
+    targets: list[Array]
+    write_backs: list[tuple[Array, Array]]
+    results: list[Any]
+    locked: LockedGradients | None = None
+    memory: BucketMemory | None = None
+    prepared: ListReduction | None = None
+
+    @classmethod
+    def of_gradients(cls, bucket: Bucket, entries: Sequence[GradientEntry], holder: Holder) -> Reduction:
+        """Returns that of gradients in arrays of their own, by slot; `holder` has them in flight."""
+        return cls(
+            bucket,
+            [entry.source for entry in entries],
+            [entry.target for entry in entries],
+            [(entry.target, entry.write_back) for entry in entries if entry.write_back is not None],
+            [entry.target if entry.write_back is None else entry.write_back for entry in entries],
+            LockedGradients(entries, holder) or None,
+        )
+
+    @classmethod
+    def resident(cls, bucket: Bucket, memory: BucketMemory) -> Reduction:
+        """Returns that of gradients that live in the bucket."""
+        flat = memory.flat(bucket)
+        return cls(bucket, [flat], [flat], [], [flat], memory=memory)
+
+    def prepare(self, communicator: Communicator, op: ReduceOp, *, looks: bool, recurs: bool = False) -> ListReduction:
+        """Returns the all-reduce of the arrays; see ListReduction of communicator.py."""
+        return ListReduction(
+            communicator, self.sources, self.targets, op, write_backs=self.write_backs, looks=looks, recurs=recurs
+        )
+
+
+class ActiveRanks(Protocol):
+    """How the ranks that have gradients for a step are counted; see join.py."""
+
+    def count(self, passes: int) -> int:
+        """Returns how many ranks have gradients for the step that begins. Every rank must call it.
+
+        Args:
+            passes: the local passes that this rank has made before it.
+        """
+
+
+class Reducer:
+    """Runs the collectives of one step after another.
+
+    Args:
+        options: of the callback.
+
+    Attributes:
+        op: sum or mean.
+        events: what the ranks agree on.
+        statistics: what has been done.
+        active_ranks: counts the ranks before the first collective of a step; None where all take part in all of them.
+        values: what is found out about the gradients.
+        is_hooked: whether a hook reduces the buckets.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.op = options.op
+        self.events = StepEvents(options.op, options.settings())
+        self.statistics = Statistics()
+        self.active_ranks: ActiveRanks | None = None
+        self.values = Values(options.nonfinite, options.clip_norm)
+        self.is_hooked = False
+        self._options = options
+        self._wire = options.wire
+        self._hooked: _HookedBuckets | None = None
+        self._present: int | None = None  # ranks that have gradients for this step, where they have been counted
+        self._launched: list[Completion] = []  # this step's reductions that run beside the host
+        self._last: dict[int, Reduction] = {}  # by bucket: those of the last step whose arrays may come again
+
+    def begin_with(self, callback: KnownCallback | None) -> None:
+        """Begins on a communicator whose ranks know the callback so; memory that was made for another is let go."""
+        self.events.change_callback(callback)
+        self._wire.forget_memory()
+        self._last.clear()
+        if self._hooked is not None:
+            self._hooked.reset()
+
+    def use_hook(self, hook: BucketHook | None) -> None:
+        """Has a hook reduce the buckets of the steps to come; see AllreduceCallback.register_hook."""
+        if hook is not None and self._wire.dtype_name is not None:
+            raise InvalidArgument(
+                f"a hook decides what travels: make the callback without compression={self._wire.dtype_name!r}"
+            )
+        name = "" if hook is None else f"hook {settings_of(hook)}"
+        self._hooked = None if hook is None else _HookedBuckets(hook, self._wire)
+        self.is_hooked = hook is not None
+        self._last.clear()
+        self.events.change_settings(", ".join(filter(None, [self._options.settings(), name])))
+
+    def reduction_of(
+        self,
+        bucket: Bucket,
+        entries: Sequence[GradientEntry | None],
+        memory: BucketMemory | None,
+        communicator: Communicator,
+        holder: Holder,
+    ) -> Reduction:
+        """Returns the reduction of a bucket whose gradients have come: that of the last step, where all come again.
+
+        Args:
+            bucket: which.
+            entries: the gradients of the step, by place.
+            memory: where they live, if that is in the buckets.
+            communicator: whose ranks reduce it.
+            holder: who has them in flight.
+        """
+        number = bucket.number
+        known = self._last.get(number)
+        if known is not None and known.bucket is bucket:
+            return known
+        if memory is not None:
+            reduction = self._last[number] = Reduction.resident(bucket, memory)
+            return reduction
+        own = [entry for slot in bucket.slots if (entry := entries[slot.position]) is not None]
+        reduction = Reduction.of_gradients(bucket, own, holder)
+        if not all(entry.recurs for entry in own):
+            self._last.pop(number, None)
+            return reduction
+        if self._hooked is None and not self._wire.changes(reduction.sources[0].dtype):
+            looks = communicator.finder is not None and self.values.looks_for_nonfinite
+            reduction.prepared = reduction.prepare(communicator, self.op, looks=looks, recurs=True)
+        self._last[number] = reduction
+        return reduction
+
+    def renew(self, number: int) -> None:
+        """Lets go of a bucket's arrays: one has come for it that the last step did not have there."""
+        known = self._last.get(number)
+        if known is not None and known.memory is None:
+            del self._last[number]
+
+    def keep(self, reduced: Sequence[Bucket]) -> None:
+        """Lets go of the arrays of buckets that the step did not have; an empty step says nothing about the next."""
+        if reduced:
+            for number in self._last.keys() - {bucket.number for bucket in reduced}:
+                del self._last[number]
+
+    def forget(self) -> None:
+        """Lets go of all arrays."""
+        self._last.clear()
+
+    def reduce(
+        self, reduction: Reduction, communicator: Communicator, producers: Sequence[Any], end: CollectiveEnd
+    ) -> Completion | None:
+        """Reduces a bucket, or has the hook begin to, which then brings about the end by itself.
+
+        Args:
+            reduction: of the bucket.
+            communicator: whose ranks take part.
+            producers: marks (see Communicator.mark_work) of the work that made the sources.
+            end: of the gradients in it, for the hook.
+        """
+        started = time.perf_counter()
+        bucket, op, mean_over = reduction.bucket, self.op, None
+        if self.active_ranks is not None:
+            op, mean_over = self._mean_over(communicator)
+        agreement = self.events.bucket(bucket)
+        completion = None
+        if self._hooked is not None:
+            watch = self._watch(reduction, communicator, None)
+            try:
+                communicator.agree(agreement)
+                self._hooked.begin(reduction, communicator, op, mean_over, producers, end, watch)
+            except CommunicatorClosed:
+                self._hooked.finish()  # raises what an earlier bucket's future has failed with, which has closed it
+                raise
+        elif reduction.prepared is not None and mean_over is None and op is self.op and not self.values.is_watching:
+            completion = reduction.prepared.run(agreement, producers=producers)
+        else:
+            completion = self._launch(reduction, communicator, producers, agreement, op, mean_over)
+        if completion is not None:
+            self._launched.append(completion)
+        statistics = self.statistics
+        statistics.communication_seconds += time.perf_counter() - started
+        statistics.all_reduces += 1
+        statistics.bytes_all_reduced += bucket.size_bytes
+        return completion
+
+    def _launch(
+        self,
+        reduction: Reduction,
+        communicator: Communicator,
+        producers: Sequence[Any],
+        agreement: Any,
+        op: ReduceOp,
+        mean_over: int | None,
+    ) -> Completion | None:
+        """Reduces a bucket with all that is done on the way: the look at its values, a scale, another dtype."""
+        arrays, dtype = communicator.arrays, reduction.sources[0].dtype
+        wire = self._wire if self._wire.changes(dtype) else None
+        finder = communicator.finder if wire is None and self.values.looks_for_nonfinite else None
+        watch = self._watch(reduction, communicator, finder)
+        stages: list[Stage] = [] if watch is None else [watch]
+        if reduction.memory is not None and wire is None:
+            return communicator.all_reduce_resident(
+                reduction.memory.memory,
+                *reduction.memory.stretch(reduction.bucket),
+                dtype,
+                op,
+                agreement,
+                producers=producers,
+                mean_over=mean_over,
+                stages=stages,
+                looks=finder is not None,
+            )
+        if mean_over is not None:
+            stages.append(_Divided(mean_over, arrays))
+        if wire is not None:
+            stages.append(Compressed(wire, reduction.targets, arrays))
+        prepared = reduction.prepared
+        if prepared is None or op is not self.op:
+            prepared = reduction.prepare(communicator, op, looks=finder is not None)
+        return prepared.run(agreement, stages=stages, producers=producers)
+
+    def shadow_step(
+        self,
+        planner: Planner,
+        specs: Sequence[GradientSpec],
+        communicator: Communicator,
+        zeros: Callable[[Bucket], Reduction],
+        *,
+        present: int,
+        passes: int,
+    ) -> None:
+        """Takes part, with zeros, in a whole step of the ranks that have gradients for it.
+
+        Args:
+            planner: of the callback, between steps.
+            specs: the gradients of the step, in the order of their places.
+            communicator: whose ranks take part.
+            zeros: zeros(bucket) returns the reduction of an array of them, which the next call may return again.
+            present: how many ranks have gradients.
+            passes: the local passes that those have made before it: their agreements include them.
+        """
+        self.begin_step(present)
+        self.events.local_passes = passes
+        try:
+            for bucket in planner.plan_step(specs):
+                self._reduce_zeros(zeros(bucket), communicator)
+            self.end(len(specs), communicator)
+        except BaseException:
+            self.fail()
+            raise
+        finally:
+            self.begin_step()
+
+    def _reduce_zeros(self, reduction: Reduction, communicator: Communicator) -> None:
+        completion = self.reduce(reduction, communicator, [communicator.mark_work()], CollectiveEnd())
+        if self._hooked is not None:
+            self._hooked.finish()
+        if completion is not None:
+            completion.order()  # the next bucket's zeros go to the same memory
+
+    def end(self, gradients: int, communicator: Communicator) -> Completion | None:
+        """Agrees that the step has ended after so many gradients; what the caller queues next sees them reduced.
+
+        Returns:
+            What comes after the end of the buckets, and before the results are final; None where nothing does.
+
+        Raises:
+            NonFiniteGradient: some rank's are not finite, and the policy is to raise; on all ranks.
+        """
+        started = time.perf_counter()
+        if self.active_ranks is not None:
+            self._count_active()
+        if self._hooked is not None:
+            self._hooked.finish()
+        agreement, later = self.events.flush(gradients), None
+        if not self.values.is_watching:
+            communicator.agree(agreement)
+        for completion in self._launched:
+            completion.order()
+        if self.values.is_watching:
+            later = self.values.end(communicator, agreement)
+            self.statistics.skipped_steps += self.values.skip_step
+        self.statistics.communication_seconds += time.perf_counter() - started
+        return later
+
+    def agree_on_missing(self, gradients: int, missing: tuple[str, ...], communicator: Communicator) -> None:
+        """Agrees that the step ends after so many gradients because others are missing.
+
+        Raises:
+            PlanMismatch: other ranks have them.
+        """
+        self._count_active()
+        communicator.agree(self.events.flush(gradients, missing))
+
+    def begin_step(self, present: int | None = None) -> None:
+        """Forgets the step before, but for its plan, which this one may repeat.
+
+        Args:
+            present: how many ranks have gradients for the new step, where they have been counted already.
+        """
+        self.events.begin_step()
+        self._launched.clear()
+        self._present = present
+
+    def fail(self) -> None:
+        """Forgets what was noted of a step that has failed."""
+        self.values.fail()
+        if self._hooked is not None:
+            self._hooked.reset()
+
+    def _watch(self, reduction: Reduction, communicator: Communicator, finder: Any) -> BucketWatch | None:
+        if not self.values.is_watching:
+            return None
+        return self.values.watch(reduction.bucket, reduction.results, communicator, finder)
+
+    def _mean_over(self, communicator: Communicator) -> tuple[ReduceOp, int | None]:
+        """Returns the operator, and by what its result is to be divided: where some ranks are absent, by the others."""
+        self._count_active()
+        if self.op is ReduceOp.SUM or self._present in (None, communicator.world_size):
+            return self.op, None
+        return ReduceOp.SUM, self._present
+
+    def _count_active(self) -> None:
+        if self.active_ranks is not None and self._present is None:
+            self._present = self.active_ranks.count(self.events.local_passes)
+
+
+class _Divided:
+    """Divides a sum: the mean over the ranks that had something to give. See Stage of communicator.py."""
+
+    def __init__(self, count: int, arrays: ArrayKind) -> None:
+        self._count = count
+        self._arrays = arrays
+
+    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+        return given
+
+    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+        for result in results:
+            self._arrays.divide(result, self._count)
+        return results
+
+
+# -- Hooks -----------------------------------------------------------------------------------------------------------
+
+
+class _UnderWay(NamedTuple):
+    """A bucket that a hook has taken."""
+
+    reduction: Reduction
+    bucket: GradientBucket
+    value: Any
+    mark: Any  # of the work that the hook has queued
+    mean_over: int | None
+    end: CollectiveEnd
+    watch: BucketWatch | None
+
+
+class _HookedBuckets:
+    """The buckets of a step that a hook reduces. On a GPU all that is done here goes to the current stream.
+
+    Args:
+        hook: a function of a bucket.
+        wire: whose scales are applied.
+    """
+
+    def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
+        self._hook = hook
+        self._wire = wire
+        self._under_way: list[_UnderWay] = []
+        self._flats: dict[int, Array] = {}  # by bucket: several are under way at once
+
+    def begin(
+        self,
+        reduction: Reduction,
+        communicator: Communicator,
+        op: ReduceOp,
+        mean_over: int | None,
+        producers: Sequence[Any],
+        end: CollectiveEnd,
+        watch: BucketWatch | None,
+    ) -> None:
+        """Packs a bucket, scaled, and hands it to the hook.
+
+        Args:
+            reduction: the bucket; ranks have agreed on it.
+            communicator: whose ranks reduce it.
+            op: of the reduction.
+            mean_over: divides a sum by this number afterwards.
+            producers: marks (see mark_work) of the work that made the sources.
+            end: of its gradients.
+            watch: looks at the values before and after.
+        """
+        communicator.follow_work(producers)
+        if watch is not None:
+            watch.before(reduction.sources)
+        flat = self._packed(reduction, communicator)
+        specs = reduction.bucket.specs
+        names, shapes = tuple([spec.label for spec in specs]), tuple([spec.shape for spec in specs])
+        bucket = GradientBucket(reduction.bucket.number, names, shapes, flat, communicator, op)
+        value = self._hook(bucket)
+        self._under_way.append(_UnderWay(reduction, bucket, value, communicator.mark_work(), mean_over, end, watch))
+
+    def finish(self) -> None:
+        """Waits for the hook's results, in order, and brings them to the gradients."""
+        under_way, self._under_way = self._under_way, []
+        for reduction, bucket, value, mark, mean_over, end, watch in under_way:
+            communicator = bucket.communicator
+            if mark is not None:
+                communicator.follow_work([mark])  # the gradient may have been handed over on another stream
+            reduced = result_of(value, bucket)
+            if mean_over is not None:
+                communicator.arrays.divide(reduced, mean_over)
+            self._deliver(reduced, reduction, communicator)
+            if watch is not None:
+                watch.after(reduction.targets)
+            if reduction.locked is not None:
+                reduction.locked.put_back()
+            end.finish(None, None, communicator.mark_end())
+
+    def reset(self) -> None:
+        """Forgets what is under way, and the memory that it may still use: the step has failed."""
+        self._under_way.clear()
+        self._flats.clear()
+
+    def _packed(self, reduction: Reduction, communicator: Communicator) -> Array:
+        arrays, sources = communicator.arrays, reduction.sources
+        size = reduction.bucket.size_elements
+        if reduction.memory is not None:
+            flat = sources[0]
+        else:
+            known = self._flats.get(reduction.bucket.number)
+            if known is None or known.size != size or known.dtype != sources[0].dtype:
+                known = arrays.scratch(size, sources[0].dtype)
+                self._flats[reduction.bucket.number] = known
+            flat = known
+            array_module(flat).concatenate(sources, out=flat)
+        if self._wire.prescale != 1.0:
+            arrays.multiply(flat, self._wire.prescale, flat)
+        return flat
+
+    def _deliver(self, reduced: Array, reduction: Reduction, communicator: Communicator) -> None:
+        arrays, postscale, begin = communicator.arrays, self._wire.postscale, 0
+        for target in reduction.targets:
+            end = begin + target.size
+            if target is not reduced or postscale != 1.0:
+                arrays.multiply(reduced[begin:end], postscale, target)
+            begin = end
+        for target, native in reduction.write_backs:
+            arrays.write_back(target, native)

@@ -1,0 +1,692 @@
+"""One step after another: gradients come in, complete buckets are reduced at once, the flush does the rest.
+
+Does this step repeat the last one? That is asked once for each gradient, in Step.take. Where the very array comes that
+the last step had at this place, all that was worked out for it is taken as it is: its entry, its place in the plan, and
+in the end its bucket's reduction (see Reducer.reduction_of). Else it is looked at from all sides, in Step._admit.
+
+An array is held from one step to the next only once it has come twice running, so that a loop that makes new arrays
+each step does not have two steps' worth of memory held.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+
+from gradsync.bucketing.agreements import CallbackIdentity
+from gradsync.bucketing.bucket_memory import BucketMemory
+from gradsync.bucketing.gradient import (
+    Destination,
+    GradientEntry,
+    OverlapCheck,
+    accept,
+    destination,
+    display_name,
+    key_of,
+)
+from gradsync.bucketing.guard import GradientGuard, LockedGradients, lock_of, register
+from gradsync.bucketing.options import Options
+from gradsync.bucketing.parameter_specs import KnownParameter, known_parameters, warn_of_unequal_values
+from gradsync.bucketing.plan import (
+    DEFAULT_THRESHOLD_BYTES,
+    VIEWS_ON_CPU_THRESHOLD_BYTES,
+    Bucket,
+    GradientSpec,
+    Planner,
+    list_of_names,
+)
+from gradsync.bucketing.reducer import Reducer
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.lifetime import Lifetime
+from gradsync.diagnostics import tracing
+from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
+from gradsync.futures import CollectiveEnd, Completion, GradientFuture, check_may_call, pending
+from gradsync.reduction import Array, dtype_name, dtype_of
+
+_log = logging.getLogger("gradsync")
+
+_NOWHERE = sys.maxsize  # the place of what is no parameter
+
+
+class Step:
+    """The state between the first gradient of a step and its flush, and what is known of the last step.
+
+    Places are the order in which gradients come; with `parameters` each has its place for good, whatever comes when.
+
+    Args:
+        options: of the callback.
+        identity: of the callback.
+
+    Attributes:
+        planner: says which gradients share a bucket.
+        reducer: the collectives of the step.
+        memory: where gradients live in the buckets; None where they do not.
+        count: how many gradients have come since the last flush.
+        ended: how many steps have, empty ones included.
+        raised_on_all: the last error that every rank has had of a collective here.
+        filled: after a flush: by parameter, the reduced gradients of those that this rank had none for.
+    """
+
+    def __init__(self, options: Options, identity: CallbackIdentity) -> None:
+        self.planner = Planner(options.threshold_or(DEFAULT_THRESHOLD_BYTES), options.first_bucket_bytes)
+        self.reducer = Reducer(options)
+        self.memory: BucketMemory | None = None
+        self.count = 0
+        self.ended = 0
+        self.raised_on_all: BaseException | None = None
+        self.filled: dict[Any, Any] = {}
+        self._options = options
+        self._identity = identity
+        self._communicator: Communicator | None = None  # for which all that is known of the last step is right
+        self._is_known = False  # the callback, to the other ranks of the communicator
+        self._has_compared = options.parameters is None  # the parameters' values over the ranks: once
+        self._parameters: list[KnownParameter] = []
+        self._thread: int | None = None  # that is handing over a gradient, or in flush()
+        # By place, of this step, and beyond what has come, of the last one.
+        self._places: dict[Hashable, int] | None = None  # with `parameters`
+        self._entries: list[GradientEntry | None] = []  # those whose arrays may come again
+        self._seen: list[weakref.ref[Array] | None] = []  # what came in the last step for the first time
+        self._specs: list[GradientSpec] = []
+        self._failed_specs: list[GradientSpec] = []  # of the last step, where that has failed
+        self._zeros: dict[int, Array] = {}
+        # Of this step.
+        self._has_come = bytearray()  # by place, with `parameters`
+        self._new: list[int] = []  # the places to which other arrays have come than in the last step
+        self._has_new = False  # whether such an array has come: only then all are looked at for what they share
+        self._keys: set[Hashable] = set()
+        self._overlaps = OverlapCheck()
+        self._ends = _Ends()
+        self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
+        self._reduced: list[Bucket] = []
+        self._unlocked: set[int] = set()  # places of gradients that were unlocked because nobody will reduce them
+        self._accepted_dtypes: set[Any] = set()
+        self._guard: GradientGuard | None = None  # in debug mode
+        register(self)
+
+    # -- Before a step ---------------------------------------------------------------------------------------------
+
+    def begin_with(self, communicator: Communicator) -> None:
+        """Makes sure that what is known of arrays is known for this communicator; refuses others within a step."""
+        if communicator is self._communicator:
+            return
+        if self.count:
+            if self._communicator is not None and not self._communicator.closed:
+                raise InvalidArgument(
+                    f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
+                )
+            self.fail(GradientCancelled("the group ended before its backward pass did"))
+        self.forget_memory()
+        self._accepted_dtypes.clear()
+        if self._options.parameters is not None:
+            self._fix_places(communicator)
+        known = self._identity.known_on(communicator)
+        self.reducer.begin_with(known)
+        self._is_known = known is not None or communicator.world_size == 1
+        communicator.lifetime.observe_end(self)
+        self._guard = GradientGuard(communicator) if communicator.debug else None
+        self._ends.timeout_seconds = communicator.timeout_seconds
+        self._communicator = communicator
+
+    def live_in_buckets(self, communicator: Communicator) -> Any:
+        """Makes memory in which gradients live in the buckets; see AllreduceCallback.gradient_buffers."""
+        if not self._options.gradient_as_bucket_view:
+            raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
+        self.begin_with(communicator)
+        self.forget_memory()
+        self._ensure_memory(communicator)
+        views = [] if self.memory is None else self.memory.views
+        given = self._options.parameters
+        return dict(zip(given, views, strict=True)) if isinstance(given, Mapping) else list(views)
+
+    def forget_memory(self) -> None:
+        """Leaves the memory of the buckets to those who hold views of it, which are arrays like any other then."""
+        self._forget_entries()
+        self._zeros.clear()
+        self.reducer.forget()
+        self.memory = None
+
+    def meet(self, communicator: Communicator) -> None:
+        """Makes sure, at the first use, that the other ranks use the same callback. Collective, before all else."""
+        if self._is_known:
+            return
+        try:
+            self.reducer.events.change_callback(self._identity.meet(communicator))
+        except BaseException as error:
+            self.note_raised_on_all(error)
+            raise
+        self._is_known = True
+
+    def prepare(self, gradient: Any, communicator: Communicator) -> None:
+        """Does what comes before the first step, in one order on all ranks, whatever gradients they have. Collective.
+
+        The comparison is first: a difference in the buckets is then shown as one.
+
+        Args:
+            gradient: the first, where this rank has one.
+            communicator: of the ranks.
+        """
+        self._compare_parameters(gradient, communicator)
+        self._ensure_memory(communicator)
+
+    def specs_to_repeat(self) -> list[GradientSpec]:
+        """Returns the gradients of the last step, as far as all ranks had agreed on them where it failed."""
+        return self._specs or self._failed_specs
+
+    def _ensure_memory(self, communicator: Communicator) -> None:
+        """Makes the memory of the buckets, where gradients live there and it is not made. Collective then."""
+        if self.memory is not None or not self._options.gradient_as_bucket_view:
+            return
+        try:
+            self.meet(communicator)
+            self.memory = BucketMemory(self.planner.buckets, communicator, self.reducer.events.of_callback)
+        except BaseException as error:
+            self.note_raised_on_all(error)
+            raise
+
+    def _compare_parameters(self, gradient: Any, communicator: Communicator) -> None:
+        """Warns, before the first step, where the values of the parameters differ. Collective, at the first call."""
+        if self._has_compared or communicator.world_size == 1:
+            return
+        try:
+            self.meet(communicator)
+            agreed = self.reducer.events.of_callback
+            warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator, agreed)
+            self._has_compared = True  # only now: after PlanMismatch every rank does so once more
+        except BaseException as error:
+            self.note_raised_on_all(error)
+            raise
+
+    def _fix_places(self, communicator: Communicator) -> None:
+        """Gives each parameter that was named its place for good."""
+        options = self._options
+        if not self._parameters:
+            self._parameters = known_parameters(options.parameters, "AllreduceCallback", options.op, communicator)
+        if not self._parameters:
+            raise InvalidArgument(
+                f"{communicator.label}: the callback's parameters are none: name at least one, or leave them out"
+            )
+        in_views = options.gradient_as_bucket_view and not communicator.runs_beside_host
+        threshold = options.threshold_or(VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES)
+        self._specs = [parameter.spec for parameter in self._parameters]
+        self._places = {parameter.key: place for place, parameter in enumerate(self._parameters)}
+        self.planner = Planner(threshold, options.first_bucket_bytes, self._specs)
+        self._forget_entries()
+
+    # -- A gradient ------------------------------------------------------------------------------------------------
+
+    def take(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
+        """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback."""
+        if communicator is not self._communicator:
+            self.begin_with(communicator)
+        if pending:
+            check_may_call(communicator.label, "callback(param, grad)")
+        if self._thread is not None:
+            self._refuse_second_thread("callback(param, grad)", communicator)
+        try:
+            self._thread = get_ident()
+            is_beside_host = communicator.runs_beside_host
+            if is_beside_host:
+                communicator.checked_stream(None, "a gradient")  # before anything is taken
+            places, planner = self._places, self.planner
+            if places is None:
+                position = self.count
+            else:
+                position = places.get(param if type(param) is str else key_of(param), _NOWHERE)
+            entry = self._entries[position] if position < len(self._entries) else None
+            # Does this step repeat the last one here: the same array in the same place, as it was?
+            if (
+                entry is not None
+                and entry.gradient is grad
+                and planner.repeats
+                and entry.state == communicator.arrays.state(grad)
+                and (
+                    (entry.parameter is param or entry.key == (param if type(param) is str else key_of(param)))
+                    if places is None
+                    else not self._has_come[position]
+                )
+            ):
+                if self._has_new:
+                    self._register(entry.key, entry.native, entry.place.spec.name, communicator)
+                place = entry.place
+            else:
+                if not self.count:
+                    self.prepare(grad, communicator)
+                entry = self._admit(param, grad, communicator)
+                position, place = entry.position, entry.place
+                self.reducer.renew(place.number)
+            if places is not None:
+                self._has_come[position] = True
+            self.count += 1
+            number = place.number
+            if is_beside_host:
+                self._producers.setdefault(number, []).append(communicator.mark_work())
+            if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
+                tracer.arrive(communicator.recorder.group, place.spec.label, is_first=self.count == 1)
+            end = self._ends[number]
+            if self._guard is not None:
+                self._guard.take(entry, end)
+            future = GradientFuture(place.spec.name, end, entry.result)
+            if (set_writeable := entry.set_writeable) is not None:
+                set_writeable(False)
+            complete = place.complete
+            if complete is None:
+                complete = planner.count(place)
+            if complete:
+                self._reduce_all(complete, communicator)
+            return future
+        finally:
+            self._thread = None
+
+    def _admit(self, param: Any, grad: Any, communicator: Communicator) -> GradientEntry:
+        """Takes a gradient that the last step did not have here as it is now; what fails leaves no trace.
+
+        Raises:
+            InvalidArgument, UnsupportedDtype: see AllreduceCallback.
+        """
+        arrays, position = communicator.arrays, self._place_of(param, communicator)
+        native = accept(param, grad, position, communicator, self._options, self._accepted_dtypes)
+        key, name = key_of(param), display_name(param, position)
+        spec = self._spec_of(position, name, native, communicator)
+        lock = None
+        is_itself = native is grad
+        if isinstance(grad, np.ndarray):
+            is_on = self._options.lock_gradients and self.memory is None  # else ranks share it, or it is copied now
+            lock = lock_of(grad, name, self, is_on=is_on)
+            if lock is not None and is_itself:
+                native = grad.view()  # for our own writing; one of a subclass is a view already
+        goes = self._destination(grad, native, position, communicator)
+        # Else the result is a new array each time, or the values are copied first.
+        recurs = is_itself and goes.result is grad and goes.target is goes.source and goes.write_back is None
+        recurs = recurs and self._has_seen(position, grad)
+        state = arrays.state(native) if recurs else None
+        if self.memory is not None and goes.result is not grad:  # copied already: what is written to is the place
+            native = self.memory.views[position]
+        if not self._has_new:
+            for earlier in self._of_step():
+                self._register(earlier.key, earlier.native, earlier.place.spec.name, communicator)
+            self._has_new = True
+        self._register(key, native, spec.name, communicator)
+        place = self.planner.add(spec, position)
+        entry = GradientEntry(place, position, param, key, grad, native, state, *goes, recurs, lock)
+        if position == len(self._entries):
+            self._entries.append(entry)
+            self._seen.append(None)
+            self._specs.append(spec)
+        else:
+            self._entries[position] = entry
+            self._specs[position] = spec
+        self._new.append(position)
+        return entry
+
+    def _place_of(self, param: Any, communicator: Communicator) -> int:
+        if self._places is None:
+            return self.count
+        position = self._places.get(key_of(param))
+        if position is None:
+            raise InvalidArgument(
+                f"{communicator.label}: {display_name(param, self.count)} is not among the callback's parameters, "
+                f"which are {list_of_names([spec.name for spec in self._specs])}"
+            )
+        if self._has_come[position]:
+            raise _twice(self._specs[position].name, communicator)
+        return position
+
+    def _spec_of(self, position: int, name: str, native: Array, communicator: Communicator) -> GradientSpec:
+        """Returns what ranks must agree on about a gradient; the last step's object where it is the same."""
+        dtype = dtype_name(native.dtype)
+        known = self._specs[position] if position < len(self._specs) else None
+        if known is not None and known.shape == native.shape and known.dtype == dtype:
+            if known.name == name or self._places is not None:
+                return known
+        elif known is not None and self._places is not None:
+            raise InvalidArgument(
+                f"{communicator.label}: the gradient of {known.name} must be {known.dtype}{list(known.shape)}, as by "
+                f"the callback's parameters, got {dtype}{list(native.shape)}"
+            )
+        return GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
+
+    def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
+        """Decides where the reduced values go; where gradients live in buckets, copies one from elsewhere into its."""
+        if self.memory is None:
+            return destination(grad, native, communicator)
+        view = self.memory.views[position]
+        flat = view.reshape(-1)
+        if self.memory.holds(position, native):
+            return Destination(flat, flat, None, grad)
+        communicator.arrays.assign(native, view)
+        return Destination(flat, flat, None, view)
+
+    def _has_seen(self, position: int, gradient: Any) -> bool:
+        """Whether the last step had this very array at a place."""
+        if position >= len(self._seen):
+            return False
+        entry, seen = self._entries[position], self._seen[position]
+        return (entry is not None and entry.gradient is gradient) or (seen is not None and seen() is gradient)
+
+    def _register(self, key: Hashable, native: Array, name: str, communicator: Communicator) -> None:
+        """Makes sure that no two gradients of the step have one parameter, or memory in common."""
+        if key in self._keys:
+            raise _twice(name, communicator)
+        try:
+            self._overlaps.claim(native, name, communicator.arrays)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{communicator.label}: {error}") from None
+        self._keys.add(key)
+
+    def _refuse_second_thread(self, what: str, communicator: Communicator) -> None:
+        if self._thread != get_ident():
+            raise InvalidArgument(
+                f"{communicator.label}: {what} while another thread hands over a gradient to this callback, or flushes "
+                "it: one thread at a time; give each thread a callback of its own, with a group of its own"
+            )
+
+    # -- The end of a step -----------------------------------------------------------------------------------------
+
+    def flush(self, communicator: Communicator) -> None:
+        """Reduces what is left, and ends the step."""
+        if pending:
+            check_may_call(communicator.label, "flush()")
+        self.begin_with(communicator)
+        communicator.checked_stream(None, "flush()")  # before the ranks meet: it is to wait for the results
+        if self._thread is not None:
+            self._refuse_second_thread("flush()", communicator)
+        self.filled = {}
+        try:
+            self.meet(communicator)
+            if self._places is not None and self._is_incomplete():
+                self._complete(communicator)
+            self._thread = get_ident()
+            self._reduce_all(self.planner.flush(self.count), communicator)
+            if self._guard is not None:
+                self._guard.check_results()
+            later = self.reducer.end(self.count, communicator)
+            if later is not None:
+                self._ends.postpone(later)
+            if (tracer := tracing.active) is not None and self.count:
+                tracer.end_step(communicator.recorder.group, self.count)
+            self.reducer.statistics.steps += self.count > 0
+            self._end_step()
+            self._keep_entries()
+        except BaseException as error:
+            self.note_raised_on_all(error)
+            self.fail(error)
+            raise
+        finally:
+            self._thread = None
+        self._ends.raise_leaving()
+
+    def note_raised_on_all(self, error: BaseException) -> None:
+        """Notes that an error came from a collective here, so that every rank has it."""
+        if isinstance(error, (PlanMismatch, NonFiniteGradient)):
+            self.raised_on_all = error
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the step with an error, which the futures that are not done get.
+
+        Forgets the step, but for what a rank must repeat that shadows others.
+        """
+        self.unlock_waiting()
+        ends, self._ends = self._ends, _Ends(self._ends.timeout_seconds)
+        self.reducer.fail()
+        if isinstance(error, NonFiniteGradient) or len(self._specs) > self.count:
+            self._failed_specs = list(self._specs)
+        self._end_step()
+        self.reducer.forget()
+        self.planner.reset()
+        self._forget_entries()
+        ends.fail(error)
+
+    def _is_incomplete(self) -> bool:
+        """Whether gradients are missing; an empty step is one of its own, except where zeros take part in it."""
+        if self.count == len(self._parameters):
+            return False
+        return self.count > 0 or self._options.missing == "zero"
+
+    def _complete(self, communicator: Communicator) -> None:
+        """Hands over zeros in place of the gradients that have not come, or raises, on all ranks alike."""
+        missing = [place for place, has_come in enumerate(self._has_come) if not has_come]
+        if self._options.missing == "error":
+            names = tuple([self._specs[place].name for place in missing])
+            self.reducer.agree_on_missing(self.count, names, communicator)
+            raise MissingGradient(
+                f"{communicator.label}: no rank has handed over a gradient for {list_of_names(names)}: hand over one "
+                'for each parameter, or use AllreduceCallback(parameters=..., missing="zero")'
+            )
+        filled = {}
+        self.prepare(None, communicator)
+        for place in missing:
+            parameter, zeros = self._parameters[place], self._zeros_at(place, communicator)
+            self.take(parameter.parameter, zeros, communicator)
+            filled[parameter.label] = zeros
+        self.filled = filled
+
+    def _zeros_at(self, place: int, communicator: Communicator) -> Any:
+        """Returns zeros for a gradient: where gradients live in the buckets, the place itself; else they are kept."""
+        arrays, spec = communicator.arrays, self._specs[place]
+        array: Any
+        if self.memory is not None:
+            array = self.memory.views[place]
+        elif place in self._zeros:
+            array = self._zeros[place]
+        else:
+            array = self._zeros[place] = arrays.empty(spec.shape, dtype_of(spec.dtype), None)
+        arrays.fill(array, 0)
+        return array
+
+    def _reduce_all(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
+        for bucket in complete:
+            try:
+                self._reduce(bucket, communicator)
+            except BaseException as error:
+                self.note_raised_on_all(error)
+                self.fail(error)
+                raise
+        self._ends.raise_leaving()
+
+    def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
+        number, reducer, guard = bucket.number, self.reducer, self._guard
+        end = self._ends[number]
+        if guard is not None:
+            guard.check_handed_over([slot.position for slot in bucket.slots])
+        if not self._is_known:
+            self.meet(communicator)
+        reduction = reducer.reduction_of(bucket, self._entries, self.memory, communicator, self)
+        completion = reducer.reduce(reduction, communicator, self._producers.get(number, ()), end)
+        if not reducer.is_hooked:
+            if guard is not None:
+                guard.note_results([slot.position for slot in bucket.slots], completion)
+            if reduction.locked is not None:
+                if completion is None:
+                    reduction.locked.put_back()
+                else:
+                    completion.before_done(reduction.locked.put_back)
+        self._reduced.append(bucket)
+        if not reducer.is_hooked:
+            self._ends.finish(number, completion)
+
+    def _end_step(self) -> None:
+        """Counts the step, and begins the next."""
+        self.reducer.statistics.gradients += self.count
+        self.reducer.begin_step()
+        self.ended += 1
+        self.reducer.keep(self._reduced)
+        self._ends.clear()
+        if self._guard is not None:
+            self._guard.clear()
+        self._producers.clear()
+        self._reduced.clear()
+        self._unlocked.clear()
+
+    def _keep_entries(self) -> None:
+        """Keeps of the gradients what may come again; an empty step says nothing about the next."""
+        for position in self._new:
+            entry = self._entries[position]
+            if entry is not None and not entry.recurs:
+                is_native = type(entry.gradient) is type(entry.native)
+                self._seen[position] = weakref.ref(entry.gradient) if is_native else None
+                self._entries[position] = None
+        if self.count and self._places is None:
+            for by_place in (self._specs, self._entries, self._seen):
+                del by_place[self.count :]
+        self._begin_step()
+
+    def _forget_entries(self) -> None:
+        """Forgets the arrays of this step and the last; parameters keep their places."""
+        if self._places is None:
+            self._specs = []
+        size = len(self._specs)
+        self._entries, self._seen = [None] * size, [None] * size
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.count = 0
+        if self._places is not None:
+            self._has_come = bytearray(len(self._specs))
+        if self._has_new:
+            self._has_new = False
+            self._new.clear()
+            self._keys.clear()
+            self._overlaps.clear()
+
+    # -- What is in flight -----------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """See Holder of guard.py."""
+        return "" if self._communicator is None else self._communicator.label
+
+    @property
+    def whose(self) -> str:
+        """See Holder of guard.py."""
+        group = "" if self._communicator is None else f" of group {self._communicator.recorder.group!r}"
+        return f'an AllreduceCallback("{self.reducer.op.value}"){group}'
+
+    def locked(self) -> list[GradientEntry]:
+        """See Holder of guard.py; those too whose reduction has been launched and has not ended."""
+        return self._locked_until(CollectiveEnd.is_over)
+
+    def unlock_waiting(self) -> None:
+        """Makes the gradients writeable again whose reduction has not ended or been launched. Any thread may call it.
+
+        What was launched does that by itself.
+        """
+        waiting = self._locked_until(lambda end: not end.is_pending)
+        # Another thread may be locking one now: that one finds it here again when its step fails.
+        if all(end.is_of_caller() for end in list(self._ends.values())):
+            self._unlocked.update([entry.position for entry in waiting])
+        try:
+            LockedGradients(waiting, self).put_back()
+        except InvalidArgument as error:
+            _log.error("%s", error)
+
+    def communicator_ended(self, lifetime: Lifetime) -> None:
+        """See Observer of lifetime.py: nobody will reduce what waits."""
+        if self._communicator is not None and lifetime is self._communicator.lifetime:
+            self.unlock_waiting()
+            if lifetime.is_inherited:
+                self._ends.disown(lifetime.ended_error("the reduction of a gradient"))
+
+    def forgotten(self) -> tuple[str, Communicator] | None:
+        """Returns in words, with their communicator, the gradients that wait for a flush; None where none does.
+
+        None as well where the communicator was ended by a failure: then that is why they were not reduced.
+        """
+        communicator = self._communicator
+        if not self.count or communicator is None or communicator.lifetime.has_failed:
+            return None
+        reduced = {slot.position for bucket in self._reduced for slot in bucket.slots}
+        waiting = [entry for entry in self._of_step() if entry.position not in reduced]
+        if waiting:
+            count = "1 gradient was" if len(waiting) == 1 else f"{len(waiting)} gradients were"
+            what = f"{count} handed over and never reduced, beginning with that of {waiting[0].spec.name}"
+        elif self._places is not None:
+            what = "the gradients of all parameters were handed over, and their step has not ended"
+        else:
+            return None
+        text = f"{communicator.label}: {what}: end each backward pass with flush() or `with callback.backward()`"
+        return text, communicator
+
+    def _of_step(self) -> list[GradientEntry]:
+        """Returns the gradients of this step, by place."""
+        if self._places is None:
+            entries = self._entries[: self.count]
+        else:
+            entries = [entry for entry, has_come in zip(self._entries, self._has_come, strict=False) if has_come]
+        return [entry for entry in entries if entry is not None]
+
+    def _locked_until(self, is_past: Callable[[CollectiveEnd], bool]) -> list[GradientEntry]:
+        """Returns the gradients of this step that are locked, but for those of buckets whose end is past."""
+        free = set(self._unlocked)
+        for bucket in list(self._reduced):
+            end = self._ends.get(bucket.number)
+            if end is None or is_past(end):
+                free.update([slot.position for slot in bucket.slots])
+        return [entry for entry in self._of_step() if entry.set_writeable is not None and entry.position not in free]
+
+
+class _Ends(dict[int, CollectiveEnd]):
+    """The ends of a step's buckets, by number, for which their gradients' futures wait.
+
+    A done-callback that ends in SystemExit keeps no other gradient from its end.
+
+    Args:
+        timeout_seconds: how long a future that is given no timeout waits for one.
+    """
+
+    def __init__(self, timeout_seconds: float = 0.0) -> None:
+        super().__init__()
+        self.timeout_seconds = timeout_seconds
+        self._leaving: BaseException | None = None
+
+    def __missing__(self, number: int) -> CollectiveEnd:
+        end = self[number] = CollectiveEnd(self.timeout_seconds)
+        return end
+
+    def finish(self, number: int, completion: Completion | None) -> None:
+        """Ends a bucket that was reduced, or whose reduction was launched; raise_leaving has to follow."""
+        self._finish(self[number], None, completion)
+
+    def postpone(self, completion: Completion) -> None:
+        """Has the results that were launched be final at a later end than that of their reduction."""
+        for end in self.values():
+            end.completion = completion
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the buckets that were not reduced."""
+        ends = list(self.values())
+        self.clear()
+        for end in ends:
+            self._finish(end, error, None)
+        if isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._leaving = None
+        self.raise_leaving()
+
+    def disown(self, error: BaseException) -> None:
+        """Ends them in the child of a fork; see CollectiveEnd."""
+        for end in self.values():
+            end.disown(error)
+
+    def raise_leaving(self) -> None:
+        """Raises the first SystemExit, or the like, that a done-callback has ended in."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            raise leaving
+
+    def _finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
+        try:
+            end.finish(None, error, completion)
+        except BaseException as leaving:
+            self._leaving = self._leaving or leaving
+
+
+def _twice(name: str, communicator: Communicator) -> InvalidArgument:
+    return InvalidArgument(
+        f"{communicator.label}: {name} was handed over twice before a flush: add its gradients up first, or end each "
+        "pass with flush() or `with callback.backward()`"
+    )

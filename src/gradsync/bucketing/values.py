@@ -1,0 +1,315 @@
+"""What a step finds out about the values of its gradients: whose are not finite, the norm of all; and their clipping.
+
+    before a bucket's reduction: each rank looks at its own gradients
+    after it: each rank looks at its share of the results, which all have alike
+    or, where the communicator looks while it reduces (a finder): what that has found, of all ranks
+    at the end of the step: one exchange, in which the ranks agree on the flush as well; all come to the same verdict
+
+NaN and infinity on one rank reach the results of all; only the rank itself can tell which parameter they come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradsync.bucketing.lists import array_module
+from gradsync.bucketing.plan import Bucket
+from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.nonfinite import NOWHERE, NonFiniteFinder
+from gradsync.communicators.pieces import share_of
+from gradsync.errors import InvalidArgument, NonFiniteGradient
+from gradsync.futures import Completion
+from gradsync.reduction import Array
+
+POLICIES = ("off", "raise", "skip")
+
+_log = logging.getLogger("gradsync")
+
+# As in torch.nn.utils.clip_grad_norm_: keeps the factor finite where the norm is 0.
+_EPSILON = 1e-6
+
+
+class _Names(NamedTuple):
+    """The names of a bucket's parameters: made only where one is told, as there may be many thousands."""
+
+    begin: int
+    bucket: Bucket
+
+
+class Values:
+    """Looks at the buckets of one step after another.
+
+    On a GPU nothing but end() waits for the device, once. All calls of a step must be in the order of one stream.
+
+    Args:
+        policy: what is done about NaN and infinity: "off", "raise" or "skip".
+        max_norm: to what the norm is clipped; infinity only computes it; None does not.
+
+    Attributes:
+        norm: of the last step's reduced gradients, before they were clipped; None where nobody asks for it.
+        skip_step: whether the last step's gradients are not finite, where the policy is "skip".
+        looks_for_nonfinite: whether NaN and infinity are looked for.
+        is_watching: whether there is anything to look for.
+    """
+
+    def __init__(self, policy: str, max_norm: float | None) -> None:
+        self.norm: float | None = None
+        self.skip_step = False
+        self.looks_for_nonfinite = policy != "off"
+        self.is_watching = self.looks_for_nonfinite or max_norm is not None
+        self._policy = policy
+        self._max_norm = max_norm
+        self._begin()
+
+    def watch(
+        self, bucket: Bucket, results: Sequence[Any], communicator: Communicator, finder: NonFiniteFinder | None
+    ) -> BucketWatch:
+        """Returns what looks at a bucket before and after its reduction; where there is something to look for.
+
+        Args:
+            bucket: which; the same on all ranks, in one order.
+            results: native arrays that hold its reduced values in the end.
+            communicator: whose ranks reduce it.
+            finder: what the reduction has take note of NaN and infinity, where it does that itself.
+        """
+        self._buckets += 1
+        if self._max_norm is not None:
+            self._results += results
+        return BucketWatch(self, bucket, communicator, finder)
+
+    def end(self, communicator: Communicator, agreement: Agreement) -> Completion | None:
+        """Ends a step: the ranks agree that it ends, tell each other what they have found, and clip. Collective.
+
+        Args:
+            communicator: of the ranks.
+            agreement: on the end of the step.
+
+        Returns:
+            On a GPU, where gradients were clipped, the end of that.
+
+        Raises:
+            PlanMismatch: for other ranks it has not ended so.
+            NonFiniteGradient: some rank's are not finite, and the policy is to raise; on all ranks.
+        """
+        self.norm, self.skip_step = None, False
+        if not self._buckets:
+            communicator.agree(agreement)
+            return None
+        results = self._results
+        told = communicator.share_numbers("flush", self._record(communicator), agreement)
+        error = self._verdict(told, communicator)
+        if self._max_norm is not None:
+            # Added up in rank order, so that all round alike.
+            self.norm = math.sqrt(sum([_float_of(numbers[-1]) for numbers in told]))
+        self._begin()
+        if error is not None:
+            if self._policy == "raise":
+                self.norm = None
+                raise error
+            self.skip_step = True
+            _log.info("this step is one to skip: %s", error)
+            return None
+        if self.norm is None or self._max_norm is None:
+            return None
+        factor = clip_factor(self.norm, self._max_norm)
+        if factor >= 1.0:
+            return None
+        for result in results:
+            communicator.arrays.multiply(result, factor, result)
+        return communicator.mark_end()
+
+    def fail(self) -> None:
+        """Forgets what was noted of a step that has failed."""
+        self.norm, self.skip_step = None, False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._buckets = 0
+        self._results: list[Any] = []  # what may have to be clipped
+        self._squares: list[Any] = []  # sums of this rank's share of the results
+        self._gradients = 0
+        self._names: list[_Names] = []  # a bucket's, in order
+        self._own: dict[int, Any] = {}  # whether each gradient is finite, up to the first that is known not to be
+        self._found: dict[int, int] = {}  # by rank: the first gradient that the communicator has found not to be
+        self._finite_results: list[Any] = []
+        self._knows_bad = False  # known on the host only
+
+    def _note_own(self, bucket: Bucket, sources: Sequence[Array], communicator: Communicator) -> None:
+        """Looks at this rank's gradients of a bucket, before they are reduced."""
+        first = self._add_names(bucket)
+        for number, source in enumerate(sources):
+            if self._knows_bad:
+                break  # the first is told, so no later one needs to be looked at
+            self._own[first + number] = finite = communicator.arrays.all_finite(source)
+            self._knows_bad = finite is False
+
+    def _note_found(self, bucket: Bucket, finder: NonFiniteFinder) -> None:
+        """Takes what the communicator has found while it reduced a bucket."""
+        found, begin = finder.take(), self._add_names(bucket)
+        for rank, element in enumerate(found.firsts):
+            if element != NOWHERE:
+                number = bisect_right([slot.end for slot in bucket.slots], element)
+                self._found.setdefault(rank, begin + number)
+        if found.has_results:
+            self._finite_results.append(False)
+
+    def _note_results(self, results: Sequence[Array], communicator: Communicator, *, looks: bool) -> None:
+        """Looks at this rank's share of reduced values; the other ranks look at the rest."""
+        share = own_share(results, communicator)
+        if looks:
+            self._finite_results += [communicator.arrays.all_finite(part) for part in share]
+        if self._max_norm is not None:
+            self._squares += [communicator.arrays.sum_of_squares(part) for part in share]
+
+    def _add_names(self, bucket: Bucket) -> int:
+        """Takes the names of a bucket's gradients; returns the number of its first in the step."""
+        begin = self._gradients
+        self._names.append(_Names(begin, bucket))
+        self._gradients += len(bucket.slots)
+        return begin
+
+    def _name(self, number: int) -> str:
+        """Returns a parameter's name; a rank that had no gradients, inside join(), does not know them."""
+        if number >= self._gradients:
+            return f"gradient number {number} of the step"
+        names = self._names[bisect_right(self._names, number, key=lambda names: names.begin) - 1]
+        return names.bucket.slots[number - names.begin].spec.label
+
+    def _record(self, communicator: Communicator) -> list[int]:
+        """Returns what this rank tells the others: as many numbers on each.
+
+        Whether some result is not finite; the first gradient that is not, of this rank or, from a finder, of each; the
+        sum of the squares of its share. On a GPU the host waits until these are known.
+        """
+        numbers = on_host([*self._own.values(), *self._finite_results, *self._squares])
+        own, results = len(self._own), len(self._own) + len(self._finite_results)
+        record = []
+        if self.looks_for_nonfinite:
+            bad = [at for at, is_finite in zip(self._own, numbers[:own], strict=True) if not is_finite]
+            if bad:
+                rank = communicator.rank
+                self._found[rank] = min(bad[0], self._found.get(rank, bad[0]))
+            known_of = [communicator.rank] if communicator.finder is None else range(communicator.world_size)
+            firsts = [self._found.get(rank, NOWHERE) for rank in known_of]
+            record = [int(not all(numbers[own:results])), *firsts]
+        if self._max_norm is not None:
+            record.append(_bits_of(float(sum(numbers[results:]))))
+        return record
+
+    def _verdict(self, told: Sequence[Sequence[int]], communicator: Communicator) -> NonFiniteGradient | None:
+        """Returns the error that says whose gradients are not finite; None where all are, and their results."""
+        if not self.looks_for_nonfinite:
+            return None
+        ranks = range(communicator.world_size)
+        if communicator.finder is None:
+            firsts = [numbers[1] for numbers in told]
+        else:
+            of_rank = [[numbers[1 + rank] for numbers in told if numbers[1 + rank] != NOWHERE] for rank in ranks]
+            firsts = [min(found, default=NOWHERE) for found in of_rank]
+        bad = {communicator.ranks[rank]: self._name(at) for rank, at in enumerate(firsts) if at != NOWHERE}
+        return _error(communicator.label, bad) if bad or any(numbers[0] for numbers in told) else None
+
+
+class BucketWatch:
+    """Looks at the values of one bucket before and after its reduction; see Stage of communicator.py.
+
+    Args:
+        values: takes note of them.
+        bucket, communicator, finder: see Values.watch.
+    """
+
+    def __init__(
+        self, values: Values, bucket: Bucket, communicator: Communicator, finder: NonFiniteFinder | None
+    ) -> None:
+        self._values = values
+        self._bucket = bucket
+        self._communicator = communicator
+        self._finder = finder
+
+    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+        """Looks at this rank's values, by gradient or in one array."""
+        if self._values.looks_for_nonfinite and self._finder is None:
+            slots, sources = self._bucket.slots, given
+            if len(sources) < len(slots):
+                sources = [given[0][slot.begin : slot.end] for slot in slots]
+            self._values._note_own(self._bucket, sources, self._communicator)
+        return given
+
+    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+        """Looks at the reduced values."""
+        values = self._values
+        if self._finder is not None:
+            values._note_found(self._bucket, self._finder)
+        values._note_results(results, self._communicator, looks=values.looks_for_nonfinite and self._finder is None)
+        return results
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Returns what gradients are multiplied with so that their norm does not exceed `max_norm`; at most 1.
+
+    Args:
+        norm: of all gradients. Infinity gives 0, NaN gives NaN.
+        max_norm: more than 0.
+
+    Raises:
+        InvalidArgument: max_norm is not more than 0, or no number.
+
+    Source: torch.nn.utils.clip_grad_norm_, its 1e-6 included.
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float, np.number)) or not max_norm > 0:
+        raise InvalidArgument(f"max_norm must be a number above 0, got {max_norm!r}")
+    factor = max_norm / (norm + _EPSILON)
+    return 1.0 if factor > 1.0 else factor
+
+
+def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]:
+    """Returns this rank's share of some flat arrays: views, of a world_size-th of their elements together."""
+    if not flats:
+        return []
+    sizes = tuple([flat.size for flat in flats])
+    share = share_of(sizes, flats[0].dtype.itemsize, communicator.rank, communicator.world_size)
+    return [flats[piece.array][piece.begin : piece.end] for piece in share]
+
+
+def on_host(results: Sequence[Any]) -> list[Any]:
+    """Returns Python numbers; 0-d arrays on a GPU are copied together, and the host waits once for all of them."""
+    if not results or isinstance(results[0], (bool, float)):
+        return list(results)
+    with results[0].device:
+        numbers: list[Any] = array_module(results[0]).concatenate([result.reshape(1) for result in results]).tolist()
+    return numbers
+
+
+def _error(label: str, bad: dict[int, str]) -> NonFiniteGradient:
+    if not bad:
+        return NonFiniteGradient(
+            f"{label}: the gradients of every rank are finite, but the sum overflowed its dtype: lower the loss scale, "
+            "or the prescale, or let gradients travel in a dtype of a wider range"
+        )
+    where = ", ".join(f"{name!r} on rank {rank}" for rank, name in bad.items())
+    rank = next(iter(bad))
+    return NonFiniteGradient(
+        f"{label}: NaN or infinity in the gradients of this step: {where} (the first of each rank that has any): look "
+        "at the batch there, or lower the learning rate, or the loss scale",
+        rank=rank,
+        parameter=bad[rank],
+        parameters=bad,
+    )
+
+
+def _bits_of(value: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def _float_of(bits: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
