@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import gradsync as gs
 from gradsync.communicators.local import local_communicator
+from rank_processes import run_ranks
 
 SHAPES = {"a": ((3,), "float32"), "b": ((2, 2), "float32")}
 
@@ -129,3 +132,54 @@ def test_what_a_hook_has_lost_of_other_gradients_is_not_added() -> None:
             with callback.backward():
                 results.append(callback(name, gradient.copy()))
         np.testing.assert_array_equal(results[0].result(), results[1].result())
+
+
+def hand_over_in_two_threads(comm: Any) -> list[str]:
+    """Rank 1 lets rank 0's bucket wait; meanwhile another thread of rank 0 uses its callback."""
+    sync, waits, told = gs.AllreduceCallback("sum", comm, threshold_bytes=8), threading.Event(), []
+    with sync.backward():
+        if comm.rank == 1:
+            waits.wait(0.3)
+        else:
+
+            def second() -> None:
+                waits.wait(0.1)
+                for call in (lambda: sync("b", np.ones(1)), sync.flush):
+                    try:
+                        call()
+                    except gs.InvalidArgument as error:
+                        told.append(str(error))
+
+            thread = threading.Thread(target=second)
+            thread.start()
+        first = sync("a", np.ones(1))  # fills its bucket
+        if comm.rank == 0:
+            thread.join()
+        second_future = sync("b", np.ones(1))
+    assert (first.result() == 2).all()
+    assert (second_future.result() == 2).all()
+    return told
+
+
+def test_a_second_thread_in_a_callback_is_told_so() -> None:
+    told, _ = run_ranks(2, hand_over_in_two_threads)
+    assert [text.split(" while ")[0] for text in told] == ["rank 0/2: callback(param, grad)", "rank 0/2: flush()"]
+    assert all("while another thread" in text and "one thread at a time" in text for text in told)
+
+
+def count_meetings(comm: Any, options: dict[str, Any]) -> int:
+    sync, gradients = gs.AllreduceCallback("mean", comm, **options), [np.ones(3) for _ in range(2)]
+    for _ in range(3):
+        before, seconds = comm.recorder.begun, sync.statistics.communication_seconds
+        with sync.backward():
+            for number, gradient in enumerate(gradients):
+                sync(number, gradient)
+            if comm.rank == 1:
+                time.sleep(0.05)
+    assert comm.rank == 1 or sync.statistics.communication_seconds - seconds > 0.04  # waiting in the flush too
+    return comm.recorder.begun - before
+
+
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "raise"}, {"clip_norm": 1.0, "nonfinite": "skip"}])
+def test_a_step_ends_with_one_meeting_of_the_ranks(options: dict[str, Any]) -> None:
+    assert run_ranks(2, count_meetings, options) == [2, 2]  # one is the bucket's

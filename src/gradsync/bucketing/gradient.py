@@ -6,12 +6,12 @@ Two gradients that share memory would be reduced into one another: OverlapCheck 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.plan import GradientSpec, Place
+from gradsync.bucketing.plan import Bucket, GradientSpec
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind, overlaps_itself
 from gradsync.errors import InvalidArgument, UnsupportedDtype
@@ -25,39 +25,43 @@ class GradientEntry:
     """A gradient that waits for its bucket; taken again in the next step where the very same array comes.
 
     Attributes:
-        place: in the plan.
-        position: in the step.
-        parameter: held as long as this is, so that its identity stays its own.
-        key: what tells it apart from the others of this process.
         gradient: what was handed over.
-        native: the same, as the communicator's array; of one that is locked, a view that stays writeable.
-        state: what must not have changed where the array comes again; see ArrayKind.state.
+        parameter: held as long as this is, so that its identity stays its own.
+        shape, dtype, state: what must not have changed where the array comes again; see ArrayKind.state.
+        number: of its bucket.
+        name: as ranks know it.
+        result: what the future gives.
+        is_locked: whether the gradient is read-only while it is in flight.
+        complete: the buckets that are complete because of it; see Place of plan.py.
+        key: what tells the parameter apart from the others of this process.
+        spec: what ranks agree on about it.
+        position: its place in the step.
+        native: the gradient as the communicator's array; of one that is locked, a view that stays writeable.
         source: flat, on the communicator's device.
         target: flat, likewise; the source itself where the result may take its place.
         write_back: where the target's values go afterwards: other layouts, other devices; None where they are there.
-        result: what the future gives.
         recurs: whether it is kept for the next step: the last one had this very array here, and it is reduced in place.
-        set_writeable: sets the flag of a gradient that is read-only while it is in flight; None of others.
     """
 
-    place: Place
-    position: int
-    parameter: Any
-    key: Hashable
+    # In this order: what is looked at where the array comes again lies side by side.
     gradient: Any
-    native: Array
+    parameter: Any
+    shape: tuple[int, ...]
+    dtype: Any
     state: Any
+    number: int
+    name: str
+    result: Any
+    is_locked: bool
+    complete: Sequence[Bucket] | None
+    key: Hashable
+    spec: GradientSpec
+    position: int
+    native: Array
     source: Array
     target: Array
     write_back: Array | None
-    result: Any
     recurs: bool
-    set_writeable: Callable[[bool], None] | None
-
-    @property
-    def spec(self) -> GradientSpec:
-        """What ranks agree on about it."""
-        return self.place.spec
 
 
 class Destination(NamedTuple):

@@ -31,7 +31,8 @@ _HAND_OVER = "its hand-over and the reduction of its bucket: hand it over once i
 _REDUCTION = "the reduction of its bucket and the end of the step, and nobody had asked its future: ask that first"
 
 _host = HostArrays()
-_set_flags: Callable[..., None] = np.ndarray.setflags
+#: set_flags(gradient, writeable): not the array's own method, which a subclass may have of its own.
+set_flags: Callable[..., None] = np.ndarray.setflags
 _exhaust = deque[Any](maxlen=0).extend
 
 
@@ -62,7 +63,7 @@ class LockedGradients:
     """
 
     def __init__(self, entries: Sequence[GradientEntry], holder: Holder) -> None:
-        self._entries = [entry for entry in entries if entry.set_writeable is not None]
+        self._entries = [entry for entry in entries if entry.is_locked]
         self._arrays = [entry.gradient for entry in self._entries]
         self._holder = weakref.ref(holder)  # which may keep this from step to step
 
@@ -79,7 +80,7 @@ class LockedGradients:
             InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
         """
         try:
-            _exhaust(map(_set_flags, self._arrays, repeat(True)))  # a loop in C: once for each gradient of a step
+            _exhaust(map(set_flags, self._arrays, repeat(True)))  # a loop in C: once for each gradient of a step
         except ValueError:
             self._put_back_one_by_one()
 
@@ -87,7 +88,7 @@ class LockedGradients:
         failed: InvalidArgument | None = None
         for entry in self._entries:
             try:
-                _set_flags(entry.gradient, True)
+                set_flags(entry.gradient, True)
             except ValueError as error:
                 try:
                     self._put_back_view(entry, error)
@@ -108,7 +109,7 @@ class LockedGradients:
         was_writeable = owner.flags.writeable
         owner.setflags(write=True)
         try:
-            _set_flags(entry.gradient, True)
+            set_flags(entry.gradient, True)
         finally:
             owner.setflags(write=was_writeable)
         refuse_in_flight(entry.gradient, what, holder)
@@ -123,8 +124,8 @@ def register(holder: Holder) -> None:
     _holders[key] = weakref.ref(holder, lambda _: _holders.pop(key, None))
 
 
-def lock_of(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> Callable[[bool], None] | None:
-    """Returns what sets a gradient's flag; None where that could not surely be put back, or is not to be touched.
+def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool:
+    """Whether a gradient's flag can surely be put back, and may be touched.
 
     Args:
         gradient: a NumPy array, of any subclass.
@@ -137,14 +138,11 @@ def lock_of(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> Calla
     """
     owner = _owner(gradient)
     if owner is None:
-        return None
+        return False
     if not (gradient.flags.writeable and owner.flags.writeable):
         refuse_in_flight(gradient, f"{holder.label}: the gradient of {name}", holder)
-        return None
-    if not is_on or not gradient.size:  # there is nothing to write to in an empty one
-        return None
-    set_flags: Callable[[bool], None] = np.ndarray.setflags.__get__(gradient)
-    return set_flags
+        return False
+    return is_on and gradient.size > 0  # there is nothing to write to in an empty one
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:

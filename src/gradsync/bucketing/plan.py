@@ -203,9 +203,9 @@ class Planner:
         self.places.append(place)
         return place
 
-    def count(self, place: Place) -> Sequence[Bucket]:
-        """Notes that a gradient has come to a place whose `complete` is None; returns what it completes."""
-        at = self._order[place.number]
+    def count(self, number: int) -> Sequence[Bucket]:
+        """Notes that a gradient has come, into this bucket, whose `complete` is None; returns what it completes."""
+        at = self._order[number]
         self._missing[at] -= 1
         if self._missing[at] or at != self._next:
             return ()
@@ -238,7 +238,7 @@ class Planner:
         complete: list[Bucket] = []
         for position, spec in enumerate(specs):
             place = self.add(spec, position)
-            complete += self.count(place) if place.complete is None else place.complete
+            complete += self.count(place.number) if place.complete is None else place.complete
         return complete + self.flush(len(specs))
 
     def reset(self) -> None:

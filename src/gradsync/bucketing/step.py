@@ -14,7 +14,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from gradsync.bucketing.gradient import (
     display_name,
     key_of,
 )
-from gradsync.bucketing.guard import GradientGuard, LockedGradients, lock_of, register
+from gradsync.bucketing.guard import GradientGuard, LockedGradients, can_lock, register, set_flags
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.parameter_specs import KnownParameter, known_parameters, warn_of_unequal_values
 from gradsync.bucketing.plan import (
@@ -87,7 +86,8 @@ class Step:
         self._is_known = False  # the callback, to the other ranks of the communicator
         self._has_compared = options.parameters is None  # the parameters' values over the ranks: once
         self._parameters: list[KnownParameter] = []
-        self._thread: int | None = None  # that is handing over a gradient, or in flush()
+        self._is_busy = False  # some thread hands over a gradient, or flushes
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for each: 10,000 gradients share some
         # By place, of this step, and beyond what has come, of the last one.
         self._places: dict[Hashable, int] | None = None  # with `parameters`
         self._entries: list[GradientEntry | None] = []  # those whose arrays may come again
@@ -107,6 +107,8 @@ class Step:
         self._unlocked: set[int] = set()  # places of gradients that were unlocked because nobody will reduce them
         self._accepted_dtypes: set[Any] = set()
         self._guard: GradientGuard | None = None  # in debug mode
+        self._is_watched = False  # whether more is to be done for a gradient than to take it: see _note
+        self._state_of: Callable[[Any], Any] = id  # the communicator's ArrayKind.state
         register(self)
 
     # -- Before a step ---------------------------------------------------------------------------------------------
@@ -123,6 +125,7 @@ class Step:
             self.fail(GradientCancelled("the group ended before its backward pass did"))
         self.forget_memory()
         self._accepted_dtypes.clear()
+        self._shapes.clear()
         if self._options.parameters is not None:
             self._fix_places(communicator)
         known = self._identity.known_on(communicator)
@@ -130,6 +133,8 @@ class Step:
         self._is_known = known is not None or communicator.world_size == 1
         communicator.lifetime.observe_end(self)
         self._guard = GradientGuard(communicator) if communicator.debug else None
+        self._is_watched = self._guard is not None or communicator.runs_beside_host
+        self._state_of = communicator.arrays.state
         self._ends.timeout_seconds = communicator.timeout_seconds
         self._communicator = communicator
 
@@ -226,15 +231,13 @@ class Step:
             self.begin_with(communicator)
         if pending:
             check_may_call(communicator.label, "callback(param, grad)")
-        if self._thread is not None:
-            self._refuse_second_thread("callback(param, grad)", communicator)
+        if self._is_busy:
+            raise _second_use("callback(param, grad)", communicator)
         try:
-            self._thread = get_ident()
-            is_beside_host = communicator.runs_beside_host
-            if is_beside_host:
+            self._is_busy = True
+            if self._is_watched and communicator.runs_beside_host:
                 communicator.checked_stream(None, "a gradient")  # before anything is taken
-            places, planner = self._places, self.planner
-            if places is None:
+            if (places := self._places) is None:
                 position = self.count
             else:
                 position = places.get(param if type(param) is str else key_of(param), _NOWHERE)
@@ -243,8 +246,10 @@ class Step:
             if (
                 entry is not None
                 and entry.gradient is grad
-                and planner.repeats
-                and entry.state == communicator.arrays.state(grad)
+                and self.planner.repeats
+                and entry.shape == grad.shape
+                and entry.dtype is grad.dtype
+                and entry.state == self._state_of(grad)
                 and (
                     (entry.parameter is param or entry.key == (param if type(param) is str else key_of(param)))
                     if places is None
@@ -252,36 +257,36 @@ class Step:
                 )
             ):
                 if self._has_new:
-                    self._register(entry.key, entry.native, entry.place.spec.name, communicator)
-                place = entry.place
+                    self._register(entry.key, entry.native, entry.name, communicator)
             else:
                 if not self.count:
                     self.prepare(grad, communicator)
                 entry = self._admit(param, grad, communicator)
-                position, place = entry.position, entry.place
-                self.reducer.renew(place.number)
-            if places is not None:
-                self._has_come[position] = True
+                self.reducer.renew(entry.number)
             self.count += 1
-            number = place.number
-            if is_beside_host:
-                self._producers.setdefault(number, []).append(communicator.mark_work())
-            if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
-                tracer.arrive(communicator.recorder.group, place.spec.label, is_first=self.count == 1)
-            end = self._ends[number]
-            if self._guard is not None:
-                self._guard.take(entry, end)
-            future = GradientFuture(place.spec.name, end, entry.result)
-            if (set_writeable := entry.set_writeable) is not None:
-                set_writeable(False)
-            complete = place.complete
-            if complete is None:
-                complete = planner.count(place)
+            end = self._ends[entry.number]
+            if self._is_watched or tracing.active is not None:
+                self._note(entry, end, communicator)
+            future = GradientFuture(entry.name, end, entry.result)
+            if entry.is_locked:
+                set_flags(grad, False)
+            if (complete := entry.complete) is None:
+                self._has_come[entry.position] = True
+                complete = self.planner.count(entry.number)
             if complete:
                 self._reduce_all(complete, communicator)
             return future
         finally:
-            self._thread = None
+            self._is_busy = False
+
+    def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:
+        """Takes down what nearly nobody asks for: the work that makes a gradient, its arrival, its values."""
+        if communicator.runs_beside_host:
+            self._producers.setdefault(entry.number, []).append(communicator.mark_work())
+        if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
+            tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=self.count == 1)
+        if self._guard is not None:
+            self._guard.take(entry, end)
 
     def _admit(self, param: Any, grad: Any, communicator: Communicator) -> GradientEntry:
         """Takes a gradient that the last step did not have here as it is now; what fails leaves no trace.
@@ -293,12 +298,12 @@ class Step:
         native = accept(param, grad, position, communicator, self._options, self._accepted_dtypes)
         key, name = key_of(param), display_name(param, position)
         spec = self._spec_of(position, name, native, communicator)
-        lock = None
+        is_locked = False
         is_itself = native is grad
         if isinstance(grad, np.ndarray):
             is_on = self._options.lock_gradients and self.memory is None  # else ranks share it, or it is copied now
-            lock = lock_of(grad, name, self, is_on=is_on)
-            if lock is not None and is_itself:
+            is_locked = can_lock(grad, name, self, is_on=is_on)
+            if is_locked and is_itself:
                 native = grad.view()  # for our own writing; one of a subclass is a view already
         goes = self._destination(grad, native, position, communicator)
         # Else the result is a new array each time, or the values are copied first.
@@ -309,11 +314,30 @@ class Step:
             native = self.memory.views[position]
         if not self._has_new:
             for earlier in self._of_step():
-                self._register(earlier.key, earlier.native, earlier.place.spec.name, communicator)
+                self._register(earlier.key, earlier.native, earlier.name, communicator)
             self._has_new = True
         self._register(key, native, spec.name, communicator)
         place = self.planner.add(spec, position)
-        entry = GradientEntry(place, position, param, key, grad, native, state, *goes, recurs, lock)
+        entry = GradientEntry(
+            gradient=grad,
+            parameter=param,
+            shape=self._shapes.setdefault(spec.shape, spec.shape),
+            dtype=native.dtype,
+            state=state,
+            number=place.number,
+            name=spec.name,
+            result=goes.result,
+            is_locked=is_locked,
+            complete=place.complete,
+            key=key,
+            spec=spec,
+            position=position,
+            native=native,
+            source=goes.source,
+            target=goes.target,
+            write_back=goes.write_back,
+            recurs=recurs,
+        )
         if position == len(self._entries):
             self._entries.append(entry)
             self._seen.append(None)
@@ -379,13 +403,6 @@ class Step:
             raise InvalidArgument(f"{communicator.label}: {error}") from None
         self._keys.add(key)
 
-    def _refuse_second_thread(self, what: str, communicator: Communicator) -> None:
-        if self._thread != get_ident():
-            raise InvalidArgument(
-                f"{communicator.label}: {what} while another thread hands over a gradient to this callback, or flushes "
-                "it: one thread at a time; give each thread a callback of its own, with a group of its own"
-            )
-
     # -- The end of a step -----------------------------------------------------------------------------------------
 
     def flush(self, communicator: Communicator) -> None:
@@ -394,14 +411,14 @@ class Step:
             check_may_call(communicator.label, "flush()")
         self.begin_with(communicator)
         communicator.checked_stream(None, "flush()")  # before the ranks meet: it is to wait for the results
-        if self._thread is not None:
-            self._refuse_second_thread("flush()", communicator)
+        if self._is_busy:
+            raise _second_use("flush()", communicator)
         self.filled = {}
         try:
             self.meet(communicator)
             if self._places is not None and self._is_incomplete():
                 self._complete(communicator)
-            self._thread = get_ident()
+            self._is_busy = True
             self._reduce_all(self.planner.flush(self.count), communicator)
             if self._guard is not None:
                 self._guard.check_results()
@@ -418,7 +435,7 @@ class Step:
             self.fail(error)
             raise
         finally:
-            self._thread = None
+            self._is_busy = False
         self._ends.raise_leaving()
 
     def note_raised_on_all(self, error: BaseException) -> None:
@@ -627,7 +644,7 @@ class Step:
             end = self._ends.get(bucket.number)
             if end is None or is_past(end):
                 free.update([slot.position for slot in bucket.slots])
-        return [entry for entry in self._of_step() if entry.set_writeable is not None and entry.position not in free]
+        return [entry for entry in self._of_step() if entry.is_locked and entry.position not in free]
 
 
 class _Ends(dict[int, CollectiveEnd]):
@@ -689,4 +706,12 @@ def _twice(name: str, communicator: Communicator) -> InvalidArgument:
     return InvalidArgument(
         f"{communicator.label}: {name} was handed over twice before a flush: add its gradients up first, or end each "
         "pass with flush() or `with callback.backward()`"
+    )
+
+
+def _second_use(what: str, communicator: Communicator) -> InvalidArgument:
+    return InvalidArgument(
+        f"{communicator.label}: {what} while another thread, or what a signal's handler has interrupted, hands over a "
+        "gradient to this callback or flushes it: one thread at a time; give each thread a callback and a group of its "
+        "own"
     )

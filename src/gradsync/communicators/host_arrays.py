@@ -93,7 +93,7 @@ class ArrayKind(Protocol):
         """Whether the array may be written to."""
 
     def state(self, native: Any) -> Any:
-        """Returns what must be the same when an array comes again for what is known of it to be right still."""
+        """Returns what must be the same, beside shape and dtype, where an array comes again: what is known is right."""
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """Returns the first address of a non-empty array, and one past its last."""
@@ -171,7 +171,7 @@ class HostArrays:
 
     # See ArrayKind; looked at for each gradient, hence in C. NumPy does not let an array that others view have its
     # memory exchanged, but all else of it.
-    state = staticmethod(attrgetter("flags.writeable", "dtype", "shape"))
+    state = staticmethod(attrgetter("flags.writeable"))
 
     def byte_bounds(self, native: Array) -> tuple[int, int]:
         """See ArrayKind."""

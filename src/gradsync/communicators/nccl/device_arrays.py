@@ -179,7 +179,7 @@ class DeviceArrays:
         """See ArrayKind; the memory of a CuPy array can be exchanged."""
         if isinstance(native, np.ndarray):
             return self._host.state(native)
-        return native.data.ptr, native.dtype, native.shape
+        return native.data.ptr
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """See ArrayKind. The addresses of the host and of all devices are one space (CUDA's unified addressing)."""
