@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 
 import gradsync as gs
-from gradsync.communicators.nccl.connection import count_devices
-from gradsync.communicators.nccl.library import NcclLibrary
+from gradsync.communicators.nccl.connect import count_devices
+from gradsync.communicators.nccl.library import Nccl
 from measurement import provenance
 from on_gpu.rows import Row, table_of
 from on_gpu.scale import FULL, QUICK, TINY, Scale
@@ -44,7 +44,7 @@ TITLES = {
 def why_no_gpu() -> str | None:
     """Returns why nothing can be measured here, or None when it can."""
     try:
-        NcclLibrary()
+        Nccl()
         return None if count_devices() else "CUDA shows no device to this process"
     except gs.BackendUnavailable as error:
         return str(error)

@@ -44,9 +44,9 @@ _PRELOADED = [
 _PRELOADED_WITH_STAND_IN = [
     "cupy.cuda.nccl",
     "cupy.cuda.nvrtc",
-    "gradsync.communicators.nccl.connection",
+    "gradsync.communicators.nccl.connect",
     "gradsync.communicators.nccl.nccl_backend",
-    "gradsync.communicators.nccl.pack_kernels",
+    "gradsync.communicators.nccl.kernels",
 ]
 
 

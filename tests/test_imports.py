@@ -54,7 +54,7 @@ INSIDE = {
     "communicators.local": "backends bench comm",
     "communicators.mpi.mpi_backend": "backends",
     "communicators.mpi.mpi_job": "backends doctor process_group",
-    "communicators.nccl.connection": "backends",
+    "communicators.nccl.connect": "backends",
     "communicators.nccl.library": "backends doctor",
     "communicators.nonfinite": "bucketing",
     "communicators.pieces": "bucketing",

@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 
 from gradsync.bucketing.plan import GradientSpec, plan_buckets
-from gradsync.communicators.nccl.pack_kernels import FusedPacker, pack_layout
+from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
 from models import Shape
 from on_gpu.clock import DeviceClock, Operation, take_turns
 from on_gpu.copying import copy

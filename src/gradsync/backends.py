@@ -140,11 +140,11 @@ def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
 
 
 def _check_nccl() -> None:
-    from gradsync.communicators.nccl.connection import count_devices
-    from gradsync.communicators.nccl.library import NcclLibrary
+    from gradsync.communicators.nccl.connect import count_devices
+    from gradsync.communicators.nccl.library import Nccl
 
     try:
-        NcclLibrary()
+        Nccl()
         if count_devices() == 0:
             raise BackendUnavailable("no GPU is visible")
     except BackendUnavailable as error:
@@ -242,11 +242,11 @@ def _offer_of_gpu(settings: WorldSettings, *, only_if_seen: bool = False) -> str
         return f"{_NO}device='cpu' was asked for"
     if only_if_seen and count_gpus() == 0:
         return f"{_NO}no GPU is visible"
-    from gradsync.communicators.nccl.connection import choose_device, count_devices, device_identity
-    from gradsync.communicators.nccl.library import NcclLibrary
+    from gradsync.communicators.nccl.connect import choose_device, count_devices, device_identity
+    from gradsync.communicators.nccl.library import Nccl
 
     try:
-        library = NcclLibrary()
+        library = Nccl()
         number = choose_device(
             None if device == "cpu" else device,
             settings.place.local_rank,
@@ -317,7 +317,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
 
         communicator = Communicator(connect_mpi(client, group=group, **timeouts))
     else:
-        from gradsync.communicators.nccl.connection import connect_nccl
+        from gradsync.communicators.nccl.connect import connect_nccl
 
         nccl = connect_nccl(
             client,

@@ -61,8 +61,8 @@ class Completion(Protocol):
         What function raises is what the collective has failed with.
         """
 
-    def when_done(self, function: Callable[[BaseException | None], None]) -> None:
-        """Calls function(error or None) once it has ended, on a thread of the communicator."""
+    def when_done(self, function: Callable[[], None]) -> None:
+        """Calls function() once it has ended, on a thread of gradsync's own; at once where it has."""
 
 
 _log = logging.getLogger("gradsync")
@@ -283,7 +283,7 @@ class CollectiveEnd:
         if self.completion is None:
             call()
         else:
-            self.completion.when_done(lambda _error: call())
+            self.completion.when_done(call)
 
 
 def _run(function: Callable[[Any], None], future: Any) -> None:

@@ -66,8 +66,10 @@ def run_step(callback: Any, kit: Any, rank: int, step: int) -> dict[str, np.ndar
 def expect_bits(
     comm: Any, got: dict[str, np.ndarray[Any, Any]], step: int, batches: tuple[int, ...], method: str
 ) -> None:
-    # Where all have a batch, it is NCCL that makes the mean, and it need not divide last.
-    exact = comm.backend == "shm" or method == "sum" or min(batches) <= step
+    # NCCL adds up in an order of its own: sums of two ranks are the same in any. Where all have a batch, it is NCCL
+    # that makes the mean, and it need not divide last.
+    given = sum(step < count for count in batches)
+    exact = comm.backend == "shm" or (given < 3 and (method == "sum" or min(batches) <= step))
     for name, values in got.items():
         wanted = mean_by_hand(name, step, batches, method)
         assert (values.shape, values.dtype) == (wanted.shape, wanted.dtype), name

@@ -6,9 +6,11 @@ The checks run on a GPU and on the stand-in. What must still be running when the
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +23,7 @@ import numpy as np
 import gradsync as gs
 from contract import expect, wait_until
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.nccl.connection import connect_nccl
+from gradsync.communicators.nccl.connect import connect_nccl
 from kits import bring_to_rest
 
 SIZE = 5000
@@ -260,6 +262,57 @@ def wait_in_a_callback(comm: Any) -> None:
     assert_all(gradient.result(), total(comm, 0))
 
 
+def keep_callbacks_from_the_watcher(comm: Any) -> None:
+    """One thread of the process looks after all communicators, and no callback keeps it from that."""
+    groups = [comm.new_group(range(comm.world_size)) for _ in range(3)]
+    watchers = [thread for thread in threading.enumerate() if thread.name == "gradsync-nccl-watcher"]
+    assert len(watchers) == 1
+    future = comm.asynchronous.all_reduce(full(0))
+    is_in_it, goes_on, called = threading.Event(), threading.Event(), threading.Event()
+
+    def dawdle(_: Any) -> None:
+        is_in_it.set()
+        goes_on.wait(SECONDS)
+
+    producer = side_stream()
+    with held_up(producer):
+        with producer:
+            future = comm.asynchronous.all_reduce(full(0))
+        future.add_done_callback(dawdle)
+        future.add_done_callback(lambda _: called.set())
+    assert is_in_it.wait(SECONDS)
+    comm.barrier()
+    began = time.monotonic()
+    if comm.rank == comm.world_size - 1:
+        groups[1].abort("enough")
+    wait_until(lambda: comm.closed and groups[2].closed)
+    assert time.monotonic() - began < SECONDS / 2
+    assert not called.is_set()
+    goes_on.set()
+    assert called.wait(SECONDS)
+    for group in (*groups, comm):
+        with contextlib.suppress(gs.GradsyncError):
+            group.close()
+
+
+def give_pinned_memory_back(comm: Any) -> None:
+    """What results in host memory were staged in is free once they are there, though their futures are held."""
+    pinned: list[Any] = []
+    alloc = cupy.cuda.alloc_pinned_memory
+
+    def noted(size: int) -> Any:
+        memory = alloc(size)
+        pinned.append(weakref.ref(memory))
+        return memory
+
+    cupy.cuda.alloc_pinned_memory = noted
+    futures = [comm.asynchronous.all_reduce(np.ones(SIZE)) for _ in range(3)]
+    assert all((future.result() == comm.world_size).all() for future in futures)
+    gc.collect()
+    assert len(pinned) >= len(futures)
+    assert all(memory() is None for memory in pinned)
+
+
 class ForeignStream:
     """A stream of a library with CUDA's stream protocol."""
 
@@ -336,13 +389,16 @@ def refuse_wrong_streams(comm: Any) -> None:
     """One rank's mistake: the others go on."""
     array = full(comm.rank)
     if comm.rank == 0:
-        wrong: list[Any] = ["x", 1.5, object(), True]
+        wrong: list[Any] = ["x", 1.5, object(), True, array]
         if cupy.cuda.runtime.getDeviceCount() > 1:
             with cupy.cuda.Device((cupy.cuda.Device().id + 1) % cupy.cuda.runtime.getDeviceCount()):
                 wrong.append(cupy.cuda.Stream(non_blocking=True))
         for stream in wrong:
             for collectives in (comm, comm.asynchronous):
-                expect(gs.InvalidArgument, partial(collectives.all_reduce, array, stream=stream), "needs a stream")
+                refused = partial(collectives.all_reduce, array, stream=stream)
+                error = expect(gs.InvalidArgument, refused, "needs a stream")
+                assert (stream is array) == ("got an array" in str(error))
+                assert "out=" not in str(error)
     future = comm.asynchronous.all_reduce(array)
     expect(gs.InvalidArgument, partial(future.wait, "x"), "needs a stream")
     assert_all(future.result(), sum(range(comm.world_size)))
@@ -439,7 +495,7 @@ def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
         calls.watch(cupy.cuda.runtime, "streamSynchronize", "deviceSynchronize")
     backend = connect_nccl(client, local_rank=comm.rank, group="counted", allow_shared_gpu=True)
     with Communicator(backend) as counted:
-        calls.watch(counted._backend._handle, "call")
+        calls.watch(counted._backend._nccl, "call")
         callback = gs.AllreduceCallback("mean", counted, threshold_bytes=2 * 4 * SIZE)
         gradients = [full(comm.rank) for _ in range(8)]
         for step in range(5):

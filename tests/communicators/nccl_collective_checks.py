@@ -154,7 +154,7 @@ def as_host(array: Any) -> np.ndarray[Any, Any]:
 def broadcast_in_one_go(comm: Any) -> None:
     """Arrays of any dtypes and layouts are one broadcast."""
     calls = Calls()
-    calls.watch(comm._backend._handle, "call")
+    calls.watch(comm._backend._nccl, "call")
     root = comm.world_size - 1
     shapes = [("float32", (30, 4)), ("int8", (3,)), ("complex128", ()), ("bool", (0,)), ("float16", (5, 5))]
     arrays = [cupy.full(shape, comm.rank + 1).astype(dtype) for dtype, shape in shapes]
@@ -203,7 +203,7 @@ def part_of(comm: Any) -> slice:
 
 def leave_no_group_open(comm: Any) -> None:
     """Whatever ends a group of calls, the next one is launched; one that has been ended is told so."""
-    handle, nccl = comm._backend._handle, comm._backend._handle.library.binding
+    handle, nccl = comm._backend._nccl, comm._backend._nccl.binding
     array = full(1, 4)
 
     def reduce(op: int = nccl.NCCL_SUM) -> None:
@@ -225,8 +225,8 @@ def leave_no_group_open(comm: Any) -> None:
     with handle.group():
         reduce()
     assert_all(array, comm.world_size)
-    handle.begin_abort()
-    handle.await_end(SECONDS)
+    handle.abort()
+    assert handle.has_ended.wait(SECONDS)
     expect(gs.CommunicatorClosed, lambda: fail(ZeroDivisionError()), "ended")
     expect(gs.CommunicatorClosed, reduce, "ended")
     expect(nccl.NcclError, nccl.groupEnd)
@@ -359,13 +359,13 @@ def wait_for_a_message_in_vain(comm: Any, how: str) -> str:
 def split_as_the_library_can(comm: Any, has_split: bool) -> None:
     """Into groups, by ncclCommSplit where that is there, right after a collective; rank 0 joins none the last time."""
     names: list[str] = []
-    call = comm._backend._handle.call
+    call = comm._backend._nccl.call
 
     def note(name: str, *arguments: Any) -> Any:
         names.append(name)
         return call(name, *arguments)
 
-    comm._backend._handle.call = note
+    comm._backend._nccl.call = note
     places: list[Callable[[int], tuple[int | None, int]]] = [
         lambda rank: (rank % 2, 0),
         lambda rank: (-(2**40) - rank // 2, -rank),
@@ -391,7 +391,6 @@ def split_as_the_library_can(comm: Any, has_split: bool) -> None:
 
 def miss_a_rank_in_ncclcommsplit(comm: Any) -> str:
     """Rank 1 does something else in place of the call that nothing can interrupt."""
-    from gradsync.communicators.nccl import nccl_backend as nccl
 
     def never_come(*arguments: Any) -> Any:
         arguments[0].barrier("nccl/split")
@@ -399,12 +398,11 @@ def miss_a_rank_in_ncclcommsplit(comm: Any) -> str:
         raise gs.CommunicatorClosed("told")
 
     if comm.rank == 1:
-        nccl.split_group = never_come
+        comm._backend._nccl.split = never_come
         return str(expect(gs.CommunicatorClosed, lambda: comm.split(0)))
     error = expect(gs.CollectiveTimeout, lambda: comm.split(0))
     expect(gs.CommunicatorClosed, comm.barrier)
-    comm._backend._handle.await_end(SECONDS)
-    assert comm._backend._handle._has_ended.is_set()
+    assert comm._backend._nccl.has_ended.wait(SECONDS)
     return str(error)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 import gradsync as gs
 from contract import expect
+from gradsync.communicators.nccl import library
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
 
@@ -186,13 +187,13 @@ def refuse_another_gpu(comm: Any) -> None:
 
 def tell_errors_of_nccl(comm: Any) -> None:
     """Codes, names, versions and what to do; CuPy's own error does not know the codes 7 and 8."""
-    library = comm._backend._handle.library
+    nccl = comm._backend._nccl
     for code, name, hint in (
         (1, "ncclUnhandledCudaError", "a CUDA call failed"),
         (5, "ncclInvalidUsage", "ranks share a GPU"),
         (6, "ncclRemoteError", "another rank, or the network"),
     ):
-        error = told_as(library, library.binding.NcclError(code))
+        error = told_as(nccl, nccl.binding.NcclError(code))
         assert (error.code, error.name) == (code, name)
         text = str(error)
         assert text.startswith(f"rank 0/1: ncclAllReduce failed with {name} ({code})")
@@ -202,19 +203,44 @@ def tell_errors_of_nccl(comm: Any) -> None:
         again = pickle.loads(pickle.dumps(error))
         assert (str(again), again.code, again.name) == (text, code, name)
     for code, name in ((7, "ncclInProgress"), (8, "ncclTimeout")):
-        error = told_as(library, KeyError(code))
+        error = told_as(nccl, KeyError(code))
         assert (error.code, error.name) == (code, name)
-    assert isinstance(told_as(library, ZeroDivisionError()), ZeroDivisionError)
+    assert isinstance(told_as(nccl, ZeroDivisionError()), ZeroDivisionError)
     # What NCCL itself refuses comes out of a collective like this, and ends the communicator.
-    comm._backend._reduction._library.op = lambda op: 99
+    comm._backend._nccl._ops = dict.fromkeys(gs.ReduceOp, 99)
     error = expect(gs.NcclError, lambda: comm.all_reduce(np.ones(3)), "ncclAllReduce failed with ncclInvalidArgument")
     assert error.code == 4
     expect(gs.CommunicatorClosed, comm.barrier, "ncclInvalidArgument")
 
 
-def told_as(library: Any, error: BaseException) -> Any:
+def tell_nccls_own_words(comm: Any) -> None:
+    """NCCL keeps its last error for the process: also of a communicator that has not come to be."""
+    import cupy
+
+    def last_error(communicator: int | None) -> bytes:
+        return b"no socket interface found"
+
+    path = Path(__file__)
+    library.library_path = lambda: str(path)
+    ctypes.CDLL = lambda name: types.SimpleNamespace(ncclGetLastError=last_error)  # type: ignore[assignment,misc]
+    joining = cupy.cuda.nccl.NcclCommunicator
+
+    def refuse(*_: Any) -> None:
+        raise cupy.cuda.nccl.NcclError(2)
+
+    gs.destroy_process_group()
+    cupy.cuda.nccl.NcclCommunicator = refuse
+    error = expect(gs.NcclError, lambda: gs.init_process_group("nccl"), "no socket interface found")
+    assert "rank 0/1: ncclCommInitRank failed with ncclSystemError (2): no socket interface found; " in str(error)
+    cupy.cuda.nccl.NcclCommunicator = joining
+    with gs.init_process_group("nccl") as comm:
+        comm._backend._nccl._ops = dict.fromkeys(gs.ReduceOp, 99)
+        expect(gs.NcclError, lambda: comm.all_reduce(np.ones(3)), "no socket interface found")
+
+
+def told_as(nccl: Any, error: BaseException) -> Any:
     try:
-        with library.errors("ncclAllReduce", "rank 0/1"):
+        with nccl._errors("ncclAllReduce"):
             raise error
     except Exception as told:
         return told

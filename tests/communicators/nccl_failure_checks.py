@@ -21,8 +21,8 @@ import gradsync as gs
 from contract import expect, wait_until
 from gradsync import process_group
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.nccl import connection as nccl_connection
-from gradsync.communicators.nccl import joining as nccl_joining
+from gradsync.communicators.nccl import connect
+from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.verdicts import NEWS_SECONDS
 from kits import bring_to_rest
 
@@ -94,11 +94,11 @@ def leave_the_plan_with_slow_texts(comm: Any) -> None:
         client().get("rank 0 is ahead", timeout_seconds=SECONDS)
         assert expect(gs.PlanMismatch, lambda: step(callback, "abced")).broken
         return
-    agreement = comm._backend._agreements._of_all
+    agreement = comm._backend._agreements.of_all
     read = agreement._read
 
     def read_slowly(*arguments: Any) -> str:
-        wait_until(comm._backend._handle.has_failed)
+        wait_until(comm._backend._nccl.has_failed)
         time.sleep(NEWS_SECONDS + 0.5)
         return read(*arguments)
 
@@ -332,7 +332,7 @@ def keep_what_queued_work_writes_to(comm: Any, kind: str) -> None:
     gone = weakref.ref(array)
     del array
     comm.abort("enough")
-    wait_until(comm._backend._handle._has_ended.is_set)
+    wait_until(comm._backend._nccl.has_ended.is_set)
     del future
     comm._backend._last = None
     gc.collect()
@@ -354,15 +354,15 @@ def close_between_a_launch_that_fails_and_its_communicator(comm: Any) -> None:
         client().get("launched", timeout_seconds=SECONDS)
         comm.abort("enough")
         return
-    fail_launches, have_failed, destroyed = comm._backend._watcher.fail_launches, threading.Event(), []
+    fail_launches, have_failed, destroyed = comm._backend._watched.fail_launches, threading.Event(), []
 
     def fail_and_pause(error: BaseException) -> None:
         fail_launches(error)
         have_failed.set()
         time.sleep(0.5)  # as where the machine is busy: time enough for what must not happen
 
-    comm._backend._watcher.fail_launches = fail_and_pause
-    comm._backend._handle.destroy = lambda: destroyed.append(comm)
+    comm._backend._watched.fail_launches = fail_and_pause
+    comm._backend._nccl.destroy = lambda: destroyed.append(comm)
     client().set("launched", b"")
     assert have_failed.wait(SECONDS)
     expect(gs.RankFailed, comm.close, "enough")
@@ -390,7 +390,7 @@ def begin_without_a_peer(comm: Any, where: str, how: str, seconds: float) -> str
     gs.destroy_process_group()
     if comm.rank == 1:
         replacement: Callable[..., Any] = {"refuse": _refuse, "die": _die, "stay away": _never_come}[how]
-        setattr(nccl_joining if hasattr(nccl_joining, where) else nccl_connection, where, replacement)
+        setattr(Nccl if hasattr(Nccl, where) else connect, where, replacement)
     began = time.monotonic()
     options: dict[str, Any] = {"timeout_seconds": seconds, "allow_shared_gpu": True}
     error = expect(gs.GradsyncError, lambda: gs.init_process_group("nccl", **options))
@@ -421,12 +421,12 @@ def forget_without_closing(comm: Any) -> None:
     """A communicator that is collected ends by itself, its threads too; the world's goes on."""
     before = watchers()
     for number in range(3):
-        backend = nccl_connection.connect_nccl(
+        backend = connect.connect_nccl(
             client(), local_rank=comm.rank, group=f"forgotten {number}", allow_shared_gpu=True
         )
         forgotten = Communicator(backend)
         del backend
-        ended = forgotten._backend._handle._has_ended
+        ended = forgotten._backend._nccl.has_ended
         forgotten.barrier()
         comm.barrier()
         del forgotten
@@ -481,15 +481,33 @@ def abort_beside_a_call_that_does_not_return(comm: Any) -> None:
     is_in_it, is_over = threading.Event(), threading.Event()
 
     def block() -> None:
-        with comm._backend._handle._calling:
+        with comm._backend._nccl._calling:
             is_in_it.set()
             is_over.wait()
 
     threading.Thread(target=block, daemon=True).start()
     is_in_it.wait()
     comm.abort("enough")
-    wait_until(comm._backend._handle._has_ended.is_set)
+    wait_until(comm._backend._nccl.has_ended.is_set)
     is_over.set()
+
+
+def abort_while_the_driver_is_held(comm: Any) -> None:
+    """Another thread may hold the driver's lock, as cudaFree does that waits for a hung kernel; abort ends that."""
+    if comm.rank == 1:
+        expect(gs.RankFailed, comm.barrier)
+        return
+    lifted, use = threading.Event(), cupy.cuda.Device.use
+
+    def use_late(device: Any) -> None:
+        if threading.current_thread().name == "gradsync-nccl-end":
+            lifted.wait()
+        use(device)
+
+    cupy.cuda.Device.use = use_late
+    comm.abort("enough")
+    wait_until(comm._backend._nccl.has_ended.is_set)
+    lifted.set()
 
 
 def fork_and_use(comm: Any) -> str:

@@ -128,5 +128,9 @@ def test_arrays_on_another_gpu_are_refused() -> None:
     STAND_IN.run(1, check, "refuse_another_gpu", environment={"GRADSYNC_STAND_IN_DEVICES": "2"})
 
 
+def test_errors_have_nccls_own_words() -> None:
+    STAND_IN.run(1, check, "tell_nccls_own_words")
+
+
 def test_errors_of_nccl() -> None:
     STAND_IN.run(1, check, "tell_errors_of_nccl")

@@ -22,7 +22,7 @@ import gradsync as gs
 from gradsync import process_group
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl import nccl_backend as nccl
-from gradsync.communicators.nccl.connection import connect_nccl
+from gradsync.communicators.nccl.connect import connect_nccl
 
 nccl._DRAIN_SECONDS = 0.3
 world = gs.init_process_group("nccl", timeout_seconds=30, allow_shared_gpu=True)

@@ -206,6 +206,10 @@ def test_an_abort_beside_a_call_that_does_not_return(place: Place, world_size: i
     place.run(world_size, check, "abort_beside_a_call_that_does_not_return")
 
 
+def test_an_abort_asks_nothing_of_the_driver_before() -> None:
+    STAND_IN.run(2, check, "abort_while_the_driver_is_held")
+
+
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
 def test_a_forked_child_cannot_use_it(place: Place, world_size: int) -> None:
     for text in place.run(world_size, check, "fork_and_use"):

@@ -39,6 +39,15 @@ def test_streams(place: Place, world_size: int, name: str) -> None:
     place.run(world_size, check, name)
 
 
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2, 3), *on(GPU, 2)])
+def test_a_slow_callback_keeps_nobody_from_noticing_failures(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "keep_callbacks_from_the_watcher")
+
+
+def test_pinned_memory_is_given_back() -> None:
+    STAND_IN.run(2, check, "give_pinned_memory_back")
+
+
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2, 3), *on(GPU, 2)])
 def test_a_steady_step_asks_nobody_and_waits_for_nothing(place: Place, world_size: int) -> None:
     for counts in place.run(world_size, check, "count_calls_of_a_steady_step"):

@@ -82,6 +82,7 @@ class Backend(ABC):
         arrays: how it handles arrays.
         runs_beside_host: whether a collective has only been launched when its method returns.
         meets_at_once: whether the ranks meet in a barrier when the communicator is made.
+        plans_for: the class of the arrays that plans take.
         force_packing: whether lists are packed into a flat buffer, and split, in a world of one too, as NCCL does in
             others: so benchmarks can measure what packing costs.
         finder: of what is not finite, where lists and resident memory can be looked at while they are reduced.
@@ -97,6 +98,7 @@ class Backend(ABC):
     runs_beside_host = False
     meets_at_once = False
     force_packing = False
+    plans_for: Any = np.ndarray
     finder: NonFiniteFinder | None = None
     lifetime: Lifetime
 
@@ -206,8 +208,12 @@ class Backend(ABC):
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """Returns the numbers of every rank, int64, as many on each. Waits, and moves them on the host's behalf."""
 
-    # -- Plans: for calls that recur, with NumPy arrays and equal parts; None where the methods above are as good -----
+    # -- Plans: for calls that recur, with whole arrays and equal parts; None where the methods above are as good -----
     # Ranks that run a plan meet others that use these methods. `release` lets go of what plans hold.
+
+    def takes(self, array: Array) -> bool:
+        """Whether a plan may use an array of the class `plans_for`, which may be written to; NumPy's are not asked."""
+        return True
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         """Plans `all_reduce` of one array of so many elements."""

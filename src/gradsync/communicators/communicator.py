@@ -154,6 +154,7 @@ class Communicator:
         self.arrays = backend.arrays
         self.runs_beside_host = backend.runs_beside_host
         self._known: dict[Any, _Known] = {}
+        self._plans_for = backend.plans_for
         self.finder = backend.finder
         self.timeout_seconds = backend.timeout_seconds
         self.recorder = backend.recorder
@@ -1255,13 +1256,16 @@ class Communicator:
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         what, agreement, move, source, target = call
-        if target is None or stream is not None:  # with a plan, on the CPU, there is nothing to check
+        if target is None or stream is not None or self.runs_beside_host:  # a plan on the CPU has nothing to check
             stream = self.checked_stream(stream, what)
         with self.lifetime.turn(what, agreement):
-            if target is not None:
+            if target is not None and not self.runs_beside_host:
                 move(source, target, agreement)
                 return target
             with self._backend.launching(stream) as launch:
+                if target is not None:
+                    move(source, target, agreement)
+                    return target
                 result = move(launch)
             self._backend.await_host_results(launch)
         return result
@@ -1274,7 +1278,7 @@ class Communicator:
         Returns:
             None for what has to go the whole way, which also says what is wrong with it.
         """
-        if type(array) is not np.ndarray:
+        if type(array) is not self._plans_for:
             return None
         try:
             known = self._known.get((what, detail, array.shape, array.dtype))
@@ -1286,6 +1290,9 @@ class Communicator:
         flags = array.flags
         if not flags.c_contiguous:
             return None
+        if self.runs_beside_host:
+            is_known = in_place and out is None and self._backend.takes(array)
+            return (what, agreement, run, array, array) if is_known else None
         if out is not None:
             if type(out) is not np.ndarray or out.shape != shape or out.dtype != array.dtype:
                 return None
@@ -1575,7 +1582,7 @@ class Asynchronous:
 
     def _submit(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
         communicator = self._communicator
-        what, agreement, move, *_ = call
+        what, agreement, move, source, result = call
         if not communicator.runs_beside_host:
             return submit(communicator.lifetime, what, partial(communicator._run, call, stream))
         name = f"{communicator.label}: {what}"
@@ -1585,7 +1592,10 @@ class Asynchronous:
         turn = communicator.lifetime.turn(what, agreement)
         try:
             with turn, communicator._backend.launching(stream, producers) as launch:
-                result = move(launch)  # a device has no plans: `move` takes the launch
+                if result is None:
+                    result = move(launch)
+                else:
+                    move(source, result, agreement)
         except Exception as error:
             closed = isinstance(error, CommunicatorClosed)  # what has closed it, has told
             end.finish(None, error, untold=None if closed else LostFailure(name, error, communicator.lifetime))

@@ -279,7 +279,15 @@ class RendezvousClient:
 
     # Agreement on the next collective.
 
-    def agree(self, group: str, position: int, digest: int, *, timeout_seconds: float = 120.0) -> Decision:
+    def agree(
+        self,
+        group: str,
+        position: int,
+        digest: int,
+        *,
+        timeout_seconds: float = 120.0,
+        arriving: tuple[list[object], object] | None = None,
+    ) -> Decision:
         """Asks whether all members do the same at a position of their group, and returns the decision.
 
         Returns once every member has called it for this position, or has said, asked through `follow`, that it has
@@ -291,6 +299,8 @@ class RendezvousClient:
             position: which of the group's collectives, from 0.
             digest: of what this rank is about to do, an unsigned integer of 64 bits.
             timeout_seconds: this rank's deadline.
+            arriving: a list, and what is appended to it when the decision comes: before any thread is woken, and in the
+                order in which the server has decided, which threads that ask at the same time cannot tell otherwise.
 
         Raises:
             InvalidArgument: an argument is out of its range, the members differ from an earlier call's, or this rank
@@ -301,7 +311,8 @@ class RendezvousClient:
         name = self._scoped(group)
         fields = name, operator.index(position), operator.index(digest), self._members
         operation = f"agree {name!r} at position {position}"
-        decision, decided_at = self._connection.ask(operation, timeout_seconds, FrameType.AGREE, *fields)
+        asked = FrameType.AGREE, *fields
+        decision, decided_at = self._connection.ask(operation, timeout_seconds, *asked, arriving=arriving)
         if decision == Decision.LAUNCHED:
             self._launched_positions[name] = decided_at
         return Decision(decision)

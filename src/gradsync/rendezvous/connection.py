@@ -116,9 +116,10 @@ def check_timeout(timeout_seconds: float) -> float:
 class _Pending:
     """A request that waits for its answer; `is_over` is released once there is one, or never can be."""
 
-    __slots__ = ("answer", "is_over", "sequence", "values")
+    __slots__ = ("answer", "arriving", "is_over", "sequence", "values")
 
-    def __init__(self) -> None:
+    def __init__(self, arriving: tuple[list[object], object] | None = None) -> None:
+        self.arriving = arriving  # where a decision is noted, and as what
         self.sequence = 0  # once it is sent
         self.is_over = threading.Lock()
         self.is_over.acquire()
@@ -202,6 +203,7 @@ class Connection:
         *fields: Any,
         then: tuple[Any, ...] = (),
         shown_seconds: float | None = None,
+        arriving: tuple[list[object], object] | None = None,
     ) -> Any:
         """Sends a request and returns its result.
 
@@ -213,6 +215,7 @@ class Connection:
             frame_type, fields: the request.
             then: another message that travels right behind it, its type first.
             shown_seconds: the deadline that messages name, where the caller's was longer.
+            arriving: see RendezvousClient.agree.
 
         Raises:
             InvalidArgument, RendezvousError, RendezvousTimeout, RankFailed, CollectiveTimeout, CommunicatorClosed: as
@@ -220,7 +223,7 @@ class Connection:
         """
         deadline = time.monotonic() + check_timeout(timeout_seconds)
         shown = timeout_seconds if shown_seconds is None else shown_seconds
-        pending = _Pending()
+        pending = _Pending(arriving)
         self.raise_failure()
         try:
             self._send(frame_type, fields, then, pending)
@@ -471,6 +474,9 @@ class Connection:
         pending = self._pending.pop(sequence, None)
         if pending is not None:
             pending.answer = answer
+            if pending.arriving is not None and answer is not None and answer.type is FrameType.DECISION:
+                arrivals, what = pending.arriving
+                arrivals.append(what)
             pending.is_over.release()
 
     def _fail(self, failure: GradsyncError) -> None:

@@ -119,7 +119,7 @@ class Reduction:
         self.over = False
         self.error: BaseException | None = None
         self.ordered: list[Any] = []
-        self._callbacks: list[Callable[[BaseException | None], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     def done(self) -> bool:
         return self.over
@@ -134,16 +134,16 @@ class Reduction:
         if self.error is not None:
             raise self.error
 
-    def when_done(self, function: Callable[[BaseException | None], None]) -> None:
+    def when_done(self, function: Callable[[], None]) -> None:
         if self.over:
-            function(self.error)
+            function()
         else:
             self._callbacks.append(function)
 
     def end(self, error: BaseException | None = None) -> None:
         self.over, self.error = True, error
         for function in self._callbacks:
-            function(error)
+            function()
 
 
 class DeviceArray:

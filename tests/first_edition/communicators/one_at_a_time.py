@@ -100,12 +100,15 @@ class Client:
         self._rendezvous.baton.pause(self.rank)
 
     def has_failed(self) -> bool:
+        self._rendezvous.baton.pause(self.rank)
         return False
 
     def follow(self, group: str, on_asked: Callable[[int], Any]) -> None:
         self._rendezvous.followers[self.rank] = on_asked
 
-    def agree(self, group: str, position: int, digest: int, *, timeout_seconds: float) -> Decision:
+    def agree(
+        self, group: str, position: int, digest: int, *, timeout_seconds: float, arriving: object = None
+    ) -> Decision:
         known = self._rendezvous
         if known.decision(position) is None:
             is_first = position not in known.digests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import gradsync as gs
-from gradsync.communicators.nccl.connection import choose_device
+from gradsync.communicators.nccl.connect import choose_device
 from gradsync.communicators.nccl.library import version_text
 
 # Which GPU a rank takes.

@@ -1,4 +1,4 @@
-"""PredictedAgreement: whoever goes ahead goes ahead with what the others do, or all are told."""
+"""SpeculativeAgreement: whoever goes ahead goes ahead with what the others do, or all are told."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from one_at_a_time import Baton, Client, Rendezvous
 import gradsync as gs
 from gradsync.communicators import verdicts
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.nccl import predicted_agreement
-from gradsync.communicators.nccl.predicted_agreement import History, PredictedAgreement
+from gradsync.communicators.nccl import speculative_agreement
+from gradsync.communicators.nccl.speculative_agreement import History, SpeculativeAgreement
 from gradsync.communicators.verdicts import Verdicts
 from gradsync.diagnostics.recorder import FlightRecorder
 
@@ -23,11 +23,17 @@ def agreement(digest: int) -> Agreement:
     return Agreement(digest, lambda: f"event {digest}")
 
 
-def made(client: Any, seconds: float = 30.0) -> PredictedAgreement:
+def made(client: Any, seconds: float = 30.0) -> SpeculativeAgreement:
     recorder = FlightRecorder("world")
     recorder.begin(agreement(1))
     label = f"rank {client.rank}/{client.world_size}"
-    return PredictedAgreement(client, "world", label, seconds, Verdicts(client, recorder))
+    return SpeculativeAgreement(client, "world", label, seconds, Verdicts(client, recorder))
+
+
+def go_on(agreements: SpeculativeAgreement, digest: int) -> None:
+    """As a backend does it."""
+    if agreements.repeated(agreement(digest)) is None:
+        agreements.asked(agreement(digest))
 
 
 # The history.
@@ -38,31 +44,31 @@ def test_what_followed_once_is_predicted() -> None:
     step = [1, 2, 3, 4]
     predicted = []
     for digest in step * 3:
-        predicted.append(history.predicts(digest))
+        predicted.append(history.expected == digest)
         history.append(digest)
     assert predicted == [False] * 8 + [True] * 4
-    assert not history.predicts(2)
+    assert history.expected != 2
 
 
 def test_the_last_follower_counts() -> None:
     history = History()
     for digest in [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4]:
         history.append(digest)
-    assert not history.predicts(5)
-    assert history.predicts(6)
+    assert history.expected != 5
+    assert history.expected == 6
 
 
 def test_a_disagreement_begins_a_new_context() -> None:
     history = History()
     for digest in [7, 7, 7, 7, 7, 7]:
         history.append(digest)
-    assert history.predicts(7)
+    assert history.expected == 7
     for _ in range(2):
         history.break_off()
         for _ in range(4):
-            assert not history.predicts(7)  # a context that there never was, whatever followed the last break
+            assert history.expected != 7  # a context that there never was, whatever followed the last break
             history.append(7)
-        assert history.predicts(7)
+        assert history.expected == 7
 
 
 def test_ranks_that_differed_once_are_not_sure_to_go_on_alike() -> None:
@@ -72,7 +78,7 @@ def test_ranks_that_differed_once_are_not_sure_to_go_on_alike() -> None:
 
 
 def test_a_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicted_agreement, "_MAX_CONTEXTS", 10)
+    monkeypatch.setattr(speculative_agreement, "_MAX_CONTEXTS", 10)
     history = History()
     for digest in range(1000):
         history.append(digest)
@@ -83,13 +89,13 @@ def test_a_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_event_at_most_is_predicted(events: list[int], broken_off_after: int) -> None:
     mine, other = History(), History()
     for digest in events:
-        assert sum(mine.predicts(candidate) for candidate in range(4)) <= 1
+        assert sum(mine.expected == candidate for candidate in range(4)) <= 1
         for history in (mine, other):
             history.append(digest)
             if digest == broken_off_after:
                 history.break_off()
         # Ranks with one past predict the same: of two that differ, at least one has to ask.
-        assert [mine.predicts(c) for c in range(4)] == [other.predicts(c) for c in range(4)]
+        assert [mine.expected == c for c in range(4)] == [other.expected == c for c in range(4)]
 
 
 # Several ranks.
@@ -112,7 +118,7 @@ class Rank:
     def play(self) -> None:
         for digest in self.digests:
             try:
-                self.agreements.next(agreement(digest))
+                go_on(self.agreements, digest)
             except gs.PlanMismatch as error:
                 self.events.append("broken" if error.broken else "refused")
                 self.errors.append(error)
@@ -197,7 +203,7 @@ def test_ranks_of_a_group_are_called_as_in_the_world(strays_after: int) -> None:
 # What is said.
 
 
-def single(monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> tuple[PredictedAgreement, Rendezvous, Client]:
+def single(monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> tuple[SpeculativeAgreement, Rendezvous, Client]:
     """Returns rank 0 of 2, on a thread of its own: nothing pauses."""
     baton = Baton(2, [])
     monkeypatch.setattr(baton, "pause", lambda rank, until=None: None)
@@ -216,7 +222,7 @@ def test_long_descriptions_arrive_whole(monkeypatch: pytest.MonkeyPatch, length:
     assert all(len(value) <= 49_152 for value in rendezvous.keys.values())
 
 
-def time_out(client: Client, group: str, position: int, digest: int, *, timeout_seconds: float) -> Any:
+def time_out(client: Client, *_: Any, **__: Any) -> Any:
     raise gs.RendezvousTimeout("missing: rank 1 (computing)", missing_ranks=(1,))
 
 
@@ -233,7 +239,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     client.report_waiting = lambda *report: reports.append(report)  # type: ignore[attr-defined]
     client.report_stuck = report_stuck  # type: ignore[attr-defined]
     with pytest.raises(gs.CollectiveTimeout, match="the verdict"):
-        mine.next(agreement(1))
+        go_on(mine, 1)
     warned, given_up = reports
     assert warned[:3] == given_up[:3] == ("world", 1, "event #1 (1)")
     assert warned[4] == given_up[4] == (1,)
@@ -243,12 +249,12 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_that_has_closed_is_named(monkeypatch: pytest.MonkeyPatch, came_to: int) -> None:
     mine, rendezvous, client = single(monkeypatch, seconds=0.5)
     other = made(Client(rendezvous, 1))
-    other._position = came_to
+    other.position = came_to
     other.announce_closed()
     monkeypatch.setattr(client, "agree", partial(time_out, client))
     # A rank that had been here before it closed will not answer either.
     with pytest.raises(gs.RankFailed) as caught:
-        mine.next(agreement(1))
+        go_on(mine, 1)
     assert caught.value.rank == 1
 
 

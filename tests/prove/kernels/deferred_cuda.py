@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsync.communicators.nccl.pack_kernels import CHUNK
+from gradsync.communicators.nccl.kernels import CHUNK
 
 
 class Pool:

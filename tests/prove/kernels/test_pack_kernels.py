@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from nvrtc import CompileError, Nvrtc, NvrtcMissing
 
 import gradsync as gs
-from gradsync.communicators.nccl import pack_kernels
-from gradsync.communicators.nccl.pack_kernels import (
+from gradsync.communicators.nccl import kernels as pack_kernels
+from gradsync.communicators.nccl.kernels import (
     ALIGNMENT_BYTES,
     CHUNK,
     CHUNK_BYTES,
-    SOURCE,
+    PACK_SOURCE,
     THREADS_PER_BLOCK,
     FusedPacker,
     pack_layout,
@@ -99,7 +99,7 @@ def nvrtc() -> Nvrtc:
 def test_the_kernels_compile_without_a_warning(nvrtc, architecture) -> None:
     if architecture not in nvrtc.supported_architectures:
         pytest.skip(f"this NVRTC does not know sm_{architecture}")
-    compiled = nvrtc.compile(SOURCE, f"sm_{architecture}")
+    compiled = nvrtc.compile(PACK_SOURCE, f"sm_{architecture}")
     assert compiled.diagnostics == ""
     assert compiled.image.startswith(b"\x7fELF")
     assert all(name in compiled.image for name in (b"pack_chunks", b"split_chunks"))
@@ -108,11 +108,11 @@ def test_the_kernels_compile_without_a_warning(nvrtc, architecture) -> None:
 @pytest.mark.parametrize("standard", ["c++14", "c++17"])
 def test_the_kernels_compile_as_cupy_compiles_them(nvrtc, standard) -> None:
     """CuPy 13 asks for C++14, CuPy 14 for C++17."""
-    assert nvrtc.compile(SOURCE, "sm_80", (f"--std={standard}",)).diagnostics == ""
+    assert nvrtc.compile(PACK_SOURCE, "sm_80", (f"--std={standard}",)).diagnostics == ""
 
 
 def test_the_kernels_access_global_memory_by_16_bytes(nvrtc) -> None:
-    ptx = nvrtc.compile(SOURCE, "compute_80").image.decode()
+    ptx = nvrtc.compile(PACK_SOURCE, "compute_80").image.decode()
     for kernel in ("pack_chunks", "split_chunks"):
         body = ptx[ptx.index(f".entry {kernel}(") :]
         body = body[: body.index("\n}")]
@@ -137,7 +137,7 @@ def build_kernels(tmp_path_factory) -> Callable[..., Path]:
     if compiler is None:
         pytest.skip("there is no g++")
     directory = tmp_path_factory.mktemp("kernels")
-    (directory / "kernels.cu").write_text(SOURCE)
+    (directory / "kernels.cu").write_text(PACK_SOURCE)
 
     def build(file: str, *options: str) -> Path:
         built = directory / Path(file).stem

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nvrtc import Nvrtc, NvrtcMissing
 
-from gradsync.communicators.nccl.value_kernels import (
+from gradsync.communicators.nccl.kernels import (
     MAX_BLOCKS,
-    SOURCE,
     THREADS_PER_BLOCK,
+    VALUE_SOURCE,
     VALUES_PER_THREAD,
     blocks_for,
 )
@@ -44,7 +44,7 @@ def nvrtc() -> Nvrtc:
 def test_the_kernels_compile_without_a_warning(nvrtc: Nvrtc, architecture: int) -> None:
     if architecture not in nvrtc.supported_architectures:
         pytest.skip(f"this NVRTC does not know sm_{architecture}")
-    compiled = nvrtc.compile(SOURCE, f"sm_{architecture}")
+    compiled = nvrtc.compile(VALUE_SOURCE, f"sm_{architecture}")
     assert compiled.diagnostics == ""
     for name in DTYPES:
         assert f"check_{name}".encode() in compiled.image
@@ -54,7 +54,7 @@ def test_the_kernels_compile_without_a_warning(nvrtc: Nvrtc, architecture: int) 
 @pytest.mark.parametrize("standard", ["c++14", "c++17"])
 def test_the_kernels_compile_as_cupy_compiles_them(nvrtc: Nvrtc, standard: str) -> None:
     """CuPy 13 asks for C++14, CuPy 14 for C++17; both flush subnormal float32 numbers to zero."""
-    assert nvrtc.compile(SOURCE, "sm_80", (f"--std={standard}", "-ftz=true")).diagnostics == ""
+    assert nvrtc.compile(VALUE_SOURCE, "sm_80", (f"--std={standard}", "-ftz=true")).diagnostics == ""
 
 
 def test_the_number_of_blocks() -> None:
@@ -69,7 +69,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("there is no g++")
     directory = tmp_path_factory.mktemp("kernels")
-    (directory / "kernels.cu").write_text(SOURCE)
+    (directory / "kernels.cu").write_text(VALUE_SOURCE)
     built = directory / "value_launches.so"
     options = ["-O1", "-std=c++17", "-shared", "-fPIC", f"-I{directory}"]
     command = [compiler, *options, str(KERNEL_HOST / "value_launches.cpp"), "-o", str(built)]

@@ -1,11 +1,14 @@
-"""Arrays for a communicator on a GPU: CuPy's, foreign ones without a copy, and host arrays, which are staged."""
+"""Arrays for a communicator on a GPU: CuPy's, foreign ones without a copy, and host arrays, which are staged.
+
+ArrayKind (host_arrays.py) says what each function must do. The arithmetic at the end is work on the current stream of
+the current device, and nothing there waits for it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import cupy
@@ -20,13 +23,14 @@ from gradsync.communicators.host_arrays import (
     kind_of,
     span,
 )
-from gradsync.communicators.nccl import device_values
+from gradsync.communicators.nccl.kernels import THREADS_PER_BLOCK, VALUE_SOURCE, blocks_for
 from gradsync.communicators.nccl.launch import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name, part_dtype, part_pairs, product_dtype
 
 _DLPACK_CUDA = 2
 _DLPACK_CUDA_MANAGED = 13
+_WITH_KERNELS = ("float16", "bfloat16", "float32", "float64")
 
 
 class DeviceArrays:
@@ -34,12 +38,18 @@ class DeviceArrays:
 
     Args:
         device_id: CUDA's number of the device in this process.
+
+    Attributes:
+        results_on: the stream for which `empty` takes memory: that on which a result will be used; None is the current
+            one. CuPy's pool gives memory that was freed to the next allocation for the same stream, without a wait. So
+            what the caller drops while its own stream still reads it must not come to the communicator's, or the other
+            way round; and the current stream uses what is taken only after the work that the other one has by then.
     """
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
         self._host = HostArrays()
-        self._results_on: Any = None  # a stream; None is the current one
+        self.results_on: Any = None
 
     def native(self, array: Any, who: str) -> Any:
         """Returns `array` as a CuPy array over the same memory, or as a NumPy array where it lives on the host.
@@ -91,7 +101,7 @@ class DeviceArrays:
         if isinstance(like, np.ndarray):
             return np.empty(shape, dtype)
         with cupy.cuda.Device(self._device_id):
-            stream = self._results_on
+            stream = self.results_on
             if stream is None:
                 return cupy.empty(shape, dtype)
             with stream:
@@ -99,23 +109,6 @@ class DeviceArrays:
             # The memory may have been freed a moment ago, by another thread, with work on that stream still using it.
             cupy.cuda.get_current_stream().wait_event(stream.record(cupy.cuda.Event(disable_timing=True)))
             return array
-
-    @contextmanager
-    def results_on(self, stream: Any) -> Iterator[None]:
-        """Has `empty` take memory for a stream other than the current one: that on which a result will be used.
-
-        CuPy's pool gives memory that was freed to the next allocation for the same stream, without a wait. So what the
-        caller drops while its own stream still reads it must not come to the communicator's, or the other way round;
-        and the current stream uses what is taken only after the work that the other one has by then.
-
-        Args:
-            stream: that other one; None is the current one.
-        """
-        before, self._results_on = self._results_on, stream
-        try:
-            yield
-        finally:
-            self._results_on = before
 
     def empty_like(self, native: Any) -> Any:
         """See ArrayKind."""
@@ -151,7 +144,7 @@ class DeviceArrays:
     def divide(self, flat: Any, count: int) -> None:
         """See ArrayKind; on the current stream."""
         with cupy.cuda.Device(self._device_id):
-            device_values.divide(flat, count)
+            divide(flat, count)
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
         """See ArrayKind; of two host arrays on the host."""
@@ -159,17 +152,17 @@ class DeviceArrays:
             self._host.multiply(source, factor, out)
         else:
             with cupy.cuda.Device(self._device_id):
-                device_values.multiply(source, factor, out)
+                multiply(source, factor, out)
 
     def all_finite(self, flat: Any) -> Any:
         """See ArrayKind."""
         with cupy.cuda.Device(self._device_id):
-            return device_values.all_finite(flat)
+            return all_finite(flat)
 
     def sum_of_squares(self, flat: Any) -> Any:
         """See ArrayKind."""
         with cupy.cuda.Device(self._device_id):
-            return device_values.sum_of_squares(flat)
+            return sum_of_squares(flat)
 
     def writeable(self, native: Any) -> bool:
         """See ArrayKind."""
@@ -295,3 +288,58 @@ class _Addresses:
 
 def _addresses_of(array: Any) -> Any:
     return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))
+
+
+def multiply(source: Any, factor: float, out: Any) -> None:
+    """See ArrayKind; one pass: CuPy's kernels convert what they read and write."""
+    if factor == 1.0:
+        if out is not source:
+            cupy.copyto(out, source, casting="unsafe")
+        return
+    for values, target in part_pairs(source, out):
+        wide = product_dtype(values.dtype, target.dtype)
+        with np.errstate(over="ignore"):  # of the factor, in float32
+            scale = wide.type(factor)
+        cupy.multiply(values, scale, out=target, dtype=wide, casting="unsafe")
+
+
+def divide(flat: Any, count: int) -> None:
+    """See ArrayKind; half precision in float32, which has every count."""
+    parts = flat.view(part_dtype(flat.dtype))
+    wide = product_dtype(parts.dtype, parts.dtype)
+    cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
+
+
+def all_finite(flat: Any) -> Any:
+    """See ArrayKind."""
+    parts = flat.view(part_dtype(flat.dtype))
+    finite = cupy.ones((), np.bool_)
+    name = dtype_name(parts.dtype)
+    if name in _WITH_KERNELS and parts.size:
+        _launch(f"check_{name}", parts, finite)
+    return finite
+
+
+def sum_of_squares(flat: Any) -> Any:
+    """See ArrayKind."""
+    parts = flat.view(part_dtype(flat.dtype))
+    name = dtype_name(parts.dtype)
+    if not parts.size:
+        return cupy.zeros((), np.float64)
+    if name not in _WITH_KERNELS:
+        wide = parts.astype(np.float64)
+        return (wide * wide).sum()
+    sums = cupy.empty(blocks_for(parts.size) * THREADS_PER_BLOCK, np.float64)
+    _launch(f"square_{name}", parts, sums)
+    return sums.sum()
+
+
+def _launch(kernel: str, values: Any, result: Any) -> None:
+    grid, block = (blocks_for(values.size), 1, 1), (THREADS_PER_BLOCK, 1, 1)
+    _kernels().get_function(kernel)(grid, block, (values, np.uint64(values.size), result))
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    """Compiled for each device when a kernel is first asked for there."""
+    return cupy.RawModule(code=VALUE_SOURCE)

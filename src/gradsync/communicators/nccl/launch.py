@@ -1,4 +1,7 @@
-"""One launched collective on a GPU: what keeps its memory alive, tells its end, and brings host results home."""
+"""Work that is under way on a GPU: what keeps its memory alive, tells its end, and brings host results home.
+
+A collective on a GPU has only been launched when its call returns. A Launch is that collective until it has ended.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ import cupy
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.nccl.agreements import Agreed
-from gradsync.communicators.nccl.handle import NcclHandle
+from gradsync.communicators.nccl.library import Nccl
+from gradsync.communicators.nccl.speculative_agreement import Agreed
 from gradsync.diagnostics import Running, finish
-from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, NcclError, describe, shown
+from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, NcclError, describe
 
 _log = logging.getLogger("gradsync")
 
@@ -26,11 +29,52 @@ _log = logging.getLogger("gradsync")
 _LOOKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
 _VERDICT_SECONDS = 3.0  # how much longer than the deadline the watcher may need to say what is wrong
+_MAX_MARKS = 64
 
 _CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
 # What CUDA refuses while a stream is capturing a graph: it says nothing of the GPU. Source: cudaError_t.
 _CUDA_CAPTURE = range(900, 909)
 _CUDA_CAPTURE_IMPLICIT = 906  # the null stream is asked about while one that waits for it is capturing
+
+
+class Events:
+    """CUDA events for one device, used again and again: making one costs more than recording it.
+
+    What waits for an event that is recorded anew waits for more than it needs, and for nothing that comes after itself:
+    it begins to wait when that has been launched already.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[tuple[Any, Any]] = []
+        # Of a stream's work, by thread and stream: all threads' own default streams have one handle. With the stream,
+        # so that its handle is not given to another one.
+        self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def take(self) -> tuple[Any, Any]:
+        """Returns two events, not recorded yet or recorded by something that is over."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
+
+    def give_back(self, events: tuple[Any, Any]) -> None:
+        """Takes events whose work is over."""
+        self._free.append(events)
+
+    def mark(self, stream: Any) -> Any:
+        """Returns an event after the work that a stream, the calling thread's current one, has now.
+
+        One event for each thread and stream: cheap enough for one a gradient. To be called with the stream's device
+        current: the default stream's handle means that of the current device.
+        """
+        place = threading.get_ident(), stream.ptr
+        found = self._marks.get(place)
+        if found is None:
+            if len(self._marks) >= _MAX_MARKS:
+                self._marks.clear()
+            found = self._marks[place] = stream, cupy.cuda.Event(disable_timing=True)
+        found[1].record(stream)
+        return found[1]
 
 
 class Launch:
@@ -39,55 +83,63 @@ class Launch:
     Attributes:
         name: of the collective, for messages.
         agreed: what the ranks have agreed on for it.
-        is_part: whether it is made within another one, of the same collective.
+        memory: what the GPU reads or writes: CuPy's pool gives freed memory away although a stream still uses it.
+        stream, thread: where it runs, and which thread has launched it.
         started: event recorded before the collective: its clock runs from there, not while the GPU computes.
         ended: event recorded after it.
         recorded: its entry in the flight recorder, once it is launched.
+        seen_started_at: when the watcher has seen that it has begun.
+        is_over: whether it has ended, or failed.
+        error: what it has failed with.
+        has_host_results: see Completion.
+        callbacks: what is to be called at its end.
 
     Args:
-        name: see above.
+        label: this rank in messages.
         check: raises what has broken the communicator.
         note_told: called with its error when that is raised.
-        handle: NCCL's communicator.
-        device_id: its device.
+        nccl: the communicator.
+        events: of its device.
         timeout_seconds: how long the host waits for it, when it is not told.
     """
 
+    stream: Any = None
+
     def __init__(
         self,
-        name: str,
+        label: str,
         check: Callable[[], None],
         note_told: Callable[[BaseException], None],
-        handle: NcclHandle,
-        device_id: int,
+        nccl: Nccl,
+        events: Events,
         timeout_seconds: float,
     ) -> None:
-        self.name = name
-        self.agreed: list[Agreed] = []
-        self.is_part = False
-        self.started = cupy.cuda.Event(disable_timing=True)
-        self.ended = cupy.cuda.Event(disable_timing=True)
-        self.recorded: Running | None = None
-        self.seen_started_at: float | None = None  # by the watcher
+        self._label = label
         self._check = check
         self._note_told = note_told
-        self._handle = handle
-        self._device_id = device_id
+        self._nccl = nccl
+        self._events = events
         self._timeout_seconds = timeout_seconds
-        self._memory: list[Any] = []  # what the GPU reads or writes: not given to others before its end
+        self.started, self.ended = events.take()
+        self.thread = threading.get_ident()
+        self.agreed: list[Agreed] = []
+        self.memory: list[Any] = []
+        self.recorded: Running | None = None
+        self.seen_started_at: float | None = None
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.has_host_results = False
         self._host_results: list[tuple[Any, Any]] = []  # (bytes in pinned memory, NumPy array)
         self._last_things: list[Callable[[], None]] = []  # to be done before anybody hears of its end
-        self._callbacks: list[Callable[[BaseException | None], None]] = []
-        self._error: BaseException | None = None
-        self._over = False
-        self._told = False  # whether the callbacks have been called
+        self.callbacks: list[Callable[[], None]] = []
+        self._calls_back = False  # from its end until those that have come before have been called: they come first
         self._lock = threading.Lock()
 
-    # -- While launching -----------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        return f"{self._label}: a collective"
 
-    def keep(self, *arrays: Any) -> None:
-        """Keeps arrays until the end: CuPy's pool gives freed memory away although a stream still uses it."""
-        self._memory.extend(arrays)
+    # -- While launching -----------------------------------------------------------------------------------------
 
     def bring_back(self, flat: Any, native: Any) -> None:
         """Copies a device array, on the current stream, to where the host fetches it for its own array at the end."""
@@ -96,39 +148,36 @@ class Launch:
         staging = np.frombuffer(pinned, np.uint8, flat.nbytes)
         if flat.nbytes:
             flat.view(np.uint8).get(out=staging, blocking=False)
-        self.keep(flat)
+        self.memory.append(flat)
         self._host_results.append((staging, native))
+        self.has_host_results = True
 
-    @property
-    def has_host_results(self) -> bool:
-        """Whether results belong in host memory, which the host must wait for."""
-        return bool(self._host_results)
-
-    def record_end(self, stream: Any) -> None:
-        """Marks the end of all that it has queued on a stream."""
-        self.ended.record(stream)
+    def record_end(self) -> None:
+        """Marks the end of all that it has queued on its stream."""
+        self.ended.record(self.stream)
         if self._host_results:
             with _registering:
                 _with_host_results.add(self)
 
     def will_write(self, array: Any) -> bool:
         """Whether a result is still to come into the memory of a host array."""
-        return not self._over and any(np.may_share_memory(native, array) for _, native in self._host_results)
+        return not self.is_over and any(np.may_share_memory(native, array) for _, native in self._host_results)
 
     # -- Completion ----------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
         """See Completion."""
-        return self._over or self._settle()
+        return self.is_over or self._settle()
 
     def order(self, stream: Any = None) -> None:
         """See Completion."""
-        if self._host_results:
+        if self.has_host_results:
             self.wait()
-        elif self._error is not None or not self._over:
+        elif self.error is not None or not self.is_over:
             self._raise_failure()
-            with cupy.cuda.Device(self._device_id):  # the default stream's handle means that of the current device
-                waiting = as_stream(stream, self._device_id, self.name)
+            device_id = self._nccl.device_id
+            with cupy.cuda.Device(device_id):  # the default stream's handle means that of the current device
+                waiting = as_stream(stream, device_id, self.name)
                 try:
                     waiting.wait_event(self.ended)
                 except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -157,43 +206,30 @@ class Launch:
     def before_done(self, function: Callable[[], None]) -> None:
         """See Completion."""
         with self._lock:
-            if not self._over:
+            if not self.is_over:
                 self._last_things.append(function)
                 return
         function()
 
-    def when_done(self, function: Callable[[BaseException | None], None]) -> None:
+    def when_done(self, function: Callable[[], None]) -> None:
         """See Completion."""
         with self._lock:
-            if not self._told:
-                self._callbacks.append(function)
+            if not self.is_over or self._calls_back:
+                self.callbacks.append(function)
                 return
         self._call(function)
 
-    @property
-    def error(self) -> BaseException | None:
-        """What it has ended with."""
-        return self._error
-
-    # -- For the watcher -----------------------------------------------------------------------------------------
+    # -- Its end -------------------------------------------------------------------------------------------------
 
     def look_for_closed_ranks(self) -> None:
         """Raises RankFailed when a rank that it waits for has closed the communicator before."""
-        for agreed in self.agreed:
-            agreed.agreement.look_for_closed_ranks(agreed.position)
+        for agreement, position, _ in self.agreed:
+            agreement.look_for_closed_ranks(position)
 
     def peers(self) -> list[int] | None:
         """Returns whom alone it can be waiting for, as the world counts; None where that may be any rank."""
         peers = [agreed.peer for agreed in self.agreed if agreed.peer is not None]
         return peers if self.agreed and len(peers) == len(self.agreed) else None
-
-    def tell(self) -> None:
-        """Calls those who want to be called at its end; on the watcher's thread only, after the end."""
-        with self._lock:
-            self._told = True
-            callbacks, self._callbacks = self._callbacks, []
-        for function in callbacks:
-            self._call(function)
 
     def fail(self, error: BaseException) -> None:
         """Ends it with an error, whatever its event says: an aborted collective ends too."""
@@ -205,7 +241,7 @@ class Launch:
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
         if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter where another thread is capturing
             return False
-        if status == _CUDA_SUCCESS and self._handle.has_failed():
+        if status == _CUDA_SUCCESS and self._nccl.has_failed():
             return False  # it has ended without a result: the watcher finds out why
         self._end(None if status == _CUDA_SUCCESS else self._device_error(status))
         return True
@@ -221,17 +257,24 @@ class Launch:
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
-            if self._over:
+            if self.is_over:
                 return
-            self._error = error or self._bring_home()
-            last = self._do_last_things()
-            self._error = self._error or last
-            self._over = True
-            if self.recorded is not None:
-                finish(self.recorded, failed=self._error is not None)
             if error is not None:  # the GPU may still use it
-                self._handle.keep_until_end([*self._memory, *self._host_results], self.ended)
-            self._memory.clear()
+                self._nccl.keep_until_end([*self.memory, *self._host_results], self.ended)
+            elif self._host_results:
+                error = self._bring_home()
+            if self._last_things:
+                last = self._do_last_things()
+                error = error or last
+            self.error = error
+            self._calls_back = bool(self.callbacks)
+            self.is_over = True
+            if self.recorded is not None:
+                finish(self.recorded, failed=error is not None)
+            self.memory.clear()
+            self._host_results.clear()
+        if error is None:
+            self._events.give_back((self.started, self.ended))
 
     def _bring_home(self) -> NcclError | None:
         """Puts host results where they belong; returns what was in the way."""
@@ -258,15 +301,24 @@ class Launch:
         self._check()
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            self._note_told(self._error)
-            raise copy.copy(self._error)
+        if self.error is not None:
+            self._note_told(self.error)
+            raise copy.copy(self.error)
 
-    def _call(self, function: Callable[[BaseException | None], None]) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
         try:
-            function(self._error)
+            function()
         except BaseException as error:  # SystemExit too: the thread that calls has others to look after
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
+
+    def call_back(self) -> None:
+        """Calls those who want to be called at its end."""
+        while self._calls_back:
+            with self._lock:
+                callbacks, self.callbacks = self.callbacks, []
+                self._calls_back = bool(callbacks)
+            for function in callbacks:
+                self._call(function)
 
 
 _with_host_results: weakref.WeakSet[Launch] = weakref.WeakSet()  # those that have been launched
@@ -307,12 +359,13 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
         handle = integer_of(getattr(stream, "cuda_stream", stream))
         if handle is None:
             needed = "a CuPy or PyTorch stream, its handle as an integer, or an object with __cuda_stream__"
-            raise InvalidArgument(f"{who} needs a stream that is {needed}, got {shown(stream)}")
+            given = "an array" if hasattr(stream, "shape") else repr(stream)
+            raise InvalidArgument(f"{who} needs a stream that is {needed}, got {given}")
         stream = _StreamHandle(handle)
     return cupy.cuda.Stream.from_external(stream)
 
 
-def refuse_capturing(stream: Any, who: str) -> None:
+def refuse_capturing(stream: Any, label: str, what: str) -> None:
     """Refuses a stream that is capturing a CUDA graph. One question to the driver, which does not wait.
 
     The agreement of the ranks, their deadlines and the events of a launch cannot be a part of a graph: CUDA would
@@ -320,7 +373,7 @@ def refuse_capturing(stream: Any, who: str) -> None:
 
     Args:
         stream: CuPy's.
-        who: begins the error.
+        label, what: this rank and the call, in the error.
 
     Raises:
         InvalidArgument: it is capturing, or it is the null stream, and one that waits for that is.
@@ -331,7 +384,7 @@ def refuse_capturing(stream: Any, who: str) -> None:
     except RuntimeError as error:  # CuPy's own where a capture has been spoilt
         if getattr(error, "status", _CUDA_CAPTURE_IMPLICIT) not in _CUDA_CAPTURE:
             return  # the GPU has failed, which the launch will find
-    raise InvalidArgument(_is_capturing(who))
+    raise InvalidArgument(_is_capturing(f"{label}: {what}"))
 
 
 def _is_capturing(who: str) -> str:

@@ -1,21 +1,39 @@
-"""NCCL as CuPy exposes it: loading, versions, errors in our words, and which NCCL type carries which dtype.
+"""NCCL as CuPy shows it: all that gradsync asks of it, in one class. Its errors name the cause, its end never hangs.
 
-Nothing here needs a GPU until a communicator is made. Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and
-`ncclResult_t`.
+Nothing here needs a GPU until a communicator is joined. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and
+ncclCommAbort may block for ever when another rank is gone; each runs on a daemon thread, waited for until a deadline.
+CuPy destroys a communicator when its object is collected, which could block anywhere; so the object is kept alive until
+it has been ended here. docs/gpus.md says what each method is in NVIDIA's nccl4py.
+
+Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsync.errors import BackendUnavailable, NcclError
+from gradsync.errors import (
+    BackendUnavailable,
+    CollectiveTimeout,
+    CommunicatorClosed,
+    NcclError,
+    RendezvousTimeout,
+    describe,
+)
+from gradsync.machine import run_with_timeout
 from gradsync.reduction import ReduceOp, dtype_name
+from gradsync.rendezvous.client import RendezvousClient
 
 RESULT_NAMES = {
     1: "ncclUnhandledCudaError",
@@ -38,10 +56,16 @@ _HINTS = {
     8: "NCCL gave up waiting for another rank",
 }
 
+DESTROY_SECONDS = 10.0
 _SPLIT_SINCE = 21801  # NCCL 2.18.1
 _OLDEST_CUPY = 14
+_OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for a call to come back before it interrupts it
+_CUDA_SUCCESS = 0
+_LOOK_SECONDS = 0.05  # after an abort, while the GPU still has work of ours
 
 _INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 where nvidia-smi shows CUDA 13)"
+
+_log = logging.getLogger("gradsync")
 
 
 class Wire(NamedTuple):
@@ -58,21 +82,32 @@ class Wire(NamedTuple):
     widened: np.dtype[Any] | None = None
 
 
-class NcclLibrary:
-    """cupy.cuda.nccl, loaded.
+class Nccl:
+    """The library, and, once `join` or `split` has made it, one communicator of it on one device.
+
+    Attributes:
+        binding: cupy.cuda.nccl.
+        version: of NCCL, such as 23203.
+        device_id: the communicator's device.
+        label: this rank in messages.
 
     Raises:
         BackendUnavailable: CuPy or NCCL cannot be loaded, or the environment makes NCCL unusable here.
     """
 
+    device_id: int
+
     def __init__(self) -> None:
         try:
+            import cupy
             from cupy.cuda import nccl, nvrtc
         except ImportError as error:
             raise BackendUnavailable(f"CuPy cannot be imported ({error}): {_INSTALL}") from error
-        if int(self.cupy_version().partition(".")[0]) < _OLDEST_CUPY:
+        self._cupy: Any = cupy
+        self._cupy_version = str(cupy.__version__)
+        if int(self._cupy_version.partition(".")[0]) < _OLDEST_CUPY:
             raise BackendUnavailable(
-                f"CuPy {self.cupy_version()} is too old, gradsync needs {_OLDEST_CUPY} or newer: "
+                f"CuPy {self._cupy_version} is too old, gradsync needs {_OLDEST_CUPY} or newer: "
                 f"pip install --upgrade 'cupy-cuda12x[ctk]>={_OLDEST_CUPY}' (cuda13x where nvidia-smi shows CUDA 13)"
             )
         if not nccl.available:
@@ -97,7 +132,12 @@ class NcclLibrary:
             ReduceOp.MIN: nccl.NCCL_MIN,
             ReduceOp.MAX: nccl.NCCL_MAX,
         }
-        self.bytes_datatype: int = nccl.NCCL_UINT8
+        self._bytes: int = nccl.NCCL_UINT8
+        self._current_stream = cupy.cuda.get_current_stream
+        self._raw: Any = None  # CuPy's communicator
+        self.label = ""
+
+    # -- The library -----------------------------------------------------------------------------------------------
 
     @property
     def can_split(self) -> bool:
@@ -108,64 +148,365 @@ class NcclLibrary:
         """Returns how elements of a dtype of the dtype table travel."""
         return self._wires[dtype_name(dtype)]
 
-    def op(self, op: ReduceOp) -> int:
-        """Returns NCCL's code of an operator."""
-        return int(self._ops[op])
-
     def make_unique_id(self) -> bytes:
         """Returns a new id of 128 bytes: a capability, never to be shown."""
-        with self.errors("ncclGetUniqueId", ""):
+        with self._errors("ncclGetUniqueId"):
             return bytes(self.binding.get_unique_id())
 
-    @contextlib.contextmanager
-    def errors(self, call: str, label: str, communicator: Any = None) -> Iterator[None]:
-        """Raises what NCCL reports within it as NcclError.
-
-        Args:
-            call: the function of NCCL that runs within.
-            label: this rank in messages.
-            communicator: CuPy's communicator, if there is one: NCCL keeps the last error's text with it.
-        """
-        try:
-            yield
-        except self.binding.NcclError as error:
-            raise self.error(int(error.status), call, label, communicator) from error
-        except KeyError as error:  # CuPy's own NcclError does not know results 7 and 8
-            code = error.args[0] if error.args and error.args[0] in (7, 8) else 0
-            raise self.error(code, call, label, communicator) from error
-
-    def error(self, code: int, call: str, label: str, communicator: Any = None) -> NcclError:
-        """Makes the error for a result of NCCL: what failed where, with what, and what to do."""
+    def error(self, code: int, call: str) -> NcclError:
+        """Makes the error for a result of NCCL: what failed where, with what, in NCCL's words, and what to do."""
         name = RESULT_NAMES.get(code, f"ncclResult {code}")
-        last = self._last_error(communicator)
+        last = self.last_error()
         return NcclError(
-            f"{label + ': ' if label else ''}{call} failed with {name} ({code})"
+            f"{self.label + ': ' if self.label else ''}{call} failed with {name} ({code})"
             + (f": {last}" if last else "")
             + f"; {_HINTS.get(code, 'NCCL_DEBUG=INFO tells more')}. NCCL {version_text(self.version)} from "
-            f"{library_path()}, CuPy {self.cupy_version()}",
+            f"{library_path()}, CuPy {self._cupy_version}",
             code=code,
             name=name,
         )
 
-    def _last_error(self, communicator: Any) -> str:
-        """Returns ncclGetLastError's text, which CuPy does not expose; empty where there is none."""
+    def last_error(self) -> str:
+        """Returns ncclGetLastError's text, which CuPy does not expose; empty where there is none.
+
+        NCCL keeps one text for the process, and takes no notice of the communicator: so there is one too where
+        ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
+        """
         path = library_path()
-        if communicator is None or not os.path.exists(path):
+        if not os.path.exists(path):
             return ""
         try:
             function = ctypes.CDLL(path).ncclGetLastError
         except (OSError, AttributeError):
             return ""
         function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-        text = function(communicator.comm)
+        text = function(None)
         return text.decode(errors="replace").strip() if text else ""
 
-    @staticmethod
-    def cupy_version() -> str:
-        """Returns CuPy's version."""
-        import cupy
+    # -- Making a communicator -------------------------------------------------------------------------------------
 
-        return str(cupy.__version__)
+    def join(self, client: RendezvousClient, device_id: int, group: str, deadline: float) -> Nccl:
+        """Returns this rank's end of a new communicator of the client's ranks; every one of them must call it.
+
+        Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
+
+        Args:
+            client: the way of these ranks to the rendezvous server.
+            device_id: this rank's device, which no other rank has.
+            group: a name not used before in this generation.
+            deadline: for meeting the others, in time.monotonic() seconds.
+
+        Raises:
+            NcclError: NCCL failed.
+            RendezvousTimeout, RankFailed: a rank did not come, or died.
+        """
+        key = f"nccl/{group}/id"
+        if client.rank == 0:
+            client.set(key, self.make_unique_id())
+        unique_id = client.get(key, from_rank=0, timeout_seconds=_left(deadline))
+        # NCCL's call waits for all ranks, and nothing interrupts it: they enter it when all stand before it.
+        client.barrier(f"nccl/{group}/ready", timeout_seconds=_left(deadline))
+        joined = Nccl()
+        joined.label = client.label
+        return joined._begin(joined._init_rank(client, unique_id, device_id, _left(deadline)), device_id)
+
+    def _init_rank(self, client: RendezvousClient, unique_id: bytes, device_id: int, seconds: float) -> Any:
+        """Returns CuPy's communicator."""
+
+        def init() -> Any:
+            with self._cupy.cuda.Device(device_id), self._errors("ncclCommInitRank"):
+                return self.binding.NcclCommunicator(client.world_size, unique_id, client.rank)
+
+        try:
+            return run_with_timeout(init, "gradsync-nccl-init", seconds, client.check)
+        except TimeoutError as error:
+            raise RendezvousTimeout(
+                f"{self.label}: ncclCommInitRank on cuda:{device_id} did not return within {seconds:.3g} s, although "
+                "all ranks had come to it: a network that drops NCCL's connections (NCCL_SOCKET_IFNAME chooses the "
+                "interface), or a stuck GPU; NCCL_DEBUG=INFO tells more"
+            ) from error
+
+    def split(self, client: RendezvousClient, color: int, key: int, timeout_seconds: float) -> Nccl | None:
+        """Splits the communicator, on which nothing runs: cheaper than `join`. Every rank of it must call it.
+
+        Args:
+            client: the way of its ranks to the rendezvous server.
+            color: number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) where it is in none.
+            key: this rank's number in its group.
+            timeout_seconds: for meeting the others.
+
+        Returns:
+            The communicator of this rank's group; None where it is in none.
+
+        Raises:
+            NcclError: NCCL failed.
+            CollectiveTimeout, RendezvousTimeout, RankFailed: a rank did not come, or died. The communicator that was to
+                be split cannot be used any more.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        client.barrier("nccl/split", timeout_seconds=timeout_seconds)
+
+        def split() -> Any:
+            with self._cupy.cuda.Device(self.device_id):
+                return self.call("commSplit", color, key)
+
+        seconds = _left(deadline)
+        try:
+            raw = run_with_timeout(split, "gradsync-nccl-split", seconds, client.check)
+        except TimeoutError as error:
+            raise CollectiveTimeout(
+                f"{self.label}: ncclCommSplit on cuda:{self.device_id} did not return within {seconds:.3g} s, although "
+                "all ranks had come to it; NCCL_DEBUG=INFO tells more"
+            ) from error
+        if color < 0:
+            return None
+        return Nccl()._begin(raw, self.device_id)
+
+    def _begin(self, raw: Any, device_id: int) -> Nccl:
+        self._raw = raw
+        self.device_id = device_id
+        self._pid = os.getpid()
+        self._calling = threading.RLock()  # a group holds it for the calls within
+        self._ending = threading.Lock()  # held for looking at and setting what follows
+        self._how: str | None = None
+        self._kept: list[tuple[Any, Sequence[object]]] = []  # what keep_until_end has been given
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # the last one is None
+        self.has_ended = threading.Event()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until the end: see the module's text
+        # Started now: at interpreter exit no thread can be started any more.
+        threading.Thread(target=self._obey, name="gradsync-nccl-end", daemon=True).start()
+        return self
+
+    # -- Collectives, on the current stream; arrays are flat, contiguous, and on the device -------------------------
+
+    def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
+        """Reduces into every rank's target, which may be its source."""
+        datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
+        count = source.size * per_element
+        self.call(
+            "allReduce", source.data.ptr, target.data.ptr, count, datatype, self._ops[op], self._current_stream().ptr
+        )
+
+    def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
+        """Reduces into the root's target, which may be its source; None elsewhere."""
+        datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
+        pointers = source.data.ptr, 0 if target is None else target.data.ptr
+        count = source.size * per_element
+        self.call("reduce", *pointers, count, datatype, self._ops[op], root, self._current_stream().ptr)
+
+    def reduce_scatter(self, source: Any, target: Any, op: ReduceOp) -> None:
+        """Reduces equal parts, each into its rank's target, which may be exactly that part of its source."""
+        datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
+        count = target.size * per_element
+        self.call(
+            "reduceScatter",
+            source.data.ptr,
+            target.data.ptr,
+            count,
+            datatype,
+            self._ops[op],
+            self._current_stream().ptr,
+        )
+
+    def broadcast(self, flat: Any, root: int) -> None:
+        """Copies the root's bytes to all ranks."""
+        pointer = flat.data.ptr
+        self.call("broadcast", pointer, pointer, flat.nbytes, self._bytes, root, self._current_stream().ptr)
+
+    def all_gather(self, source: Any, target: Any) -> None:
+        """Gathers equal parts, of bytes; the source may be exactly this rank's part of the target."""
+        self.call("allGather", source.data.ptr, target.data.ptr, source.nbytes, self._bytes, self._current_stream().ptr)
+
+    def send(self, flat: Any, peer: int) -> None:
+        """Sends bytes to another rank, which receives as many."""
+        self.call("send", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
+
+    def receive(self, flat: Any, peer: int) -> None:
+        """Receives bytes from another rank, which sends as many."""
+        self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of CuPy's communicator, and returns its result.
+
+        Raises:
+            NcclError: NCCL refused or failed.
+            CommunicatorClosed: another thread has ended it.
+        """
+        with self._calling:
+            if self._how is not None:
+                raise self._ended_error(name)
+            try:
+                return getattr(self._raw, name)(*arguments)
+            except (self.binding.NcclError, KeyError) as error:
+                raise self._told(error, f"nccl{name[0].upper()}{name[1:]}") from error
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """What is called within is launched at its end, together: messages that would wait for each other need that.
+
+        However the block ends, NCCL's group ends with it. Where that is by an error of Python, what was called before
+        is launched all the same, because NCCL cannot take it back: such an error ends the communicator.
+
+        Raises:
+            NcclError, CommunicatorClosed: as for `call`.
+        """
+        nccl = self.binding
+        with self._calling:
+            if self._how is not None:
+                raise self._ended_error("a group")
+            try:
+                with self._errors("ncclGroupStart"):
+                    nccl.groupStart()
+                yield
+                with self._errors("ncclGroupEnd"):
+                    nccl.groupEnd()
+            except BaseException:
+                # A group that had ended, or not begun, is refused here; one left open would swallow all calls to come.
+                with contextlib.suppress(nccl.NcclError, KeyError):
+                    nccl.groupEnd()
+                raise
+
+    # -- Failures --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises NcclError when a collective has failed since it was launched (ncclCommGetAsyncError)."""
+        with self._ending:
+            if self._how is None:
+                with self._errors("a collective"):
+                    self._raw.check_async_error()
+
+    def has_failed(self) -> bool:
+        """Whether `check` would raise."""
+        with self._ending:
+            if self._how is None:
+                try:
+                    self._raw.check_async_error()
+                except (self.binding.NcclError, KeyError):
+                    return True
+        return False
+
+    @contextlib.contextmanager
+    def _errors(self, call: str) -> Iterator[None]:
+        """Raises what NCCL reports within it as NcclError."""
+        try:
+            yield
+        except (self.binding.NcclError, KeyError) as error:
+            raise self._told(error, call) from error
+
+    def _told(self, error: Exception, call: str) -> NcclError:
+        if isinstance(error, KeyError):  # CuPy's own NcclError does not know results 7 and 8
+            return self.error(error.args[0] if error.args and error.args[0] in (7, 8) else 0, call)
+        return self.error(int(error.status), call)  # type: ignore[attr-defined]
+
+    def _ended_error(self, what: str) -> CommunicatorClosed:
+        """Returns the error of a call that comes after the end: what CuPy would pass on then is a null pointer."""
+        return CommunicatorClosed(f"{self.label}: {what} on a communicator of NCCL that has been ended")
+
+    # -- The end ---------------------------------------------------------------------------------------------------
+
+    def abort(self, before: Callable[[], None] | None = None) -> None:
+        """Ends it now, on another thread: what is queued ends with undefined data. Returns at once.
+
+        Args:
+            before: called on that thread first; may block.
+        """
+        self._begin_end("abort", before)
+
+    def destroy(self) -> None:
+        """Ends it in order, after what is queued. Returns at the deadline at the latest."""
+        self._begin_end("destroy", None)
+        if os.getpid() == self._pid and not self.has_ended.wait(DESTROY_SECONDS):
+            how = str(self._how).title()
+            _log.warning("%s: ncclComm%s did not return within %g s; left behind", self.label, how, DESTROY_SECONDS)
+
+    def leave(self, before: Callable[[], None] | None = None) -> None:
+        """Ends it as `abort` does, unless it has ended; nobody will use it any more.
+
+        For the garbage collector, which may strike while its thread holds any lock: this takes none.
+
+        Args:
+            before: called on another thread first, in any case.
+        """
+        self._orders.put(partial(self._leave, before))
+
+    def keep_until_end(self, objects: Sequence[object], ended: Any) -> None:
+        """Keeps objects, and with them GPU memory, until the GPU cannot use it any more.
+
+        ncclCommAbort waits for NCCL's own work, and not for ours that is queued behind it: copies and kernels.
+
+        Args:
+            objects: what a launch uses that has failed.
+            ended: the event after all of that launch's work. What it never reaches is kept for ever.
+        """
+        with self._ending:
+            self._kept.append((ended, objects))
+        self._orders.put(self._release_kept)
+
+    def _begin_end(self, how: str, before: Callable[[], None] | None) -> None:
+        with self._ending:
+            if self._how is not None or os.getpid() != self._pid:
+                return
+            self._how = how
+        self._orders.put(partial(self._end, before))
+
+    def _obey(self) -> None:
+        """The thread: does what may block, until nobody uses the communicator."""
+        # First: when something hangs, another thread may hold the driver's lock (cudaFree waits for the hung kernel).
+        self._cupy.cuda.Device(self.device_id).use()
+        is_used = True
+        while is_used or self._kept:
+            try:
+                order = self._orders.get(timeout=_LOOK_SECONDS if self._kept else None)
+            except Empty:
+                order = self._release_kept
+            if order is None:
+                is_used = False
+            else:
+                order()
+
+    def _release_kept(self) -> None:
+        """Gives kept memory back, when NCCL has ended and the GPU has come to the end of the launch."""
+        if not self.has_ended.is_set():
+            return
+        query = self._cupy.cuda.runtime.eventQuery
+        with self._ending:
+            before = self._kept  # until this returns: what frees memory may do so without the lock
+            self._kept = [entry for entry in before if query(entry[0].ptr) != _CUDA_SUCCESS]
+
+    def _leave(self, before: Callable[[], None] | None) -> None:
+        try:
+            if before is not None:
+                before()
+        finally:
+            self.abort()
+            self._orders.put(None)
+
+    def _end(self, before: Callable[[], None] | None) -> None:
+        try:
+            if before is not None:
+                before()
+            self._call_end()
+        except Exception as error:  # NCCL's and CUDA's above all: there is nobody to raise to
+            _log.warning("%s", describe(error))
+        finally:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
+            self.has_ended.set()
+            self._release_kept()
+
+    def _call_end(self) -> None:
+        # A thread that is stuck inside a call holds this. Abort is documented as safe only without, but it is also
+        # the only way to free that thread.
+        idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
+        try:
+            with self._errors(f"ncclComm{str(self._how).title()}"):
+                getattr(self._raw, str(self._how))()
+        finally:
+            if idle:
+                self._calling.release()
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def version_text(version: int) -> str:

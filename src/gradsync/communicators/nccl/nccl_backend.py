@@ -11,29 +11,28 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any, NoReturn
 
 import cupy
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message
-from gradsync.communicators.nccl.agreements import Answer, NcclAgreements, Question
+from gradsync.communicators.backend import Backend, Bounds, Message, Run
+from gradsync.communicators.nccl.collectives import Collectives, copy_bytes
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
-from gradsync.communicators.nccl.ending import call_if_alive, end_rest, tell_others
-from gradsync.communicators.nccl.handle import NcclHandle
-from gradsync.communicators.nccl.joining import join_group, split_group
-from gradsync.communicators.nccl.launch import Launch, as_stream, refuse_capturing
-from gradsync.communicators.nccl.launch_order import launch_order
-from gradsync.communicators.nccl.movement import NcclMovement
-from gradsync.communicators.nccl.pack_kernels import FusedPacker, pack_layout
-from gradsync.communicators.nccl.predicted_agreement import TEXTS_WITHIN_SECONDS
-from gradsync.communicators.nccl.reduction import NcclReduction
+from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
+from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse_capturing
+from gradsync.communicators.nccl.library import Nccl
+from gradsync.communicators.nccl.speculative_agreement import (
+    TEXTS_WITHIN_SECONDS,
+    Answer,
+    NcclAgreements,
+    Question,
+)
 from gradsync.communicators.nccl.store_path import StorePath
-from gradsync.communicators.nccl.watcher import Watcher
-from gradsync.communicators.nccl.work_marks import WorkMarks
+from gradsync.communicators.nccl.watcher import Watched
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.diagnostics import tracing
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
@@ -43,6 +42,13 @@ from gradsync.rendezvous.client import RendezvousClient
 _DRAIN_SECONDS = 10.0  # how long close() lets queued collectives end
 _TELL_SECONDS = 1.0  # and how long it waits for the server to hear of a failure
 
+# What was launched last on each device, by whichever communicator of this process: the event of its end, its stream,
+# and the thread. A collective holds a part of the GPU while it waits for the other ranks. Two of different
+# communicators that run side by side on one rank, and in the other order on another, may each keep out the one that
+# the other waits for. So they run in the order in which the host has launched them. Source: NCCL's documentation,
+# "Using multiple NCCL communicators concurrently".
+_last_on_device: dict[int, tuple[Any, Any, int]] = {}
+
 
 class NcclBackend(Backend):
     """Ranks with a GPU each.
@@ -51,62 +57,71 @@ class NcclBackend(Backend):
     arrays, which are copied to the device and back. min and max follow NCCL where a value is NaN.
 
     Args:
-        handle: NCCL's communicator.
+        nccl: NCCL's communicator.
         client: this rank's connection to the rendezvous server.
         group: the communicator's name, not used before in this generation.
         timeout_seconds: how long a collective may wait for a rank.
+        force_packing: see Backend.
     """
 
     name = "nccl"
+    plans_for = cupy.ndarray
     runs_beside_host = True
     arrays: DeviceArrays
     client: RendezvousClient
 
-    def __init__(self, handle: NcclHandle, client: RendezvousClient, group: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        nccl: Nccl,
+        client: RendezvousClient,
+        group: str,
+        timeout_seconds: float,
+        *,
+        force_packing: bool = False,
+    ) -> None:
         super().__init__(client, group, timeout_seconds)
-        self.device = f"cuda:{handle.device_id}"
-        self.arrays = DeviceArrays(handle.device_id)
-        self._device = cupy.cuda.Device(handle.device_id)
+        nccl.label = self.label
+        self.force_packing = force_packing
+        self.device = f"cuda:{nccl.device_id}"
+        self.arrays = DeviceArrays(nccl.device_id)
+        self._nccl = nccl
+        self._device = cupy.cuda.Device(nccl.device_id)
         with self._device:
             self._packer = FusedPacker()
-        self._handle = handle
+            self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
         self._verdicts = Verdicts(client, self.recorder)
         self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._verdicts)
-        self._movement = NcclMovement(handle, self.rank, self.world_size)
-        self._reduction = NcclReduction(handle, self._movement, self.rank, self.world_size)
+        self._collectives = Collectives(nccl, self.rank, self.world_size)
+        self._events = Events()
         self._flat: Any = None  # where arrays are packed: by one launch at a time, because they run one after the other
         self._numbers: Any = None  # room for those that ranks share
         self._launch: Launch | None = None  # the one being made
-        with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
         self._last: Launch | None = None
-        self._order = launch_order(handle.device_id)
-        self._marks = WorkMarks()
         self._failure: BaseException | None = None
         self._failing = threading.RLock()  # a signal's handler may close while its own thread holds it
         self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
-        failed = weakref.WeakMethod(self._fail)
-        self._watcher = Watcher(
-            handle,
+        self._watched = Watched(
+            nccl,
             client,
             self._verdicts,
             self._agreements,
             label=self.label,
-            device_id=handle.device_id,
             timeout_seconds=timeout_seconds,
-            on_failure=lambda error: call_if_alive(failed, error),
+            on_failure=self._fail,
         )
-        # Not at exit: the process group closes its communicator then, and what is left cannot hang (handle.py).
-        rest = partial(end_rest, self._watcher, self._agreements, client)
-        weakref.finalize(self, handle.leave, rest).atexit = False
+        # Not at exit: the process group closes its communicator then, and what is left cannot hang (library.py).
+        rest = partial(_end_rest, self._watched, self._agreements, client)
+        weakref.finalize(self, nccl.leave, rest).atexit = False
 
     @classmethod
-    def take_over(cls, handle: NcclHandle, client: RendezvousClient, group: str, timeout_seconds: float) -> NcclBackend:
-        """Makes a backend, or ends the handle."""
+    def take_over(
+        cls, nccl: Nccl, client: RendezvousClient, group: str, timeout_seconds: float, *, force_packing: bool = False
+    ) -> NcclBackend:
+        """Makes a backend, or ends the communicator."""
         try:
-            return cls(handle, client, group, timeout_seconds)
+            return cls(nccl, client, group, timeout_seconds, force_packing=force_packing)
         except BaseException:
-            handle.leave()
+            nccl.leave()
             raise
 
     def agree_always(self) -> None:
@@ -119,12 +134,19 @@ class NcclBackend(Backend):
         self.agree(agreement)
         if laps is not None:
             laps.end("waiting")
-        self.keep(*sources, *targets)
-        if len(sources) == 1:
-            self._reduction.all_reduce(sources[0], targets[0], op)
-            if laps is not None:
-                laps.end("launching")
+        if len(sources) > 1:
+            self._all_reduce_list(sources, targets, op, laps)
             return
+        if self._launch is not None:
+            self._launch.memory += sources[0], targets[0]
+        self._collectives.all_reduce(sources[0], targets[0], op)
+        if laps is not None:
+            laps.end("launching")
+
+    def _all_reduce_list(
+        self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, laps: tracing.Laps | None
+    ) -> None:
+        self.keep(*sources, *targets)
         if self.world_size == 1 and not self.force_packing:
             for source, target in zip(sources, targets, strict=True):
                 if target is not source:
@@ -135,44 +157,53 @@ class NcclBackend(Backend):
             laps.end("packing")
         if flat.size:
             packed = flat.view(sources[0].dtype)
-            self._reduction.all_reduce(packed, packed, op)
+            self._collectives.all_reduce(packed, packed, op)
             if laps is not None:
                 laps.end("launching")
             self._packer.split(flat, targets)
             if laps is not None:
                 laps.end("splitting")
 
+    def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
+        def run(source: Any, target: Any, agreement: Agreement) -> None:
+            self.all_reduce((source,), (target,), op, agreement)
+
+        return run if self._collectives.is_plain(dtype, op) else None  # what is not needs flat arrays
+
+    def takes(self, array: Any) -> bool:
+        return bool(array.data.device_id == self._nccl.device_id)
+
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._reduction.reduce(source, target, op, root)
+        self._collectives.reduce(source, target, op, root)
 
     def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._reduction.reduce_scatter(source, target, bounds, op)
+        self._collectives.reduce_scatter(source, target, bounds, op)
 
     # -- Movements -----------------------------------------------------------------------------------------------
 
     def broadcast(self, flats: Sequence[Any], root: int, agreement: Agreement) -> None:
         self.agree(agreement)
         if len(flats) == 1:
-            self._movement.broadcast(flats[0], root)
+            self._collectives.broadcast(flats[0], root)
         elif self.world_size > 1:
             flat = self._packed(flats)
-            self._movement.broadcast(flat, root)
+            self._collectives.broadcast(flat, root)
             if self.rank != root:
                 self._packer.split(flat, flats)
 
     def all_gather(self, source: Any, target: Any, bounds: Bounds, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._movement.all_gather(source, target, bounds)
+        self._collectives.all_gather(source, target, bounds)
 
     def gather(self, source: Any, target: Any | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._movement.gather(source, target, bounds, root)
+        self._collectives.gather(source, target, bounds, root)
 
     def scatter(self, source: Any | None, target: Any, bounds: Bounds, root: int, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._movement.scatter(source, target, bounds, root)
+        self._collectives.scatter(source, target, bounds, root)
 
     def all_to_all(
         self,
@@ -184,22 +215,22 @@ class NcclBackend(Backend):
         agreement: Agreement,
     ) -> None:
         self.agree(agreement)
-        self._movement.all_to_all(source, target, send_bounds, receive_bounds)
+        self._collectives.all_to_all(source, target, send_bounds, receive_bounds)
 
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         if send is not None and receive is not None and send.peer == self.rank:
-            self._movement.copy(send.flat, receive.flat)  # there is nobody to agree with
+            copy_bytes(send.flat, receive.flat)  # there is nobody to agree with
             return
         launches: dict[Question, Callable[[], None]] = {}
         if send is not None:
             way = Question(self.rank, send.peer, send.agreement)
-            launches[way] = partial(self._movement.send, send.flat, send.peer)
+            launches[way] = partial(self._collectives.send, send.flat, send.peer)
         if receive is not None:
             way = Question(receive.peer, self.rank, receive.agreement)
-            launches[way] = partial(self._movement.receive, receive.flat, receive.peer)
+            launches[way] = partial(self._collectives.receive, receive.flat, receive.peer)
         mismatch = None
         for answers in self._agree_on_messages(list(launches)):
-            with self._handle.group():
+            with self._nccl.group():
                 for question, answer in answers.items():
                     mismatch = mismatch or answer.mismatch
                     if answer.agreed is not None:  # whatever becomes of the other message: this one is waited for
@@ -210,39 +241,38 @@ class NcclBackend(Backend):
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         mine = np.array(numbers, np.int64)
         shared = np.empty((self.world_size, mine.size), np.int64)
+        needed_bytes = mine.nbytes + shared.nbytes
+        if self._numbers is None or self._numbers.size < needed_bytes:
+            with self._device, self._stream:  # memory of our own stream, which alone uses it
+                self._numbers = cupy.empty(needed_bytes, np.uint8)
         # On the communicator's own stream, where the host need not wait for all that the caller's has to do.
-        self._make_room(mine.nbytes + shared.nbytes)
         with self.launching(None, []) as launch:
             self.agree(agreement)
-            source = self._numbers[: mine.nbytes]
-            target = self._numbers[mine.nbytes : mine.nbytes + shared.nbytes]
+            source, target = self._numbers[: mine.nbytes], self._numbers[mine.nbytes : needed_bytes]
             source.set(mine.view(np.uint8))
-            self._movement.all_gather(source, target, [rank * mine.nbytes for rank in range(self.world_size + 1)])
+            self._nccl.all_gather(source, target)
             launch.bring_back(target, shared)
         launch.wait()
         numbers_by_rank: list[list[int]] = shared.tolist()
         return numbers_by_rank
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Makes room for numbers where there is too little: memory of our own stream, which alone uses it."""
-        if self._numbers is None or self._numbers.size < size_bytes:
-            with self._device, self._stream:
-                self._numbers = cupy.empty(size_bytes, np.uint8)
-
     # -- Meeting -------------------------------------------------------------------------------------------------
 
     def agree(self, agreement: Agreement) -> None:
-        self._raise_failure()
+        if self._failure is not None:
+            self._raise_failure()
+        launch = self._launch
         if self.world_size > 1:
-            self._watcher.end_call()  # the agreement has a deadline of its own
+            self._watched.call = None  # the agreement has a deadline of its own
             try:
-                agreed = self._agreements.next(agreement)
+                of_all = self._agreements.of_all
+                agreed = of_all.repeated(agreement) or of_all.asked(agreement)
             except GradsyncError as error:
                 self._raise_disagreement(error)
-            if self._launch is not None:
-                self._launch.agreed.append(agreed)
-        if self._launch is not None:
-            self._watcher.begin_call(self._launch)
+            if launch is not None:
+                launch.agreed.append(agreed)
+        if launch is not None:  # first: whatever the host asks of NCCL from here on may block it
+            self._watched.call = launch, launch.thread
 
     def meet(self, agreement: Agreement) -> None:
         token = cupy.zeros(1, np.int32)
@@ -251,13 +281,14 @@ class NcclBackend(Backend):
 
     def _agree_on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
         self._raise_failure()
+        launch = self._launch
+        assert launch is not None
         try:
             for answers in self._agreements.on_messages(questions):
-                if self._launch is not None:
-                    self._launch.agreed += [answer.agreed for answer in answers.values() if answer.agreed is not None]
-                    self._watcher.begin_call(self._launch)
+                launch.agreed += [answer.agreed for answer in answers.values() if answer.agreed is not None]
+                self._watched.call = launch, launch.thread
                 yield answers
-                self._watcher.end_call()
+                self._watched.call = None
         except GradsyncError as error:
             self._raise_disagreement(error)
 
@@ -277,7 +308,7 @@ class NcclBackend(Backend):
     def keep(self, *arrays: Any) -> None:
         """Keeps arrays until the launch that is being made has ended."""
         if self._launch is not None:
-            self._launch.keep(*arrays)
+            self._launch.memory += arrays
 
     def bring_back(self, flat: Any, native: Any, launch: Any) -> None:
         if isinstance(native, np.ndarray):
@@ -304,7 +335,7 @@ class NcclBackend(Backend):
         if self.lifetime.is_inherited:  # CUDA would refuse first, and not say why
             raise self.lifetime.ended_error("a collective")
         with self._device:
-            return self._marks.mark(cupy.cuda.get_current_stream())
+            return self._events.mark(cupy.cuda.get_current_stream())
 
     def mark_end(self) -> Launch:
         with self.launching(None) as launch:
@@ -323,84 +354,40 @@ class NcclBackend(Backend):
         deadline = time.monotonic() + self.timeout_seconds
         client = self.client.group(members, name)
         try:
-            handle = join_group(client, self._handle.library, self._device.id, name, deadline)
-            return self.take_over(handle, client, name, self.timeout_seconds)
+            nccl = self._nccl.join(client, self._nccl.device_id, name, deadline)
+            return self.take_over(nccl, client, name, self.timeout_seconds)
         except BaseException:
             client.close()
             raise
 
     def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> NcclBackend | None:
-        library = self._handle.library
-        if not library.can_split:
+        if not self._nccl.can_split:
             return self.connect_group(members, name) if members else None
         if self._last is not None:
             self._last.wait()  # NCCL may hang where a collective of the communicator still runs
         try:
-            raw = split_group(self.client, self._handle, color, key, self.timeout_seconds)
+            nccl = self._nccl.split(self.client, color, key, self.timeout_seconds)
         except GradsyncError as error:
             self._fail(error, told=True)
             raise
-        if not members:
+        if nccl is None:
             return None
-        client = self.client.group(members, name)
-        handle = NcclHandle(library, raw, self._device.id, client.label)
-        return self.take_over(handle, client, name, self.timeout_seconds)
+        return self.take_over(nccl, self.client.group(members, name), name, self.timeout_seconds)
 
     def checked_stream(self, stream: Any, what: str) -> Any:
-        who = f"{self.label}: {what}"
-        checked = None if stream is None else as_stream(stream, self._device.id, who)
+        device_id = self._nccl.device_id
+        checked = None if stream is None else as_stream(stream, device_id, f"{self.label}: {what}")
         # The current one too where another is given: arrays are made there, and the given one waits for it.
-        current = cupy.cuda.get_current_stream(self._device.id)
-        refuse_capturing(current, who)
+        current = cupy.cuda.get_current_stream(device_id)
+        refuse_capturing(current, self.label, what)
         if checked is not None and checked is not current:
-            refuse_capturing(checked, who)
+            refuse_capturing(checked, self.label, what)
         return checked
 
-    @contextmanager
-    def launching(self, stream: Any, producers: Sequence[Any] | None = None) -> Iterator[Launch]:
-        self._raise_failure()
-        with self._device:
-            if producers is not None:
-                where, results_on = self._stream, cupy.cuda.get_current_stream()
-            else:
-                current, results_on = cupy.cuda.get_current_stream(), None
-                where = current if stream is None else stream
-                # Arrays of other libraries are ordered on the current stream when they are taken over.
-                producers = [] if stream is None else [self._marks.mark(current)]
-            launch = Launch(
-                f"{self.label}: a collective",
-                self._raise_failure,
-                self.lifetime.note_told,
-                self._handle,
-                self._device.id,
-                self.timeout_seconds,
-            )
-            self._order_after_others(where, producers)
-            with where, self.arrays.results_on(results_on):
-                launch.started.record(where)
-                outer, self._launch = self._launch, launch
-                launch.is_part = outer is not None
-                try:
-                    yield launch
-                except PlanMismatch:
-                    if launch.agreed:  # one message of two has been launched
-                        self._take_into_care(launch, where)
-                    raise
-                except (NcclError, CommunicatorClosed) as error:
-                    self._take_into_care(launch, where)
-                    self._raise_failure()  # the cause, where another thread has ended the communicator
-                    if isinstance(error, NcclError):
-                        self._watcher.raise_cause(error)
-                    raise
-                except BaseException:
-                    self._take_into_care(launch, where)
-                    raise
-                else:
-                    self._take_into_care(launch, where)
-                    self._raise_failure()  # where an abort has freed a call that was stuck
-                finally:
-                    self._watcher.end_call()
-                    self._launch = outer
+    def launching(self, stream: Any, producers: Sequence[Any] | None = None) -> _Launching:
+        if self._failure is not None:
+            self._raise_failure()
+        return _Launching(self, stream, producers)
 
     def await_host_results(self, launch: Any) -> None:
         if launch.has_host_results:
@@ -432,24 +419,13 @@ class NcclBackend(Backend):
         if not self._has_failed():
             self.drain()
             if self._last is not None:
-                self._order.forget(self._last.ended)
-        self._watcher.stop()
+                last = _last_on_device.get(self._nccl.device_id)
+                if last is not None and last[0] is self._last.ended:
+                    del _last_on_device[self._nccl.device_id]
+        self._watched.stop()
         self._agreements.close()
         if not self._has_failed():
-            self._handle.destroy()
-
-    def _order_after_others(self, stream: Any, producers: Sequence[Any]) -> None:
-        """Makes a stream wait for the work that its inputs come from, and for the collective before."""
-        _follow(stream, producers)
-        self._order.follow(stream)
-
-    def _take_into_care(self, launch: Launch, stream: Any) -> None:
-        launch.record_end(stream)
-        if not launch.is_part:
-            launch.recorded = self.recorder.hand_over()
-        self._last = launch
-        self._order.note(launch.ended, stream)
-        self._watcher.add(launch)
+            self._nccl.destroy()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -466,7 +442,7 @@ class NcclBackend(Backend):
         with self._failing:
             if self._failure is not None:
                 return False
-            self._watcher.fail_launches(error)
+            self._watched.fail_launches(error)
             self._failure = error  # last: who sees it finds every launch at its end
         return True
 
@@ -482,7 +458,7 @@ class NcclBackend(Backend):
     def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:
         """Aborts on another thread: neither the server nor NCCL may hold up the one that failed."""
         self._telling = threading.Event()
-        self._handle.begin_abort(partial(tell_others, self.client, reason, culprit, self._telling))
+        self._nccl.abort(partial(_tell_others, self.client, reason, culprit, self._telling))
 
     def drain(self) -> GradsyncError | None:
         try:
@@ -495,7 +471,104 @@ class NcclBackend(Backend):
         return None
 
 
+class _Launching:
+    """Surrounds what makes one launch: before it the order with other work, behind it its end, and the failures."""
+
+    def __init__(self, backend: NcclBackend, stream: Any, producers: Sequence[Any] | None) -> None:
+        self._backend = backend
+        self._stream = stream
+        self._producers = producers
+        self._entered: list[Any] = []  # contexts of CuPy to be left again
+
+    def __enter__(self) -> Launch:
+        backend = self._backend
+        if cupy.cuda.runtime.getDevice() != backend._nccl.device_id:
+            backend._device.__enter__()
+            self._entered.append(backend._device)
+        try:
+            return self._begin(backend)
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _begin(self, backend: NcclBackend) -> Launch:
+        current = where = cupy.cuda.get_current_stream()
+        if self._producers is not None:
+            where = backend._stream
+            _follow(where, self._producers)
+        elif self._stream is not None:
+            where = self._stream
+            # Arrays of other libraries are ordered on the current stream when they are taken over.
+            where.wait_event(backend._events.mark(current))
+        self.launch = launch = Launch(
+            backend.label,
+            backend._raise_failure,
+            backend.lifetime.note_told,
+            backend._nccl,
+            backend._events,
+            backend.timeout_seconds,
+        )
+        launch.stream = where
+        last = _last_on_device.get(backend._nccl.device_id)
+        # By thread too: Stream.ptds is one object, and a stream for each thread.
+        if last is not None and (last[1] is not where or last[2] != launch.thread):
+            where.wait_event(last[0])
+        if where is not current:
+            where.__enter__()
+            self._entered.append(where)
+        launch.started.record(where)
+        self._results_on = backend.arrays.results_on
+        backend.arrays.results_on = None if self._producers is None else current
+        self._outer, backend._launch = backend._launch, launch
+        return launch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        backend, launch = self._backend, self.launch
+        try:
+            # Of two messages one may have been launched before the mismatch.
+            if launch.agreed or not isinstance(error, PlanMismatch):
+                launch.record_end()
+                if self._outer is None:  # else it is a part of that one, of the same collective
+                    launch.recorded = backend.recorder.hand_over()
+                backend._last = launch
+                _last_on_device[backend._nccl.device_id] = launch.ended, launch.stream, launch.thread
+                backend._watched.add(launch)
+            if backend._failure is not None and (error is None or isinstance(error, (NcclError, CommunicatorClosed))):
+                backend._raise_failure()  # the cause: another thread has ended the communicator
+            if isinstance(error, NcclError):
+                backend._watched.raise_cause(error)
+        finally:
+            backend._watched.call = None
+            backend._launch = self._outer
+            backend.arrays.results_on = self._results_on
+            if self._entered:
+                self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(type(error), error, None)
+
+
 def _follow(stream: Any, marks: Sequence[Any]) -> None:
     """Makes a stream wait for marked work; for each mark once, as the gradients of a bucket share theirs."""
     for event in {id(event): event for event in marks}.values():
         stream.wait_event(event)
+
+
+def _tell_others(client: RendezvousClient, reason: str | None, culprit: int | None, told: threading.Event) -> None:
+    """Reports a failure that only this rank knows of; the event says that the server has heard it."""
+    try:
+        if reason is not None and client.world_size > 1:
+            client.report_failure(reason, culprit=culprit)
+    finally:
+        told.set()
+
+
+def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
+    """Ends what a collected communicator has left behind, beside NCCL's own; must not keep it alive."""
+    watched.stop()
+    agreements.close()
+    if client.name:  # of a group: the world goes on
+        client.close()

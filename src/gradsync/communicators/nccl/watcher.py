@@ -1,25 +1,28 @@
-"""The thread beside an NCCL communicator that sees what no call would: failures, deadlines, ends of launches.
+"""The thread beside NCCL communicators that sees what no call would: failures, deadlines, ends of launches.
 
-A collective on a GPU returns at once and then may never end; only somebody who looks can tell. The thread holds no
-reference to the communicator, so that a forgotten one can be collected.
+A collective on a GPU returns at once and then may never end; only somebody who looks can tell. One thread of the
+process looks after all its communicators, and holds no reference to them, so that a forgotten one can be collected. A
+second thread calls the users' callbacks, so that none of them keeps the first from looking.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from queue import SimpleQueue
+from typing import NoReturn
 
 import cupy
 
 from gradsync.communicators.agreement import on_behalf
-from gradsync.communicators.nccl.agreements import NcclAgreements
-from gradsync.communicators.nccl.handle import NcclHandle
 from gradsync.communicators.nccl.launch import Launch
-from gradsync.communicators.nccl.predicted_agreement import TEXTS_WITHIN_SECONDS
+from gradsync.communicators.nccl.library import Nccl
+from gradsync.communicators.nccl.speculative_agreement import TEXTS_WITHIN_SECONDS, NcclAgreements
 from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.diagnostics import Entry
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
@@ -30,80 +33,79 @@ _BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback m
 _SUSPICIOUS_AFTER_SECONDS = 1.0  # when a running collective makes the thread ask whether a rank has closed
 
 
-class Watcher:
-    """Looks after the launches of one communicator.
+class Watched:
+    """The launches of one communicator, as the watcher looks after them.
 
     Args:
-        handle: NCCL's communicator.
-        client: the way of the communicator's ranks to the rendezvous server.
+        nccl: the communicator.
+        client: the way of its ranks to the rendezvous server.
         verdicts: of the server.
         agreements: of the communicator's ranks.
         label: this rank in messages.
-        device_id: the device.
         timeout_seconds: how long a collective may run.
-        on_failure: called once, on this thread, with what has broken the communicator.
+        on_failure: a method that is called once, on the watcher's thread, with what has broken the communicator.
+
+    Attributes:
+        call: the launch that a thread is making, that thread, and since when it waits for nothing but a call to come
+            back: NCCL may wait for other ranks there, and so does CUDA with CUDA_LAUNCH_BLOCKING=1. None: no call.
     """
 
     def __init__(
         self,
-        handle: NcclHandle,
+        nccl: Nccl,
         client: RendezvousClient,
         verdicts: Verdicts,
         agreements: NcclAgreements,
         *,
         label: str,
-        device_id: int,
         timeout_seconds: float,
         on_failure: Callable[[GradsyncError], None],
     ) -> None:
-        self._handle = handle
+        self.call: tuple[Launch, int] | None = None
+        self._nccl = nccl
         self._client = client
         self._verdicts = verdicts
         self._agreements = agreements
         self._label = label
-        self._device_id = device_id
         self._timeout_seconds = timeout_seconds
-        self._on_failure = on_failure
+        self._on_failure = weakref.WeakMethod(on_failure)
         self._running: deque[Launch] = deque()
-        self._ended: deque[Launch] = deque()  # whose callbacks are to be called
         self._error: BaseException | None = None  # what a launch that comes now has failed with
         self._device_failure: NcclError | None = None  # found at the end of a launch
         self._lock = threading.Lock()
-        self._launching_thread = threading.get_ident()
-        # The launch that a thread is making, that thread, and since when it waits for nothing but a call to come back.
-        self._call: list[Any] | None = None
-        self._stopped = threading.Event()
+        self._stopped = False
+        self._returns_since: tuple[object, float] | None = None  # a call, and when the watcher has begun its clock
         self._ask_about_closing_at = 0.0
-        threading.Thread(target=self._run, name="gradsync-nccl-watcher", daemon=True).start()
-
-    def begin_call(self, launch: Launch) -> None:
-        """Watches what a launch does on the host until end_call(): NCCL may wait for other ranks there, and so does
-        CUDA with CUDA_LAUNCH_BLOCKING=1.
-        """
-        self._call = [launch, threading.get_ident(), None]
-
-    def end_call(self) -> None:
-        """Ends what begin_call() has begun."""
-        self._call = None
+        _watch(self)
 
     def add(self, launch: Launch) -> None:
         """Takes a launch into care; drops those that have ended."""
         with self._lock:
             error = self._error
-            self._launching_thread = threading.get_ident()
             if error is None:
                 self._running.append(launch)
         if error is not None:
             launch.fail(error)
-            launch.tell()  # the thread may have ended
+            _call_back(launch)
         self.reap()
 
     def reap(self) -> None:
-        """Lets go of launches that have ended, and of their memory; a stream ends them in order."""
-        while (head := self._head()) is not None and head.done():
+        """Drops launches that have ended, and their memory; a stream ends them in order."""
+        running = self._running
+        while running:
+            try:
+                head = running[0]
+            except IndexError:  # another thread was faster
+                return
+            if not head.done():
+                return
             with self._lock:
-                if self._running and self._running[0] is head:
-                    self._ended.append(self._running.popleft())
+                if not running or running[0] is not head:
+                    continue
+                running.popleft()
+            if head.error is not None and isinstance(head.error, NcclError):
+                self._device_failure = head.error
+            _call_back(head)
 
     def fail_launches(self, error: BaseException) -> None:
         """Fails every launch that has not ended, and those that are still to come."""
@@ -114,7 +116,8 @@ class Watcher:
         for launch in reversed(failed):  # who waits for the first that has failed finds the later ones failed too
             if not launch.done():
                 launch.fail(error)
-        self._ended.extend(failed)
+        for launch in failed:
+            _call_back(launch)
 
     def raise_cause(self, error: NcclError) -> NoReturn:
         """Raises what another rank has done where that is what NCCL has noticed, else the error itself."""
@@ -129,52 +132,53 @@ class Watcher:
         raise error
 
     def stop(self) -> None:
-        """Makes the thread end; does not wait for it."""
-        self._stopped.set()
+        """Makes the watcher look for nothing but the ends of what is launched; does not wait for it."""
+        self._stopped = True
 
-    def _run(self) -> None:
-        try:
-            cupy.cuda.Device(self._device_id).use()
-            while not self._stopped.wait(_BUSY_SECONDS if self._running else _IDLE_SECONDS):
+    # -- On the watcher's thread ---------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Looks once, and reports what has broken the communicator; returns whether to look again."""
+        if not self._stopped:
+            try:
                 self._look()
-        except GradsyncError as error:
-            self._report(error)
-        except Exception as error:  # CUDA's own above all: nobody else would notice that this thread is gone
-            self._report(NcclError(f"{self._label}: looking after collectives failed: {describe(error)}"))
-        while self._running or self._ended:  # what is left ends soon: it was waited for, or has failed
-            self._end_launches()
-            time.sleep(_BUSY_SECONDS)
+            except GradsyncError as error:
+                self._report(error)
+            except Exception as error:  # CUDA's own above all: nobody else would notice
+                self._report(NcclError(f"{self._label}: looking after collectives failed: {describe(error)}"))
+            return True
+        self.reap()  # what is left ends soon: it was waited for, or has failed
+        return bool(self._running)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is launched, or about to be."""
+        return bool(self._running) or self.call is not None
 
     def _report(self, error: GradsyncError) -> None:
-        if not self._stopped.is_set():
-            self._on_failure(error)
-
-    def _end_launches(self) -> None:
-        self.reap()
-        while self._ended:
-            launch = self._ended.popleft()
-            launch.tell()
-            if isinstance(launch.error, NcclError):
-                self._device_failure = launch.error
-
-    def _head(self) -> Launch | None:
-        with self._lock:
-            return self._running[0] if self._running else None
+        report = self._on_failure()
+        if report is not None and not self._stopped:
+            report(error)
+        self._stopped = True
 
     def _look(self) -> None:
         """Raises what has broken the communicator."""
-        self._end_launches()
+        self.reap()
         if self._device_failure is not None:
             raise self._device_failure
         self._look_at_others()
         try:
-            self._handle.check()
+            self._nccl.check()
         except NcclError as error:
             self.raise_cause(error)
-        head, call = self._head(), self._call
+        with self._lock:
+            head = self._running[0] if self._running else None
         if head is not None:
             self._look_at_clock(head, time.monotonic())
-        if call is not None:
+        call = self.call
+        if call is None:
+            self._returns_since = None  # which keeps its launch
+        else:
             self._look_at_call(call, time.monotonic())
 
     def _look_at_others(self) -> None:
@@ -190,46 +194,103 @@ class Watcher:
             raise copy.copy(self._error)
         self._look_at_others()
 
-    def _look_at_absence(self, head: Launch, ran_seconds: float) -> None:
-        """Warns of a collective that runs for long; raises the verdict on one that has reached its deadline."""
-        entry = None if head.recorded is None else Entry(*head.recorded)
-        on_behalf.thread = self._launching_thread  # whose line is told with a message
-        if ran_seconds > self._timeout_seconds and not head.done():
-            if self._client.world_size > 1:
-                self._verdicts.give_up(ran_seconds, head.peers(), entry)
-            raise CollectiveTimeout(
-                f"{self._label}: {head.name} has run for {self._timeout_seconds:g} s on cuda:{self._device_id}, alone: "
-                "the GPU is stuck"
-            )
-        if self._client.world_size > 1:
-            self._verdicts.warn(ran_seconds, head.peers(), entry)
-
-    def _look_at_call(self, call: list[Any], now: float) -> None:
-        """Warns of a call that does not come back, and raises the verdict at the deadline: an abort may free it."""
-        launch, thread, since = call
-        if since is None:
-            if launch.started.done:  # until then it is this rank's own work that may hold the call up
-                call[2] = now
-            return
-        on_behalf.thread = thread
-        several = self._client.world_size > 1
-        if now - since > self._timeout_seconds and self._call is call:
-            if several:
-                self._verdicts.give_up(now - since, launch.peers())
-            raise CollectiveTimeout(
-                f"{self._label}: {launch.name}: a call has not returned for {self._timeout_seconds:g} s on "
-                f"cuda:{self._device_id}, alone: the GPU is stuck"
-            )
-        if several:
-            self._verdicts.warn(now - since, launch.peers())
-
     def _look_at_clock(self, head: Launch, now: float) -> None:
         if head.seen_started_at is None:
             if head.started.done:
                 head.seen_started_at = now
                 self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
             return
-        self._look_at_absence(head, now - head.seen_started_at)
+        entry = None if head.recorded is None else Entry(*head.recorded)
+        stuck = f"{head.name} has run for {self._timeout_seconds:g} s"
+        self._look_at_deadline(head, head.thread, now - head.seen_started_at, lambda: not head.done(), stuck, entry)
         if now >= self._ask_about_closing_at:
             self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
             head.look_for_closed_ranks()
+
+    def _look_at_call(self, call: tuple[Launch, int], now: float) -> None:
+        launch, thread = call
+        if self._returns_since is None or self._returns_since[0] is not call:
+            if launch.started.done:  # until then it is this rank's own work that may hold the call up
+                self._returns_since = call, now
+            return
+        stuck = f"{launch.name}: a call has not returned for {self._timeout_seconds:g} s"
+        waited_seconds = now - self._returns_since[1]
+        self._look_at_deadline(launch, thread, waited_seconds, lambda: self.call is call, stuck, None)
+
+    def _look_at_deadline(
+        self,
+        launch: Launch,
+        thread: int,
+        waited_seconds: float,
+        still_waits: Callable[[], bool],
+        stuck: str,
+        entry: Entry | None,
+    ) -> None:
+        """Warns of what has taken long; raises the verdict on what has reached its deadline."""
+        on_behalf.thread = thread  # whose line is told with a message
+        several = self._client.world_size > 1
+        if waited_seconds > self._timeout_seconds and still_waits():
+            if several:
+                self._verdicts.give_up(waited_seconds, launch.peers(), entry)
+            raise CollectiveTimeout(f"{self._label}: {stuck} on cuda:{self._nccl.device_id}, alone: the GPU is stuck")
+        if several:
+            self._verdicts.warn(waited_seconds, launch.peers(), entry)
+
+
+_all: list[Watched] = []
+_registering = threading.Lock()
+_callbacks: SimpleQueue[Launch | None] = SimpleQueue()
+
+
+def _watch(watched: Watched) -> None:
+    """Looks after one more communicator, on threads that are started for the first."""
+    global _callbacks
+    with _registering:
+        _all.append(watched)
+        if len(_all) > 1:
+            return
+        _callbacks = SimpleQueue()  # its own: a callback that never returns may keep the thread before this one
+        for name, work in (("gradsync-nccl-watcher", _look_at_all), ("gradsync-nccl-callbacks", _call_all_back)):
+            arguments = watched._nccl.device_id, _callbacks
+            threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+
+
+def _look_at_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
+    # The one that a process has: without it, looking at an event would take memory of the first.
+    cupy.cuda.Device(device_id).use()
+    while True:
+        with _registering:
+            everything = list(_all)
+        ended = [watched for watched in everything if not watched.look()]
+        with _registering:
+            for watched in ended:
+                _all.remove(watched)
+            if not _all:
+                callbacks.put(None)
+                return
+        seconds = _BUSY_SECONDS if any(watched.is_busy for watched in everything) else _IDLE_SECONDS
+        del everything, ended
+        time.sleep(seconds)
+
+
+def _call_all_back(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
+    cupy.cuda.Device(device_id).use()  # a callback's arrays are there
+    while (launch := callbacks.get()) is not None:
+        launch.call_back()
+        del launch  # what it refers to must not outlive it
+
+
+def _call_back(launch: Launch) -> None:
+    """Has the callbacks of a launch called that is over."""
+    if launch.callbacks:
+        _callbacks.put(launch)
+
+
+def _forget_after_fork() -> None:
+    """The threads are not in the child."""
+    global _registering
+    _registering = threading.Lock()
+    _all.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

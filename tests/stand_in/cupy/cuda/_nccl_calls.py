@@ -130,26 +130,29 @@ def numpy_dtype(datatype: int) -> np.dtype:
 
 
 def reduce_contributions(contributions: list[np.ndarray], op: int) -> np.ndarray:
-    """Reduces arrays in rank order; half precision in float32, rounded once.
+    """Reduces arrays as a ring does: each part of them begins on another rank, and is rounded at every hop.
 
     The average multiplies each contribution by 1 / n, both rounded to the dtype, as src/enqueue.cc has it.
     Min and max pass a NaN over where another rank has a number, as fminf and fmaxf do.
-    Source: NCCL, src/device/reduce_kernel.h.
+    Source: NCCL, src/device/all_reduce.h (runRing) and src/device/reduce_kernel.h.
     """
-    dtype = contributions[0].dtype
+    ranks, dtype = len(contributions), contributions[0].dtype
     is_floating = dtype.kind in "fV"  # bfloat16 is of kind V
     wide = np.dtype(np.float32) if is_floating and dtype.itemsize == 2 else dtype
     function = {SUM: np.add, AVG: np.add, PROD: np.multiply, MAX: np.fmax, MIN: np.fmin}[op]
+    parts = []
     with np.errstate(all="ignore"):
         if op == AVG and is_floating:
-            factor = dtype.type(1 / len(contributions))
+            factor = dtype.type(1 / ranks)
             contributions = [contribution * factor for contribution in contributions]
-        result = contributions[0].astype(wide)
-        for contribution in contributions[1:]:
-            function(result, contribution.astype(wide, copy=False), out=result)
-        if op == AVG and not is_floating:
-            result = _divide(result, len(contributions))
-        return result.astype(dtype, copy=False)
+        for first, part in enumerate(zip(*(np.array_split(each, ranks) for each in contributions), strict=True), 1):
+            result = part[first % ranks]
+            for hop in range(1, ranks):
+                added = part[(first + hop) % ranks]
+                result = function(result.astype(wide), added.astype(wide)).astype(dtype)
+            parts.append(result)
+        result = np.concatenate(parts)
+        return _divide(result, ranks) if op == AVG and not is_floating else result
 
 
 def _divide(total: np.ndarray, count: int) -> np.ndarray:

@@ -259,9 +259,10 @@ class BaseCommunicator:
         except Gone:
             self._lose_hub()
         except NcclError as error:
-            self._failure = error.status, error.detail
-            if waits_for_ever():  # as a kernel of NCCL does, which no error ends but an abort
+            if waits_for_ever():  # as a kernel of NCCL does, in silence, which nothing ends but an abort
                 self._ended.wait()
+            else:
+                self._failure = error.status, error.detail
 
     def _exchange(self, operations: list[_Operation]) -> None:
         """Tells the hub what this rank does, all of it, and takes the answers."""

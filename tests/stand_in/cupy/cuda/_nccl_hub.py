@@ -32,7 +32,7 @@ from ._nccl_calls import (
     timeout_seconds,
     waits_for_ever,
 )
-from ._nccl_errors import INVALID_USAGE, REMOTE_ERROR, NcclError
+from ._nccl_errors import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR, NcclError
 
 UNIQUE_ID_BYTES = 128
 _NOTHING = np.empty(0, np.uint8)
@@ -212,6 +212,7 @@ class _Hub:
         self._batches: list[list[_Operation]] = [[] for _ in self._ranks]  # answered as a whole, in order
         self._stuck: set[int] = set()  # have sent a whole batch, and wait for the answer
         self._gone: set[int] = set()
+        self._connected: set[tuple[int, int]] = set()  # for messages, by sender and receiver
         self._selector = selectors.DefaultSelector()
         for rank, connection in enumerate(connections):
             self._selector.register(connection, selectors.EVENT_READ, rank)
@@ -259,11 +260,35 @@ class _Hub:
         for target in self._ranks:
             for wanted in self._batches[target]:
                 sent = self._find_sent(wanted, target)
-                if sent is None:
+                if sent is None or not self._connect(wanted.call.root, target):
                     continue
                 if sent.call.nbytes != wanted.call.nbytes:
                     raise _Refused(INVALID_USAGE, f"a message has another size than was wanted; {self._describe()}")
                 wanted.result, sent.result = sent.payload, _NOTHING
+
+    def _connect(self, sender: int, receiver: int) -> bool:
+        """Connects two ranks for a message; returns whether they are.
+
+        NCCL does it for all messages that a group has between the two, both ways at once, and takes from the peer's
+        group as much as it has itself. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
+        """
+        if (sender, receiver) in self._connected:
+            return True
+        if not {sender, receiver} <= self._stuck:
+            return False  # a part of the group is still to come
+        both = [self._new_ways(sender, receiver), self._new_ways(receiver, sender)]
+        if both[0] != both[1]:
+            raise _Refused(
+                INTERNAL_ERROR, f"Message truncated: two ranks connect by groups that differ; {self._describe()}"
+            )
+        self._connected |= both[0]
+        return True
+
+    def _new_ways(self, rank: int, peer: int) -> set[tuple[int, int]]:
+        """Returns the ways between two ranks that the group of one of them needs and that are not connected yet."""
+        calls = [operation.call for operation in self._batches[rank] if operation.call.is_message]
+        ways = {(rank, peer) if call.kind == "send" else (peer, rank) for call in calls if call.root == peer}
+        return ways - self._connected
 
     def _find_sent(self, wanted: _Operation, target: int) -> _Operation | None:
         if wanted.call.kind == "recv" and wanted.result is None:

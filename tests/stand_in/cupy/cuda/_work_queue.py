@@ -113,6 +113,13 @@ class WorkQueue:
             self._work.put((work, waits))
             return Ticket(self, self.submitted)
 
+    def mark(self) -> Ticket:
+        """Returns a place behind all that is queued, and behind what work queued now would wait for."""
+        self.device.check()
+        if not self.is_capturing() and not self.device.implicit_waits(self):
+            return self.last()
+        return self.submit(_do_nothing)
+
     def is_capturing(self) -> bool:
         """Returns whether work is captured; raises where that has been spoilt, or what waits for this is capturing."""
         if self.capture is not None and not self.capture.is_valid:
@@ -172,6 +179,10 @@ class WorkQueue:
             with self._progress:
                 self.completed += 1
                 self._progress.notify_all()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _wait_for_all(tickets: list[Ticket]) -> None:

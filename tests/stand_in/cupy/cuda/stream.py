@@ -29,9 +29,9 @@ _chosen = threading.local()
 class _Recording:
     """One record of an event: a place in a stream, and when it was reached."""
 
-    def __init__(self, queue: WorkQueue) -> None:
+    def __init__(self, queue: WorkQueue, has_timing: bool) -> None:
         self.reached_at = 0.0
-        self.ticket: Ticket = queue.submit(self._reach)
+        self.ticket: Ticket = queue.submit(self._reach) if has_timing else queue.mark()
 
     def _reach(self) -> None:
         self.reached_at = time.perf_counter()
@@ -65,7 +65,7 @@ class Event:
         queue = (get_current_stream() if stream is None else stream)._queue()
         if queue.device is not self._device:
             raise CUDARuntimeError(INVALID_RESOURCE_HANDLE)
-        self._recording = _Recording(queue)
+        self._recording = _Recording(queue, self._has_timing)
         self._capture = queue.capture
 
     def synchronize(self) -> None:

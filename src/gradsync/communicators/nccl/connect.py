@@ -1,4 +1,4 @@
-"""The way to an NCCL communicator: a device for each rank, one id for all, and a deadline for every step."""
+"""The way to an NCCL communicator: a device for each rank, and a deadline for every step."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import glob
 import os
 import socket
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from gradsync.communicators.backend import Backend
-from gradsync.communicators.nccl.library import NcclLibrary
+from gradsync.communicators.nccl.library import Nccl
 from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.machine import boot_id
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES
-
-if TYPE_CHECKING:
-    pass
 
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
 # Ranks on one GPU wait for each other inside their kernels, so all of them must fit on it at once.
@@ -117,38 +112,32 @@ def connect_nccl(
         RendezvousTimeout, RankFailed: a rank did not come, or died.
     """
     deadline = time.monotonic() + timeout_seconds
-    library = NcclLibrary()  # says where CuPy is missing, which the imports below need
+    nccl = Nccl()  # says where CuPy is missing, which the imports below need
     device_id = choose_device(device, local_rank, count_devices(), allow_shared_gpu=allow_shared_gpu)
     if allow_shared_gpu:
-        _let_ranks_share(library.version, client.rank)
-    _use(device_id)
-    identity = device_identity(device_id, library.version)
-    _check_devices(client, identity, group, _clock(deadline), allow_shared_gpu=allow_shared_gpu)
-    from gradsync.communicators.nccl.joining import join_group
-    from gradsync.communicators.nccl.nccl_backend import NcclBackend
-
-    handle = join_group(client, library, device_id, group, deadline)
-    return NcclBackend.take_over(handle, client, group, collective_timeout_seconds)
-
-
-def _use(device_id: int) -> None:
-    """Makes the device current for the calling thread, as torch.cuda.set_device does: the script's arrays go there."""
+        _let_ranks_share(nccl.version, client.rank)
     import cupy
 
-    cupy.cuda.Device(device_id).use()
+    cupy.cuda.Device(device_id).use()  # as torch.cuda.set_device does: the script's arrays go there
+    identity = device_identity(device_id, nccl.version)
+    _check_devices(client, identity, group, deadline, allow_shared_gpu=allow_shared_gpu)
+    from gradsync.communicators.nccl.nccl_backend import NcclBackend
+
+    joined = nccl.join(client, device_id, group, deadline)
+    return NcclBackend.take_over(joined, client, group, collective_timeout_seconds)
 
 
-def _clock(deadline: float) -> Callable[[], float]:
-    return lambda: max(0.0, deadline - time.monotonic())
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _check_devices(
-    client: RendezvousClient, identity: str, group: str, left: Callable[[], float], *, allow_shared_gpu: bool
+    client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
     """Finds ranks on one GPU before NCCL does, in words that help, on every rank."""
     mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
     by_device: dict[bytes, list[int]] = {}
-    for rank, where in enumerate(client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=left())):
+    for rank, where in enumerate(client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=_left(deadline))):
         by_device.setdefault(where, []).append(rank)
     shared = {where: ranks for where, ranks in by_device.items() if len(ranks) > 1}
     if shared and not allow_shared_gpu:

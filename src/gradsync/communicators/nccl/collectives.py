@@ -1,0 +1,215 @@
+"""The collectives that NCCL lacks, or has for some cases only, made of those that it has.
+
+NCCL gathers equal parts only, and CuPy shows no gather, scatter or all-to-all of it: they are made of messages in one
+group, which NCCL launches as one kernel. A part of no bytes takes no message, on neither side, and a rank's own part is
+copied on the device.
+
+NCCL has no 16-bit integers: they travel widened, and wrap around when they are cast back, as they would have. It has
+no product of complex numbers: they are gathered, and multiplied in rank order. It scatters the result of a reduction in
+equal parts only: other parts are reduced one by one, in one group.
+
+Its mean multiplies each contribution by 1 / n, rounded to the dtype. That of bfloat16 is off by up to 0.2 % where n is
+no power of two, always to the same side, so there the sum is divided instead. Of float16 it is off by less than a
+rounding; the mean stays NCCL's, as a sum overflows where a mean does not.
+
+Source: NCCL, src/enqueue.cc (ncclAvg is a sum with a factor before it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gradsync.communicators.backend import Bounds, part_of
+from gradsync.communicators.nccl.device_arrays import divide
+from gradsync.communicators.nccl.library import Nccl
+from gradsync.reduction import ReduceOp, dtype_name
+
+
+class Collectives:
+    """Launches on the current stream; all arrays are flat and on the device, those that are only moved of uint8.
+
+    Args:
+        nccl: this rank's communicator.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, nccl: Nccl, rank: int, world_size: int) -> None:
+        self._nccl = nccl
+        self._rank = rank
+        self._world_size = world_size
+        self._others = [peer for peer in range(world_size) if peer != rank]
+        self._plain: dict[tuple[Any, ReduceOp], bool] = {}  # by dtype: a few tens at most
+
+    # -- Movements -----------------------------------------------------------------------------------------------
+
+    def broadcast(self, flat: Any, root: int) -> None:
+        """Copies the root's bytes to all ranks."""
+        if flat.size:
+            self._nccl.broadcast(flat, root)
+
+    def all_gather(self, source: Any, target: Any, bounds: Bounds) -> None:
+        """Gathers the parts on all ranks; the source may be exactly this rank's part of the target."""
+        if _is_even(bounds):
+            if target.size:
+                self._nccl.all_gather(source, target)
+            return
+        copy_bytes(source, target[part_of(bounds, self._rank)])
+        with self._nccl.group():
+            for peer in self._others:
+                self.send(source, peer)
+                self.receive(target[part_of(bounds, peer)], peer)
+
+    def gather(self, source: Any, target: Any | None, bounds: Bounds, root: int) -> None:
+        """Gathers the parts on the root, where the source may be exactly its part of the target; None elsewhere."""
+        if target is None:
+            self.send(source, root)
+            return
+        copy_bytes(source, target[part_of(bounds, self._rank)])
+        with self._nccl.group():
+            for peer in self._others:
+                self.receive(target[part_of(bounds, peer)], peer)
+
+    def scatter(self, source: Any | None, target: Any, bounds: Bounds, root: int) -> None:
+        """Deals out the root's parts; None elsewhere."""
+        if source is None:
+            self.receive(target, root)
+            return
+        copy_bytes(source[part_of(bounds, self._rank)], target)
+        with self._nccl.group():
+            for peer in self._others:
+                self.send(source[part_of(bounds, peer)], peer)
+
+    def all_to_all(self, source: Any, target: Any, send_bounds: Bounds, receive_bounds: Bounds) -> None:
+        """Deals out the parts of every rank."""
+        copy_bytes(source[part_of(send_bounds, self._rank)], target[part_of(receive_bounds, self._rank)])
+        with self._nccl.group():
+            for peer in self._others:
+                self.send(source[part_of(send_bounds, peer)], peer)
+                self.receive(target[part_of(receive_bounds, peer)], peer)
+
+    def send(self, part: Any, peer: int) -> None:
+        """Sends to another rank, which receives as many bytes."""
+        if part.size:
+            self._nccl.send(part, peer)
+
+    def receive(self, part: Any, peer: int) -> None:
+        """Receives from another rank, which sends as many bytes."""
+        if part.size:
+            self._nccl.receive(part, peer)
+
+    # -- Reductions ----------------------------------------------------------------------------------------------
+
+    def is_plain(self, dtype: Any, op: ReduceOp) -> bool:
+        """Whether NCCL itself reduces these elements rightly."""
+        plain = self._plain.get((dtype, op))
+        if plain is None:
+            detour = self._must_divide(dtype, op) or self._must_gather(dtype, op) or self._nccl.wire(dtype).widened
+            plain = self._plain[dtype, op] = not detour
+        return plain
+
+    def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
+        """Reduces into another array, or the same."""
+        if not source.size:
+            return
+        if self.is_plain(source.dtype, op):
+            self._nccl.all_reduce(source, target, op)
+        elif self._must_gather(source.dtype, op):
+            bounds = range(0, (self._world_size + 1) * source.nbytes, source.nbytes)
+            gathered = self._rows(source)
+            self.all_gather(_bytes(source), _bytes(gathered), bounds)
+            _multiply(gathered, target)
+        else:
+            self._by_detour(source, target, op, self.all_reduce)
+
+    def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
+        """Reduces into the root's target, which may be its source; None elsewhere."""
+        if not source.size:
+            return
+        if self.is_plain(source.dtype, op):
+            self._nccl.reduce(source, target, op, root)
+        elif self._must_gather(source.dtype, op):
+            bounds = range(0, (self._world_size + 1) * source.nbytes, source.nbytes)
+            gathered = None if target is None else self._rows(source)
+            self.gather(_bytes(source), None if gathered is None else _bytes(gathered), bounds, root)
+            if gathered is not None:
+                _multiply(gathered, target)
+        else:
+            self._by_detour(source, target, op, lambda s, t, o: self.reduce(s, t, o, root))
+
+    def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp) -> None:
+        """Reduces each part into the target of its rank, which may be exactly that part of its source."""
+        if not source.size:
+            return
+        if self._must_gather(source.dtype, op):
+            gathered = self._rows(target)
+            sent = [bound * source.itemsize for bound in bounds]
+            received = [rank * target.nbytes for rank in range(self._world_size + 1)]
+            self.all_to_all(_bytes(source), _bytes(gathered), sent, received)
+            _multiply(gathered, target)
+        elif not self.is_plain(source.dtype, op):
+            self._by_detour(source, target, op, lambda s, t, o: self.reduce_scatter(s, t, bounds, o))
+        elif _is_even(bounds):
+            self._nccl.reduce_scatter(source, target, op)
+        else:
+            with self._nccl.group():  # of what NCCL itself reduces: a group launches nothing before its end
+                for root in range(self._world_size):
+                    part = source[part_of(bounds, root)]
+                    if part.size:
+                        self._nccl.reduce(part, target if root == self._rank else None, op, root)
+
+    def _by_detour(
+        self, source: Any, target: Any | None, op: ReduceOp, reduce: Callable[[Any, Any, ReduceOp], None]
+    ) -> None:
+        """Reduces by another operator, or in another dtype, and makes of that what was asked for."""
+        if self._must_divide(source.dtype, op):
+            reduce(source, target, ReduceOp.SUM)
+            if target is not None:
+                divide(target, self._world_size)
+            return
+        wide = source.astype(self._nccl.wire(source.dtype).widened)
+        if target is None:
+            reduce(wide, None, op)
+            return
+        wide_target = wide if target.size == source.size else cupy.empty(target.size, wide.dtype)
+        reduce(wide, wide_target, op)
+        target[...] = wide_target.astype(target.dtype)
+
+    def _must_divide(self, dtype: Any, op: ReduceOp) -> bool:
+        is_power_of_two = self._world_size & (self._world_size - 1) == 0
+        return op is ReduceOp.MEAN and not is_power_of_two and dtype_name(dtype) == "bfloat16"
+
+    def _must_gather(self, dtype: Any, op: ReduceOp) -> bool:
+        return op is ReduceOp.PROD and dtype.kind == "c"
+
+    def _rows(self, flat: Any) -> Any:
+        """Returns room for as much of every rank, a row each."""
+        return cupy.empty((self._world_size, flat.size), flat.dtype)
+
+
+def copy_bytes(source: Any, target: Any) -> None:
+    """Copies bytes on the device, unless they are where they belong."""
+    if source.size and source.data.ptr != target.data.ptr:
+        target.data.copy_from_device_async(source.data, source.size)
+
+
+def _is_even(bounds: Bounds) -> bool:
+    """Whether all parts are of one size."""
+    return all(end - begin == bounds[1] - bounds[0] for begin, end in pairwise(bounds))
+
+
+def _bytes(array: Any) -> Any:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _multiply(contributions: Any, target: Any) -> None:
+    """Multiplies the rows, in rank order."""
+    product = contributions[0]
+    for contribution in contributions[1:]:
+        product = product * contribution
+    target[...] = product
