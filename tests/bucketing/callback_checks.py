@@ -317,3 +317,21 @@ def differ_late_in_a_large_bucket(comm: Any, kit_name: str) -> str:
         shape = (3, 2) if i == 4400 and comm.rank == 1 else (2, 3)
         callback(f"a parameter with a long name, number {i}", kit.put(np.ones(shape)))
     return str(expect(gs.PlanMismatch, callback.flush))
+
+
+def hand_over_numbers(comm: Any, kit_name: str) -> None:
+    """0-d arrays, NumPy's scalars and Python's floats: the future gives the result."""
+    kit, n = make_kit(comm, kit_name), comm.world_size
+    sync = gs.AllreduceCallback("sum", comm)
+    for _ in range(3):
+        given = [1.5, np.float32(2.0), np.float64(3.0), kit.put(np.array(4.0)), 1j, np.complex64(2j)]
+        with sync.backward():
+            futures = [sync(number, gradient) for number, gradient in enumerate(given)]
+        results = [future.result() for future in futures]
+        assert [complex(kit.get(result) if at == 3 else result) for at, result in enumerate(results)] == [
+            complex(value) * n for value in (1.5, 2.0, 3.0, 4.0, 1j, 2j)
+        ]
+        assert [(str(result.dtype), result.shape) for result in results][:2] == [("float64", ()), ("float32", ())]
+        assert given[0] == 1.5
+    for wrong in (True, 3, "1.0"):
+        expect(gs.InvalidArgument, lambda wrong=wrong: sync("p", wrong), "the gradient of 'p'")

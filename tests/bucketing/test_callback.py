@@ -248,3 +248,8 @@ def test_gradients_that_share_memory_are_refused() -> None:
             callback("a", first)
             callback("b", second)
             callback.flush()
+
+
+@pytest.mark.parametrize(("place", "world_size"), ONE_AND_TWO_RANKS)
+def test_numbers_are_gradients(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.hand_over_numbers, place.kit)

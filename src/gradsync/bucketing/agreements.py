@@ -165,7 +165,7 @@ def _facts_of_passes(passes: int) -> dict[str, int]:
 
 
 def _after(passes: int) -> str:
-    return f", after {_count(passes, 'local pass', 'local passes')} (no_sync)" if passes else ""
+    return f", after {_count(passes, 'local pass', 'local passes')}" if passes else ""
 
 
 def _count(number: int, one: str, many: str = "") -> str:

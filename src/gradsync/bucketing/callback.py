@@ -7,9 +7,10 @@ flush, is an event on which the ranks agree before data moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradsync.arguments import refuse_words
 from gradsync.bucketing.agreements import CallbackIdentity
@@ -129,7 +130,9 @@ class AllreduceCallback:
         )
         self._group = group
         self._step = Step(options, CallbackIdentity(name, group))
-        self._synchronising = True
+        # What is done with a gradient: another thing within blocks of local passes, and after them.
+        self._take: Callable[[Any, Any, Communicator], GradientFuture] = self._step.take
+        self._is_local = False  # whether this is such a block
         self.statistics = self._step.reducer.statistics
         watch(self, self._step)
         if parameters is not None and (group is not None or world.current is not None):
@@ -153,9 +156,10 @@ class AllreduceCallback:
         Args:
             param: whose gradient it is: any hashable name, or an array (known by identity, and across ranks by its
                 place in the order).
-            grad: array of any shape and layout, with a dtype that the reduce method is defined for, on the
-                communicator's device and made by work on the current stream; NCCL takes host arrays too, and brings
-                their results back (not where gradients live in buckets: there futures give the device's view).
+            grad: array of any shape and layout, or a NumPy scalar or float (the future gives a 0-d array), with a dtype
+                that the reduce method is defined for, on the communicator's device and made by work on the current
+                stream; NCCL takes host arrays too, and brings their results back (not where gradients live in buckets:
+                there futures give the device's view).
 
         Returns:
             A future that gives the reduced gradient; not ready until the bucket is full or flushed.
@@ -170,9 +174,7 @@ class AllreduceCallback:
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
             communicator = self._communicator()
-        if self._synchronising:
-            return self._step.take(param, grad, communicator)
-        raise _refusal_in_no_sync(param, communicator)
+        return self._take(param, grad, communicator)
 
     def gradient_buffers(self, parameters: Any = None) -> Any:
         """Makes arrays for gradients that live inside the buckets, so that synchronising them copies nothing.
@@ -247,10 +249,15 @@ class AllreduceCallback:
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
         """
-        if not self._synchronising:
+        if not self._is_local:
+            try:
+                self._step.flush(self._communicator())
+            finally:
+                self._take = self._step.take
+        elif self._take is _refuse_in_no_sync:
             self._step.reducer.events.local_passes += 1
-            return
-        self._step.flush(self._communicator())
+        else:
+            self._step.end_local_pass()
 
     def dump_shapes(self, path: str | Path) -> None:
         """Writes the last step's gradients to a JSON file, in arrival order: for `gradsync bench thresholds --model`.
@@ -284,7 +291,7 @@ class AllreduceCallback:
         try:
             yield
             # Not once more where the step has ended within: with missing="zero" that would be a step of zeros.
-            is_flushed = self._synchronising and self._step.ended > ended and not self._step.count
+            is_flushed = not self._is_local and self._step.ended > ended and not self._step.count
             if not is_flushed:
                 self.flush()
         except BaseException as error:
@@ -292,13 +299,68 @@ class AllreduceCallback:
             raise
 
     @contextmanager
+    def accumulate(self, *, reused: bool = False) -> Iterator[None]:
+        """Surrounds local passes: what is handed over inside is added up, and the next pass outside hands over the sum.
+
+            for batch in batches[:-1]:
+                with sync.accumulate():
+                    for name, gradient in gradients_of(batch):
+                        sync(name, gradient)
+            with sync.backward():
+                futures = {name: sync(name, gradient) for name, gradient in gradients_of(batches[-1])}
+
+        Nothing is communicated inside. Gradients are added in the order of the passes and in their own dtype, bit for
+        bit as a program does that adds them up by itself; they are not written to. The mean is that over the ranks, not
+        over the passes: divide by their number, or let `prescale` do it. Futures of local passes are done at once, and
+        give the sum so far, which later passes add to. Those of the last pass give the reduced sum, in memory of its
+        own, or in the buckets. What came in local passes alone is handed over by flush(), which puts the results in
+        `filled`.
+
+        A flush() or `with callback.backward()` inside ends a local pass, and so does the end of the block. Their number
+        is part of the agreement: ranks that accumulate differently get PlanMismatch.
+
+        Args:
+            reused: says that an array which is handed over in several passes of one step holds the gradient of that
+                pass alone, as scratch memory and gradient_buffers() do. Otherwise it is refused, as a running total
+                would be added twice.
+
+        Raises:
+            InvalidArgument: in the middle of a step, or within another block of local passes.
+        """
+        if not isinstance(reused, bool):
+            raise InvalidArgument(f"accumulate() needs reused as True or False, got {reused!r}")
+        with self._local_passes("accumulate()", partial(self._step.add_up, is_reused=reused)):
+            try:
+                yield
+                self._step.end_local_pass()
+            except BaseException:  # the sum would have a part of a pass
+                self._step.discard()
+                raise
+        if self._step.sums:
+            self._take = partial(self._step.take_with_sum, is_reused=reused)
+
+    def discard(self) -> None:
+        """Drops what local passes have added up: for a loop that ends before the step that would hand it over.
+
+        Every rank must call it, or none.
+
+        Raises:
+            InvalidArgument: in the middle of a step, or within a block of local passes.
+        """
+        self._check_between_steps("discard()")
+        if self._is_local:
+            raise InvalidArgument("discard() within a block of local passes: leave it first")
+        self._step.discard()
+        self._take = self._step.take
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Surrounds local passes, in which no gradient is handed over; flush() counts them.
 
-        Nothing adds gradients up here. Sum them in arrays of your own, and hand over the sum once, in the last pass,
-        outside this block; a gradient that is handed over within it is refused. The block is only there to have the
-        ranks agree on the number of local passes: each flush() or backward() in it counts one, and the next step's
-        agreement includes their number, so that ranks which accumulate differently get PlanMismatch.
+        For programs that add gradients up by themselves, and hand over the sum in the last pass, outside this block; a
+        gradient that is handed over within it is refused: accumulate() is the block that adds up. This one is only
+        there to have the ranks agree on the number of local passes: each flush() or backward() in it counts one, and
+        the next step's agreement includes their number, so that ranks which accumulate differently get PlanMismatch.
 
             for batch in batches[:-1]:
                 total += gradient_of(batch)
@@ -308,14 +370,21 @@ class AllreduceCallback:
                 future = sync("weights", total + gradient_of(batches[-1]))
 
         Raises:
-            InvalidArgument: in the middle of a step: flush first.
+            InvalidArgument: in the middle of a step, or within another block of local passes.
         """
-        self._check_between_steps("no_sync()")
-        before, self._synchronising = self._synchronising, False
+        with self._local_passes("no_sync()", _refuse_in_no_sync):
+            yield
+
+    @contextmanager
+    def _local_passes(self, what: str, take: Callable[[Any, Any, Communicator], GradientFuture]) -> Iterator[None]:
+        self._check_between_steps(what)
+        if self._is_local:
+            raise InvalidArgument(f"{what} within a block of local passes of the same callback: leave that first")
+        before, self._take, self._is_local = self._take, take, True
         try:
             yield
         finally:
-            self._synchronising = before
+            self._take, self._is_local = before, False
 
     @contextmanager
     def join(self, parameters: Any = None) -> Iterator[Join]:
@@ -403,15 +472,16 @@ class AllreduceCallback:
 make_allreduce_cb = AllreduceCallback
 
 
-def _refusal_in_no_sync(param: Any, communicator: Communicator) -> InvalidArgument:
-    """Makes the error of a gradient that is handed over within no_sync(): nothing there would keep it."""
+def _refuse_in_no_sync(param: Any, _grad: Any, communicator: Communicator) -> NoReturn:
+    """Refuses a gradient that is handed over within no_sync(): nothing there would keep it."""
     name = display_name(param, 0)
     if name.startswith("#"):
         name = "parameter"
-    return InvalidArgument(
+    raise InvalidArgument(
         f"{communicator.label}: the gradient of {name} was handed over within no_sync(), where it would be lost: "
-        "unlike DistributedDataParallel, which adds up in .grad, an AllreduceCallback keeps nothing. "
-        "Add the gradients up in an array of your own, and hand over the sum once:\n\n"
+        "unlike DistributedDataParallel, which adds up in .grad, an AllreduceCallback keeps nothing there. "
+        "Let `with sync.accumulate():` add up in its place. Or add up in an array of your own, and hand over the sum "
+        "once:\n\n"
         "    total = 0\n"
         "    for batch in batches:\n"
         "        total = total + gradient_of(batch)  # hand over nothing here\n"

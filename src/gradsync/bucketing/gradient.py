@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, GradientSpec
 from gradsync.communicators.communicator import Communicator
@@ -116,6 +118,11 @@ def destination(grad: Any, native: Array, communicator: Communicator) -> Destina
     if arrays.is_viewed_flat(result):
         return Destination(source, arrays.flat(result), None, result)
     return Destination(source, source, result, result)
+
+
+def as_array(grad: Any) -> Any:
+    """Returns a NumPy scalar, or a Python float or complex, as a new 0-d array; arrays as they are."""
+    return np.asarray(grad) if isinstance(grad, (np.generic, float, complex)) else grad
 
 
 def _is_array(param: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.bucketing.accumulation import Accumulation
 from gradsync.bucketing.agreements import CallbackIdentity
 from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.gradient import (
@@ -25,6 +26,7 @@ from gradsync.bucketing.gradient import (
     GradientEntry,
     OverlapCheck,
     accept,
+    as_array,
     destination,
     display_name,
     key_of,
@@ -70,6 +72,7 @@ class Step:
         ended: how many steps have, empty ones included.
         raised_on_all: the last error that every rank has had of a collective here.
         filled: after a flush: by parameter, the reduced gradients of those that this rank had none for.
+        sums: of the gradients of local passes, until the next step takes them.
     """
 
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
@@ -80,6 +83,7 @@ class Step:
         self.ended = 0
         self.raised_on_all: BaseException | None = None
         self.filled: dict[Any, Any] = {}
+        self.sums = Accumulation()
         self._options = options
         self._identity = identity
         self._communicator: Communicator | None = None  # for which all that is known of the last step is right
@@ -123,6 +127,8 @@ class Step:
                     f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
                 )
             self.fail(GradientCancelled("the group ended before its backward pass did"))
+        if self.sums:
+            self.discard()
         self.forget_memory()
         self._accepted_dtypes.clear()
         self._shapes.clear()
@@ -269,7 +275,7 @@ class Step:
                 self._note(entry, end, communicator)
             future = GradientFuture(entry.name, end, entry.result)
             if entry.is_locked:
-                set_flags(grad, False)
+                set_flags(entry.gradient, False)
             if (complete := entry.complete) is None:
                 self._has_come[entry.position] = True
                 complete = self.planner.count(entry.number)
@@ -295,6 +301,7 @@ class Step:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
         """
         arrays, position = communicator.arrays, self._place_of(param, communicator)
+        grad = as_array(grad)
         native = accept(param, grad, position, communicator, self._options, self._accepted_dtypes)
         key, name = key_of(param), display_name(param, position)
         spec = self._spec_of(position, name, native, communicator)
@@ -347,6 +354,58 @@ class Step:
             self._specs[position] = spec
         self._new.append(position)
         return entry
+
+    def add_up(self, param: Any, grad: Any, communicator: Communicator, *, is_reused: bool = False) -> GradientFuture:
+        """Takes a gradient of a local pass; its future gives the sum so far, and is done. Not collective."""
+        self._begin_local(communicator)
+        position = len(self.sums) if self._places is None else self._place_of(param, communicator)
+        grad = as_array(grad)
+        native = accept(param, grad, position, communicator, self._options, self._accepted_dtypes)
+        key, name, home = key_of(param), display_name(param, position), None
+        if self._places is not None:
+            self._spec_of(position, name, native, communicator)
+            name = self._specs[position].name
+            home = None if self.memory is None else self.memory.views[position]
+        if isinstance(grad, np.ndarray):
+            can_lock(grad, name, self, is_on=False)  # refuses what another callback has in flight
+        total = self.sums.add(param, key, name, grad, native, home, communicator, is_reused=is_reused)
+        if isinstance(total, np.ndarray):
+            total = total.view()
+            total.setflags(write=False)
+        end = CollectiveEnd(communicator.timeout_seconds)
+        end.finish(None, None, communicator.mark_end())
+        return GradientFuture(name, end, total)
+
+    def take_with_sum(
+        self, param: Any, grad: Any, communicator: Communicator, *, is_reused: bool = False
+    ) -> GradientFuture:
+        """Takes a gradient; hands it over with what local passes have added up for its parameter."""
+        if self.sums and communicator is self._communicator and grad is not None:
+            self._begin_local(communicator)
+            grad = as_array(grad)
+            native = accept(param, grad, self.count, communicator, self._options, self._accepted_dtypes)
+            grad = self.sums.take(key_of(param), grad, native, communicator, is_reused=is_reused)
+        return self.take(param, grad, communicator)
+
+    def end_local_pass(self) -> None:
+        """Counts a local pass, if a gradient has come in it."""
+        self.reducer.events.local_passes += self.sums.end_pass()
+
+    def discard(self) -> None:
+        """Drops the sums of local passes."""
+        self.sums.clear()
+        self.reducer.events.local_passes = 0
+
+    def _begin_local(self, communicator: Communicator) -> None:
+        """Makes sure that a gradient may be added up here and now."""
+        if communicator is not self._communicator:
+            self.begin_with(communicator)
+        if pending:
+            check_may_call(communicator.label, "callback(param, grad)")
+        if self._is_busy:
+            raise _second_use("callback(param, grad)", communicator)
+        if communicator.runs_beside_host:
+            communicator.checked_stream(None, "a gradient")
 
     def _place_of(self, param: Any, communicator: Communicator) -> int:
         if self._places is None:
@@ -416,6 +475,11 @@ class Step:
         self.filled = {}
         try:
             self.meet(communicator)
+            rest = {}  # of parameters that have come in local passes alone
+            for param, total in self.sums.take_rest(communicator) if self.sums else ():
+                position = self.count if self._places is None else self._places[key_of(param)]
+                name = display_name(param, position) if hasattr(param, "dtype") else param
+                rest[name] = self.take(param, total, communicator)
             if self._places is not None and self._is_incomplete():
                 self._complete(communicator)
             self._is_busy = True
@@ -428,6 +492,7 @@ class Step:
             if (tracer := tracing.active) is not None and self.count:
                 tracer.end_step(communicator.recorder.group, self.count)
             self.reducer.statistics.steps += self.count > 0
+            self.sums.clear()
             self._end_step()
             self._keep_entries()
         except BaseException as error:
@@ -436,6 +501,7 @@ class Step:
             raise
         finally:
             self._is_busy = False
+        self.filled.update({name: future.result() for name, future in rest.items()})
         self._ends.raise_leaving()
 
     def note_raised_on_all(self, error: BaseException) -> None:
@@ -451,6 +517,7 @@ class Step:
         self.unlock_waiting()
         ends, self._ends = self._ends, _Ends(self._ends.timeout_seconds)
         self.reducer.fail()
+        self.sums.clear()
         if isinstance(error, NonFiniteGradient) or len(self._specs) > self.count:
             self._failed_specs = list(self._specs)
         self._end_step()
@@ -481,7 +548,7 @@ class Step:
             parameter, zeros = self._parameters[place], self._zeros_at(place, communicator)
             self.take(parameter.parameter, zeros, communicator)
             filled[parameter.label] = zeros
-        self.filled = filled
+        self.filled.update(filled)
 
     def _zeros_at(self, place: int, communicator: Communicator) -> Any:
         """Returns zeros for a gradient: where gradients live in the buckets, the place itself; else they are kept."""

@@ -1,0 +1,195 @@
+"""The gradients of local passes, added up by parameter until a step hands over their sums.
+
+On a GPU sums are made on the current stream of each hand-over, one after the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from gradsync.bucketing.lists import array_module
+from gradsync.communicators.communicator import Communicator
+from gradsync.errors import InvalidArgument
+from gradsync.reduction import Array
+
+
+class _Sum:
+    """What has been added up for one parameter.
+
+    Attributes:
+        parameter: held, so that its identity stays its own.
+        name: as ranks know it.
+        total: the sum so far, which no caller can write to.
+        number: of the pass that was added last, from 0.
+        mark: of the work that has added it; see Communicator.mark_work.
+        given: weak references to what was handed over, and to what owns that memory, with its bounds.
+    """
+
+    __slots__ = ("given", "mark", "name", "number", "parameter", "total")
+
+    def __init__(self, parameter: Any, name: str, total: Array, number: int) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.total = total
+        self.number = number
+        self.mark: Any = None
+        self.given: list[tuple[weakref.ref[Any], tuple[int, int]]] = []
+
+
+class Accumulation:
+    """The sums of one callback between two steps.
+
+    Attributes:
+        passes: local passes that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self._sums: dict[Hashable, _Sum] = {}
+        self._has_come = False  # a gradient, in the pass that is under way
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def add(
+        self,
+        param: Any,
+        key: Hashable,
+        name: str,
+        grad: Any,
+        native: Array,
+        home: Array | None,
+        communicator: Communicator,
+        *,
+        is_reused: bool,
+    ) -> Array:
+        """Adds a gradient to its parameter's sum, and returns the sum so far.
+
+        Args:
+            param, key, name: of the parameter.
+            grad: what was handed over.
+            native: the same, as the communicator's array.
+            home: where the parameter's gradient lives in the buckets: its sum is made there. None: in new memory.
+            communicator: whose arrays these are.
+            is_reused: whether an array that comes again holds a gradient of this pass alone, as the caller says.
+
+        Raises:
+            InvalidArgument: the parameter has come in this pass; or in another shape or dtype than before; or its array
+                may hold an earlier gradient of the step already.
+        """
+        known = self._sums.get(key)
+        if known is None:
+            total = home if home is not None and not _overlap(home, native, communicator) else None
+            known = _Sum(param, name, communicator.arrays.empty_like(native) if total is None else total, self.passes)
+            known.total[...] = _beside(native, known.total)
+            self._sums[key] = known
+        else:
+            if known.number == self.passes:
+                raise InvalidArgument(
+                    f"{communicator.label}: {name} was handed over twice in one local pass: add its gradients up "
+                    "first, or end each pass with flush(), or give each its own `with callback.accumulate()`"
+                )
+            self._add_to(known, grad, native, communicator, is_reused=is_reused)
+            known.number = self.passes
+        known.mark = communicator.mark_work()
+        known.given += _owners(grad, native, communicator)
+        self._has_come = True
+        return known.total
+
+    def take(self, key: Hashable, grad: Any, native: Array, communicator: Communicator, *, is_reused: bool) -> Any:
+        """Returns what a step hands over for a parameter: its sum with this last gradient; or that, without a sum."""
+        known = self._sums.get(key)
+        if known is None:
+            return grad
+        self._add_to(known, grad, native, communicator, is_reused=is_reused)
+        del self._sums[key]
+        return known.total
+
+    def take_rest(self, communicator: Communicator) -> list[tuple[Any, Array]]:
+        """Returns the parameters that came in local passes alone, with their sums, in the order in which they came."""
+        rest, self._sums = self._sums, {}
+        if communicator.runs_beside_host:
+            communicator.follow_work([known.mark for known in rest.values()])
+        return [(known.parameter, known.total) for known in rest.values()]
+
+    def end_pass(self) -> bool:
+        """Counts a local pass, if a gradient has come in it; returns whether it did."""
+        has_come, self._has_come = self._has_come, False
+        self.passes += has_come
+        return has_come
+
+    def clear(self) -> None:
+        """Drops all sums, and begins anew."""
+        self._sums.clear()
+        self.passes = 0
+        self._has_come = False
+
+    def _add_to(self, known: _Sum, grad: Any, native: Array, communicator: Communicator, *, is_reused: bool) -> None:
+        label, total = communicator.label, known.total
+        if (total.shape, total.dtype) != (native.shape, native.dtype):
+            raise InvalidArgument(
+                f"{label}: the gradient of {known.name} must be {total.dtype}{list(total.shape)}, as in the local "
+                f"pass before, got {native.dtype}{list(native.shape)}"
+            )
+        if _overlap(total, native, communicator):
+            raise InvalidArgument(
+                f"{label}: the gradient of {known.name} lies in the memory of its sum so far: hand over the gradient "
+                "of this pass alone"
+            )
+        if not is_reused and _was_given(known, grad, native, communicator):
+            raise InvalidArgument(
+                f"{label}: the gradient of {known.name} lies in memory that an earlier local pass of this step has "
+                "handed over. Is it a running total, which would be added twice? Then add it up without accumulate(). "
+                "Is it scratch memory, written anew in each pass? Then say accumulate(reused=True)"
+            )
+        if communicator.runs_beside_host:
+            communicator.follow_work([known.mark])  # the pass before may have run on another stream
+        with np.errstate(all="ignore"):  # what is not finite shows in the result
+            total += _beside(native, total)
+
+
+def _beside(native: Array, total: Array) -> Any:
+    """Returns an array in the memory that its sum is in: the host's, or the device's."""
+    given: Any = native
+    if isinstance(native, np.ndarray) == isinstance(total, np.ndarray):
+        return given
+    return given.get() if isinstance(total, np.ndarray) else array_module(total).asarray(given)
+
+
+def _owners(grad: Any, native: Array, communicator: Communicator) -> list[tuple[weakref.ref[Any], tuple[int, int]]]:
+    """Returns weak references to an array and its memory's owner: while one lives, nobody else gets that memory."""
+    bounds = communicator.arrays.byte_bounds(native) if native.size else (0, 0)
+    owner: Any = native
+    while getattr(owner, "base", None) is not None and hasattr(owner.base, "dtype"):
+        owner = owner.base
+    found = []
+    for each in {id(each): each for each in (grad, owner)}.values():
+        try:
+            found.append((weakref.ref(each), bounds))
+        except TypeError:  # of a class without weak references: then its owner alone tells
+            continue
+    return found
+
+
+def _was_given(known: _Sum, grad: Any, native: Array, communicator: Communicator) -> bool:
+    """Whether memory of this array was handed over before."""
+    if not native.size:
+        return False
+    begin, end = communicator.arrays.byte_bounds(native)
+    mine = {id(reference()) for reference, _ in _owners(grad, native, communicator)}
+    return any(
+        id(owner) in mine and first < end and begin < last
+        for reference, (first, last) in known.given
+        if (owner := reference()) is not None
+    )
+
+
+def _overlap(first: Array, second: Array, communicator: Communicator) -> bool:
+    if not (first.size and second.size):
+        return False
+    (begin, end), (other, last) = map(communicator.arrays.byte_bounds, (first, second))
+    return begin < last and other < end
