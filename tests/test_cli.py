@@ -100,7 +100,7 @@ def test_ctrl_c_before_the_ranks_start_ends_with_130(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradsync.launching.run_command.script_target", interrupted)
+    monkeypatch.setattr("gradsync.launching.run.script_target", interrupted)
     result = CliRunner().invoke(main, ["run", "x.py"])
     assert (result.exit_code, result.output) == (130, "")
 

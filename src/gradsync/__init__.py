@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from gradsync.futures import CollectiveFuture as CollectiveFuture
     from gradsync.futures import GradientFuture as GradientFuture
     from gradsync.launching.free_port import free_port as free_port
+    from gradsync.launching.function_call import set_start_method as set_start_method
     from gradsync.launching.launch import MainProcessError as MainProcessError
     from gradsync.launching.launch import WorkerError as WorkerError
     from gradsync.launching.launch import launch as launch
     from gradsync.launching.launcher import launcher as launcher
-    from gradsync.launching.multiprocess_context import MultiprocessContext as MultiprocessContext
+    from gradsync.launching.spawn import MultiprocessContext as MultiprocessContext
     from gradsync.launching.spawn import spawn as spawn
-    from gradsync.launching.start_method_choice import set_start_method as set_start_method
     from gradsync.process_group import destroy_process_group as destroy_process_group
     from gradsync.process_group import get_communicator as get_communicator
     from gradsync.process_group import group_barrier as group_barrier
@@ -108,8 +108,8 @@ _HOME = {
     "MainProcessError": "gradsync.launching.launch",
     "launcher": "gradsync.launching.launcher",
     "spawn": "gradsync.launching.spawn",
-    "MultiprocessContext": "gradsync.launching.multiprocess_context",
-    "set_start_method": "gradsync.launching.start_method_choice",
+    "MultiprocessContext": "gradsync.launching.spawn",
+    "set_start_method": "gradsync.launching.function_call",
     "free_port": "gradsync.launching.free_port",
     **dict.fromkeys(
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from gradsync.bench.command import bench
 from gradsync.diagnostics.command import trace
 from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
-from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
@@ -39,7 +39,7 @@ class _Commands(click.Group):
         except GradsyncError as error:
             raise _Failure(error) from None
         except KeyboardInterrupt:  # before or after the supervisor listens: click would exit with 1
-            sys.exit(EXIT_CODE_INTERRUPTED)
+            sys.exit(128 + signal.SIGINT)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -187,7 +187,7 @@ def run(**options: Any) -> None:
     ended, and its traceback comes last. Nothing that a rank started outlives it. Ctrl-C stops all ranks; a second
     one kills them.
     """
-    from gradsync.launching.run_command import run_command
+    from gradsync.launching.run import run_command
 
     sys.exit(run_command(**options))
 

@@ -24,7 +24,7 @@ def test_the_library_is_asked_only_if_it_is_loaded(tmp_path):
     (tmp_path / "libcuda.so.1").symlink_to(library)  # it could be found
     source = f"""
         import ctypes
-        from gradsync.launching.cuda_state import devices_in_use
+        from gradsync.launching.function_call import devices_in_use
         assert devices_in_use() is None
         assert "elsewhere.so" not in open("/proc/self/maps").read()
         library = ctypes.CDLL({str(library)!r})
@@ -43,7 +43,7 @@ def test_the_library_is_asked_only_if_it_is_loaded(tmp_path):
 def test_a_real_driver_tells_the_same():
     source = """
         import ctypes, os
-        from gradsync.launching.cuda_state import devices_in_use
+        from gradsync.launching.function_call import devices_in_use
         driver = ctypes.CDLL("libcuda.so.1")
         assert devices_in_use() is None
         assert driver.cuInit(0) == 0

@@ -14,7 +14,7 @@ import pytest
 import rank_functions
 
 import gradsync as gs
-from gradsync.launching import start_method_choice
+from gradsync.launching import function_call
 from gradsync.launching.launch import MainProcessError, WorkerError
 from process_table import parent_of
 
@@ -119,7 +119,7 @@ def test_launch_inside_a_rank_is_refused_before_any_process_starts(monkeypatch):
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_launch_inside_a_launched_function_is_told_without_gradsync_run(monkeypatch, method):
-    monkeypatch.setattr(start_method_choice, "_default", method)
+    monkeypatch.setattr(function_call, "_default", method)
     for text in gs.launch(rank_functions.launch_again, (), 2):
         assert "ranks cannot launch ranks" in text
         assert "gradsync run" not in text

@@ -10,7 +10,7 @@ import sys
 def test_interpreter_ends_while_the_terminal_stands_still():
     code = """
 import os, sys
-from gradsync.launching.output.pump import OutputPump
+from gradsync.launching.output import OutputPump
 
 pump = OutputPump(sys.stdout, sys.stderr, prefix=True)
 pump.start()

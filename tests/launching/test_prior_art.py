@@ -25,7 +25,7 @@ import pytest
 import rank_functions
 
 import gradsync as gs
-from gradsync.launching import cuda_state, start_method_choice
+from gradsync.launching import function_call
 
 METHODS = ["spawn", "fork", "forkserver"]
 BY_DEFAULT_AND_BY_NAME = [None, "fork", "forkserver"]  # the default is "spawn"
@@ -39,7 +39,7 @@ def _mark_this_process(monkeypatch):
 
 @pytest.fixture
 def _default_start_method(monkeypatch):
-    monkeypatch.setattr(start_method_choice, "_default", "spawn")
+    monkeypatch.setattr(function_call, "_default", "spawn")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def ended_on_exit(program, **options):
 
 
 def touch_cuda(monkeypatch):
-    monkeypatch.setattr(cuda_state, "devices_in_use", lambda: [0])
+    monkeypatch.setattr(function_call, "devices_in_use", lambda: [0])
 
 
 # -- The launcher --------------------------------------------------------------------------------------------

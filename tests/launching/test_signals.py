@@ -14,7 +14,7 @@ import pytest
 
 import gradsync as gs
 from contract import wait_until
-from gradsync.launching.signal_inbox import SignalInbox
+from gradsync.launching.signals import SignalInbox
 from gradsync.machine import read_stat
 
 PATIENT = """

@@ -6,14 +6,34 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds
 from gradsync.errors import BackendUnavailable, InvalidArgument
-from gradsync.launching.start_methods import START_METHODS
-from gradsync.launching.targets import Target
+from gradsync.launching.in_rank.rank_main import Call
 from gradsync.rendezvous.secret_files import Endpoint
 
+#: Names of the start methods, see `rank_process`.
+START_METHODS = ("spawn", "fork", "forkserver")
+
 _WHO = "the launch"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run, for `rank_main`.
+
+    Attributes:
+        record: the start record, of types that `marshal` knows.
+        command_line: shown behind the shim on the rank's command line, for people who read `ps`.
+        descriptors: file descriptors that the ranks inherit.
+        call: function, positional and keyword arguments, where the ranks are forked and have them already.
+    """
+
+    record: dict[str, Any]
+    command_line: tuple[str, ...]
+    descriptors: tuple[int, ...] = ()
+    call: Call | None = None
 
 
 @dataclass(frozen=True)

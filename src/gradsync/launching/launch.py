@@ -7,13 +7,17 @@ from multiprocessing import ProcessError
 from typing import Any
 
 from gradsync.errors import GradsyncError
-from gradsync.launching.cuda_state import check_cuda_untouched
-from gradsync.launching.function_outcome import returned_values, take_results, traceback_of
+from gradsync.launching.function_call import (
+    check_cuda_untouched,
+    chosen_start_method,
+    function_target,
+    returned_values,
+    take_results,
+    traceback_of,
+)
 from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome, RankOutcome, signal_name
-from gradsync.launching.start_method_choice import chosen_start_method
 from gradsync.launching.supervisor import supervise
-from gradsync.launching.targets import function_target
 from gradsync.machine import default_process_count
 
 

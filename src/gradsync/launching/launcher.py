@@ -6,13 +6,18 @@ Ranks import a script's decorated functions too, so what starts ranks loads only
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, overload
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
 
-from gradsync.arguments import integer_of
+from gradsync.arguments import check_integer, check_port, integer_of, parse_address, port_beside
+from gradsync.environment import BACKENDS
 from gradsync.errors import InvalidArgument
-from gradsync.launching.in_rank.named_function import mark_as_launcher
-from gradsync.launching.launcher_options import LauncherOptions
+from gradsync.machine import default_process_count
+
+_DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}
+_MARK = "_gradsync_launcher"
 
 _Result = TypeVar("_Result")
 
@@ -95,7 +100,20 @@ def launcher(
     Raises:
         InvalidArgument: an argument is out of its range, or does not fit the others.
     """
-    options = LauncherOptions(n_gpus, world_size, rank_start, master_ip, port, device_type, backend, start_method)
+    rank_start, port = check_integer("launcher", "rank_start", rank_start, 0), check_port("launcher", "port", port)
+    n_gpus = None if n_gpus is None else check_integer("launcher", "n_gpus", n_gpus, 1)
+    world_size = None if world_size is None else check_integer("launcher", "world_size", world_size, 1)
+    _check_place(n_gpus, world_size, rank_start, master_ip, port)
+    if device_type not in _DEVICE_BACKENDS:
+        raise InvalidArgument(f"launcher needs device_type 'auto', 'cpu' or 'gpu', got {device_type!r}")
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"launcher needs a backend of {', '.join(BACKENDS)}, got {backend!r}")
+    if device_type == "cpu" and backend == "nccl":
+        raise InvalidArgument("launcher got backend 'nccl' with device_type 'cpu'; NCCL moves GPU arrays only")
+    if start_method is not None:
+        from gradsync.launching.function_call import chosen_start_method
+
+        chosen_start_method("launcher", start_method)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., list[Any]]:
         if not callable(function):
@@ -104,11 +122,183 @@ def launcher(
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> list[Any]:
-            from gradsync.launching.launcher_run import run_on_ranks
+            return _run_on_ranks(
+                *(function, args, kwargs, n_gpus or default_process_count(device_type), world_size, rank_start),
+                host="127.0.0.1" if master_ip == "localhost" else master_ip,  # every rank is to bind the same one
+                port=port,
+                backend=_DEVICE_BACKENDS[device_type] if backend == "auto" else backend,
+                start_method=start_method,
+            )
 
-            return run_on_ranks(function, args, kwargs, options)
-
-        mark_as_launcher(run)
+        setattr(run, _MARK, True)
         return run
 
     return decorate if func is None else decorate(func)
+
+
+def _check_place(n_gpus: int | None, world_size: int | None, rank_start: int, master_ip: object, port: int) -> None:
+    """Checks that the ranks of this node lie in the run, and that it knows where to meet the others."""
+    if not isinstance(master_ip, str) or not master_ip:
+        raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {master_ip!r}")
+    if rank_start > 0 and world_size is None:
+        raise InvalidArgument(
+            f"launcher with rank_start {rank_start} is one of several nodes and needs world_size, "
+            "the number of ranks on all of them"
+        )
+    if world_size is not None and rank_start + (n_gpus or 1) > world_size:
+        raise InvalidArgument(
+            f"launcher needs rank_start + n_gpus to be at most world_size {world_size}, "
+            f"got {rank_start} + {n_gpus or 1}"
+        )
+    if rank_start > 0 and port == 0:
+        raise InvalidArgument(
+            f"launcher with rank_start {rank_start} needs the port of the node with rank_start 0, got port 0"
+        )
+
+
+def _run_on_ranks(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    count: int,
+    world_size: int | None,
+    rank_start: int,
+    *,
+    host: str,
+    port: int,
+    backend: str,
+    start_method: str | None,
+) -> list[Any]:
+    """Runs a function on the ranks of this node; `launcher` says what it gives and raises."""
+    from gradsync.launching import function_call
+    from gradsync.launching.hosting import launcher_endpoint
+    from gradsync.launching.job import Job
+    from gradsync.launching.supervisor import supervise
+
+    method = function_call.chosen_start_method("launcher", start_method)
+    if world_size is None:
+        world_size = count
+    count = min(count, world_size - rank_start)
+    meets_others = count < world_size
+    reference = function if method == "fork" else _reference(function)
+    call = functools.partial(call_in_group, reference, backend, meets_others)
+    name = function_call.function_name(function)
+    target = function_call.function_target(call, args, kwargs, name, start_method=method)
+    function_call.check_cuda_untouched(name, method)
+    with launcher_endpoint(host, port, rank_start, meets_others=meets_others) as (endpoint, listener):
+        master_port = network = None
+        if endpoint is not None and meets_others:
+            from gradsync.launching.rank_environment import network_towards
+
+            network = network_towards(*parse_address(endpoint.address))
+            master_port = port_beside(parse_address(endpoint.address)[1])  # the rendezvous has its own
+        job = Job(
+            target,
+            count,
+            world_size=world_size,
+            rank_start=rank_start,
+            backend=backend,
+            master_addr=host,
+            master_port=master_port,
+            rendezvous_port=port,
+            endpoint=endpoint,
+            listener=listener,
+            network=network,
+            start_method=method,
+        )
+        outcome = supervise(job)
+    function_call.raise_for_signal(outcome)
+    root = outcome.root_cause
+    if root is not None:
+        others = "the other ranks ended in order" if root.is_unsendable else "all other ranks were ended"
+        raise function_call.failure(outcome, root, f"{root.describe()}; {others}")
+    return function_call.take_results(outcome, stacklevel=3)
+
+
+def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:
+    """Gives what a fresh rank finds the function by, or the function itself where it has no name to be found by."""
+    from gradsync.launching.function_call import ranks_can_import_main
+
+    named = NamedFunction(getattr(function, "__module__", ""), getattr(function, "__qualname__", ""))
+    if named.module == "__main__" and not ranks_can_import_main():
+        return function
+    return named if named.is_found_as(function) else function
+
+
+class NamedFunction(NamedTuple):
+    """Where a rank finds a function, also where its name is bound to something else.
+
+    A decorator leaves the name to what it has made of the function, so that pickle refuses the function itself. A rank
+    takes the decorators off again.
+
+    Attributes:
+        module: the module.
+        name: the name in it, with dots for what lies in a class.
+    """
+
+    module: str
+    name: str
+
+    def find(self) -> Callable[..., Any]:
+        """Imports the module, and gives the function that `launcher` was given there.
+
+        Raises:
+            InvalidArgument: this rank has no such name.
+        """
+        importlib.import_module(self.module)
+        try:
+            return self._look_up()
+        except AttributeError:
+            from gradsync.launching.in_rank.rank_main import HOW_TO_DEFINE
+
+            raise InvalidArgument(f"{self.name} is not found in {self.module} of this rank; {HOW_TO_DEFINE}") from None
+
+    def is_found_as(self, function: Callable[..., Any]) -> bool:
+        """Tells whether the name leads to this function in the process at hand."""
+        try:
+            return self._look_up() is function
+        except (AttributeError, KeyError):
+            return False
+
+    def _look_up(self) -> Callable[..., Any]:
+        found: Any = sys.modules[self.module]
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        layer = found
+        while layer is not None and _MARK not in getattr(layer, "__dict__", {}):
+            layer = getattr(layer, "__wrapped__", None)
+        # Not marked at all: `run = launcher(function)` leaves the name to the plain function.
+        function: Callable[..., Any] = found if layer is None else layer.__wrapped__
+        return function
+
+
+def call_in_group(
+    function: NamedFunction | Callable[..., Any], backend: str, meets_others: bool, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a function as one rank of a group, which has ended when this returns; in a rank.
+
+    Args:
+        function: the function, or where to find it.
+        backend: what `init_process_group` is given.
+        meets_others: whether other machines take part: then no rank begins before all of them are there, and none
+            leaves before all have done their work.
+        args, kwargs: for the function.
+
+    Returns:
+        What the function returns.
+    """
+    from gradsync.process_group import destroy_process_group, group_barrier, init_process_group, is_initialized
+
+    if isinstance(function, NamedFunction):
+        function = function.find()
+    try:
+        with init_process_group(backend):
+            if meets_others:
+                group_barrier()
+            result = function(*args, **kwargs)
+            if meets_others:
+                group_barrier()  # nothing, where the function has destroyed the group itself
+        return result
+    finally:
+        if is_initialized():  # the function has made another one
+            destroy_process_group()

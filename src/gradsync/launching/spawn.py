@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import difflib
 import os
-from collections.abc import Callable, Sequence
+import queue
+import signal
+import socket
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gradsync.launching.cuda_state import check_cuda_untouched
-from gradsync.launching.job import Job
-from gradsync.launching.multiprocess_context import MultiprocessContext
-from gradsync.launching.spawn_options import SpawnSettings, read_options
-from gradsync.launching.targets import Target, function_target
+from gradsync.arguments import check_integer, check_port, integer_of
+from gradsync.environment import BACKENDS
+from gradsync.errors import InvalidArgument
+from gradsync.launching.function_call import (
+    check_cuda_untouched,
+    chosen_start_method,
+    failure,
+    function_target,
+    load_result,
+    raise_for_signal,
+)
+from gradsync.launching.job import Job, Target
+from gradsync.launching.outcome import Outcome, RankOutcome, failure_text, signal_name
+from gradsync.launching.rank_environment import choose_gpus, parse_gpus
+from gradsync.launching.rank_process import RankProcess
+from gradsync.launching.signals import SignalInbox
+from gradsync.launching.supervisor import Supervisor
+from gradsync.machine import default_process_count
 
 _PROXIES = ("http_proxy", "https_proxy")
+
+_KNOWN = ("start_method", "gpus", "ips", "backend", "print_config")
+# What stands for each deprecated option today; None: nothing.
+_DEPRECATED = {
+    "selected_devices": "gpus",
+    "cluster_node_ips": "ips",
+    "node_ip": "ips",
+    "started_port": None,
+    "use_paddlecloud": None,
+}
 
 
 def spawn(
@@ -78,3 +113,481 @@ def _job(target: Target, settings: SpawnSettings, *, joins: bool) -> Job:
         stdin_rank=0 if joins else None,
         removed_variables=frozenset(name for name in os.environ if name.lower() in _PROXIES),
     )
+
+
+@dataclass(frozen=True)
+class SpawnSettings:
+    """What `gs.spawn` does, once its options are read.
+
+    Attributes:
+        nprocs: number of processes.
+        start_method: how they start.
+        backend: what `init_process_group("auto")` takes in them.
+        gpus: CUDA_VISIBLE_DEVICES of each process; None: that of this process.
+        port: of the rendezvous server; 0: a free one.
+        print_config: whether to show all this.
+    """
+
+    nprocs: int
+    start_method: str
+    backend: str
+    gpus: tuple[str, ...] | None
+    port: int
+    print_config: bool
+
+    def table(self) -> str:
+        """Gives the settings, one a line."""
+        rows = {
+            "nprocs": self.nprocs,
+            "start_method": self.start_method,
+            "backend": self.backend,
+            "gpus": "as this process" if self.gpus is None else ",".join(self.gpus),
+            "port": self.port or "a free one",
+        }
+        width = max(map(len, rows))
+        return "\n".join(["gradsync.spawn", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+
+
+def read_options(nprocs: int, options: Mapping[str, Any], *, stacklevel: int) -> SpawnSettings:
+    """Reads the options of one call.
+
+    Args:
+        nprocs: number of processes, or -1.
+        options: by name.
+        stacklevel: of the warnings, as seen from the caller.
+
+    Raises:
+        InvalidArgument: an option is unknown, or has a value that does not fit.
+        DeprecationWarning: as a warning, for each deprecated option.
+    """
+    given = _translate(options, stacklevel + 1)
+    _check_ips(given.get("ips"))
+    backend = given.get("backend", "auto")
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"spawn needs a backend of {', '.join(BACKENDS)}, got {backend!r}")
+    gpus = given.get("gpus")
+    count = _count_processes(nprocs, gpus, backend)
+    return SpawnSettings(
+        count,
+        chosen_start_method("spawn", given.get("start_method")),
+        backend,
+        None if gpus is None else tuple(choose_gpus(gpus, count, os.environ)),
+        _checked_port(given.get("started_port")),
+        bool(given.get("print_config", False)),
+    )
+
+
+def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
+    """Gives the options under today's names; None stands for an option that is not given."""
+    given = {name: value for name, value in options.items() if name in _KNOWN and value is not None}
+    for name, value in options.items():
+        if name in _DEPRECATED:
+            new_name = _DEPRECATED[name]
+            warnings.warn(f"spawn: {_what_to_do(name, new_name)}", DeprecationWarning, stacklevel=stacklevel + 1)
+            if value is not None:
+                given.setdefault(new_name or name, value)
+        elif name not in _KNOWN:
+            raise InvalidArgument(_unknown(name))
+    return given
+
+
+def _what_to_do(name: str, new_name: str | None) -> str:
+    if new_name is not None:
+        return f"the option {name} is deprecated; use {new_name}"
+    if name == "started_port":
+        return "the option started_port is deprecated; without it the ranks meet at a free port"
+    return f"the option {name} is deprecated and does nothing: PaddleCloud is out of scope"
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, (*_KNOWN, *_DEPRECATED), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"spawn has no option {name!r}{hint} (it has {', '.join(_KNOWN)})"
+
+
+def _count_processes(nprocs: int, gpus: str | Sequence[int | str] | None, backend: str) -> int:
+    if integer_of(nprocs) != -1:
+        return check_integer("spawn", "nprocs", nprocs, 1)
+    if gpus is not None:
+        return len(parse_gpus(gpus))
+    return default_process_count("cpu" if backend == "shm" else "auto")
+
+
+def _check_ips(ips: str | Sequence[str] | None) -> None:
+    """Refuses machines other than this one."""
+    if ips is None:
+        return
+    for ip in ips.split(",") if isinstance(ips, str) else ips:
+        if not isinstance(ip, str) or not _is_here(ip.strip()):
+            raise InvalidArgument(
+                f"spawn starts processes on this machine only, and ips names another one: {ip!r} in {ips!r}; call a "
+                "function that gs.launcher(rank_start=...) has decorated on each machine"
+            )
+
+
+def _is_here(host: str) -> bool:
+    """Tells whether a host is this machine: only its own addresses can be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except (OSError, ValueError):  # no address of this machine, or nothing that could be one
+        return False
+    return bool(host)
+
+
+def _checked_port(port: Any) -> int:
+    if port is None:
+        return 0
+    if isinstance(port, str) and port.isascii() and port.isdigit():
+        port = int(port)
+    return check_port("spawn", "started_port", port)
+
+
+class MultiprocessContext:
+    """The ranks that `gs.spawn` has started.
+
+    Args:
+        job: what to run.
+        joins: whether `run` is called next; else a thread watches the ranks.
+        daemon: whether this program ends without waiting for them.
+
+    Attributes:
+        processes: a `SpawnedProcess` per rank.
+    """
+
+    def __init__(self, job: Job, *, joins: bool, daemon: bool) -> None:
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._waiting: list[threading.Lock] = []  # one for each wait: Ctrl-C may leave it taken
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+        self._takes_signals = True
+        self._pid = os.getpid()
+        self.processes: list[SpawnedProcess] = []
+        try:
+            # A Ctrl-C meanwhile waits: between two steps it would leave ranks behind that nobody watches.
+            with contextlib.nullcontext() if joins else SignalInbox():
+                try:
+                    self._start(job, joins=joins, daemon=daemon)
+                except BaseException:
+                    self._has_ended = True  # nobody watches
+                    raise
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+
+    def _start(self, job: Job, *, joins: bool, daemon: bool) -> None:
+        with contextlib.ExitStack() as stack:
+            self._signals = stack.enter_context(SignalInbox(installs_handlers=joins))
+            self._supervisor = stack.enter_context(Supervisor(job, self._signals, on_news=self._take_news))
+            self._supervisor.start()
+            self.processes = [SpawnedProcess(rank, daemon=daemon) for rank in self._supervisor.ranks]
+            stack.callback(self._refuse_signals)
+            self._resources = stack.pop_all()
+        if not joins:
+            # Not a daemon by default: as with multiprocessing, a program that comes to its end waits for its processes.
+            thread = threading.Thread(target=self._watch, name="gradsync-supervisor", daemon=daemon)
+            thread.start()
+            _end_with_program(self)
+
+    @property
+    def return_queues(self) -> list[RankQueue]:
+        """Per rank, a queue that gets what its function returned, as soon as it has come."""
+        return [process.return_queue for process in self.processes]
+
+    @property
+    def error_queues(self) -> list[RankQueue]:
+        """Per rank, a queue that gets the traceback of the exception that ended it."""
+        return [process.error_queue for process in self.processes]
+
+    @property
+    def sentinels(self) -> list[int]:
+        """Per rank, a descriptor that is readable once it has ended, for `multiprocessing.connection.wait`."""
+        return [process.sentinel for process in self.processes]
+
+    def pids(self) -> list[int | None]:
+        """Gives the process id of each rank."""
+        return [process.pid for process in self.processes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits until all ranks have ended. A Ctrl-C meanwhile ends them in order; a second one kills them.
+
+        Args:
+            timeout: how many seconds to wait at most.
+
+        Returns:
+            True when all have ended, False when the time is over.
+
+        Raises:
+            RankFailed: a rank failed, and all others were ended.
+            KeyboardInterrupt: Ctrl-C came; all ranks have ended.
+        """
+        try:
+            if not self._await_end(timeout):
+                return False
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+        atexit.unregister(self._tell_failure)
+        self._raise_failure()
+        return True
+
+    def run(self) -> None:
+        """Watches the ranks to their end in the calling thread.
+
+        Raises:
+            RankFailed, KeyboardInterrupt: as `join` does.
+            SystemExit: SIGTERM or SIGHUP came.
+        """
+        self._watch()
+        atexit.unregister(self._tell_failure)
+        if self._outcome is not None:
+            raise_for_signal(self._outcome)
+        self._raise_failure()
+
+    def _watch(self) -> None:
+        try:
+            with self._resources:
+                self._outcome = self._supervisor.finish()
+            if self._outcome.signal_number is None and self._outcome.root_cause is not None:
+                atexit.register(self._tell_failure)
+        except BaseException as error:
+            self._error = error
+        finally:
+            for process in self.processes:
+                process.end()  # one that cannot be killed, too
+            del self._supervisor  # it holds this object, and together they would keep the sentinels open
+            self._has_ended = True
+            for waiting in tuple(self._waiting):
+                waiting.release()
+
+    def _await_end(self, timeout: float | None) -> bool:
+        """Waits until all ranks have ended; returns whether they have."""
+        waiting = threading.Lock()
+        waiting.acquire()
+        self._waiting.append(waiting)
+        if not self._has_ended:
+            waiting.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+        self._waiting.remove(waiting)
+        return self._has_ended
+
+    def _take_news(self, rank: RankProcess) -> None:
+        if self.processes:  # empty where not all of them could be started
+            self.processes[rank.local_rank].take_news()
+
+    def _refuse_signals(self) -> None:
+        """Keeps others from the inbox, which is about to close."""
+        with self._lock:
+            self._takes_signals = False
+
+    def _put_interrupt(self) -> None:
+        with self._lock:
+            if self._takes_signals:
+                self._signals.put(signal.SIGINT)
+
+    def _interrupt(self) -> None:
+        """Ends the ranks as a Ctrl-C to them would, and waits for it."""
+        while not self._has_ended:
+            self._put_interrupt()
+            with contextlib.suppress(KeyboardInterrupt):  # which is then put, too, and kills
+                self._await_end(None)
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+        outcome = self._outcome
+        if outcome is None or outcome.signal_number is not None:
+            return
+        root = outcome.root_cause
+        if root is not None:
+            raise failure(outcome, root, _headline(root))
+
+    def _tell_failure(self) -> None:
+        """Tells at the end of the program of a failure for which nobody has asked."""
+        if self._outcome is not None:
+            sys.stderr.write(failure_text(self._outcome))
+
+
+_watched: weakref.WeakSet[MultiprocessContext] = weakref.WeakSet()
+_is_registered = False
+
+
+def _end_with_program(context: MultiprocessContext) -> None:
+    """Has the context's ranks end with a program that a Ctrl-C has ended: they do not see a terminal's themselves."""
+    global _is_registered
+    _watched.add(context)
+    if not _is_registered:
+        _is_registered = True
+        threading._register_atexit(_end_if_interrupted)  # type: ignore[attr-defined]
+
+
+def _end_if_interrupted() -> None:
+    """Called before the interpreter waits for its threads."""
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        for context in list(_watched):
+            if context._pid == os.getpid():  # not in a process that was forked since
+                context._put_interrupt()
+
+
+def _headline(root: RankOutcome) -> str:
+    if root.error is not None:
+        return f"Process {root.rank} terminated with the following error:"
+    if root.exit_code is None:
+        return f"Process {root.rank} could not be killed; it may hang in the kernel (pid {root.pid})"
+    if root.exit_code >= 0:
+        return f"Process {root.rank} terminated with exit code {root.exit_code}"
+    why = "" if root.memory_kill is None else f": {root.memory_kill}"
+    return f"Process {root.rank} terminated with signal {signal_name(-root.exit_code)}{why}"
+
+
+class RankQueue:
+    """What a rank has sent: at most one thing, there as soon as it has come.
+
+    Reads like a queue, and never waits for what cannot come any more: `get` raises `queue.Empty` once the rank has
+    ended without sending anything, or what it sent has been taken.
+
+    Args:
+        convert: makes of what has come what `get` gives.
+    """
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._convert = convert
+        self._changed = threading.Condition()
+        self._things: deque[Any] = deque()
+        self._ended = False
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Takes what the rank has sent.
+
+        Args:
+            block: whether to wait for it.
+            timeout: how many seconds to wait at most.
+
+        Raises:
+            queue.Empty: nothing came in time, or nothing can come.
+        """
+        with self._changed:
+            if block:
+                self._changed.wait_for(lambda: self._things or self._ended, timeout)
+            if not self._things:
+                raise queue.Empty
+            thing = self._things.popleft()
+        return self._convert(thing)
+
+    def get_nowait(self) -> Any:
+        """Takes what the rank has sent, if it is there.
+
+        Raises:
+            queue.Empty: it is not.
+        """
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        """Whether there is nothing to take now."""
+        return not self._things
+
+    def qsize(self) -> int:
+        """How many things there are to take now: 0 or 1."""
+        return len(self._things)
+
+    def put(self, thing: Any) -> None:
+        """Adds what has come; for the thread that watches the rank."""
+        with self._changed:
+            self._things.append(thing)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Tells those who wait that nothing more comes."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class SpawnedProcess:
+    """One rank of `gs.spawn`; to its user like a `multiprocessing.Process` that has been started.
+
+    Attributes:
+        rank: its rank.
+        name: "gradsync-rank-1" for rank 1.
+        daemon: whether this program ends without waiting for it.
+        sentinel: a descriptor that `multiprocessing.connection.wait` takes: readable once the process has ended, and
+            all that it has started.
+        return_queue: gets what the function returned.
+        error_queue: gets the traceback, as text, of the exception that ended it.
+    """
+
+    def __init__(self, rank: RankProcess, *, daemon: bool) -> None:
+        self._rank = rank
+        self.rank = rank.rank
+        self.name = f"gradsync-rank-{rank.rank}"
+        self.daemon = daemon
+        # It stays readable, however many look, and copies of it in forked processes do no harm.
+        self.sentinel = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self.sentinel).atexit = False
+        self.return_queue = RankQueue(lambda value: load_result(rank.rank, value))
+        self.error_queue = RankQueue(str)
+        self._told_result = self._told_error = False
+        self._begun = threading.Event()
+        self._ended = threading.Event()
+
+    def __repr__(self) -> str:
+        state = f"stopped exitcode={self.exitcode}" if self._ended.is_set() else "started"
+        return f"<{type(self).__name__} name={self.name!r} {state}>"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, waited for until the process has begun; None when it has never come to life."""
+        self._begun.wait()
+        return self._rank.pid or None
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code once it has ended; negative: the signal that killed it; None: it runs, or cannot be killed."""
+        if not self._ended.is_set():
+            return None
+        # As in the error that tells of it: a rank that has reported an exception has failed with 1.
+        return self._rank.exit_code if self._rank.error is None else 1
+
+    def is_alive(self) -> bool:
+        """Whether it, or something that it has started, has not ended."""
+        return not self._ended.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for its end.
+
+        Args:
+            timeout: how many seconds to wait at most.
+        """
+        self._ended.wait(timeout)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to it and to what it has started."""
+        self._rank.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL to it and to what it has started."""
+        self._rank.send_signal(signal.SIGKILL)
+
+    def take_news(self) -> None:
+        """Passes on what the rank has told by now; for the thread that watches it."""
+        if self._rank.pid:
+            self._begun.set()
+        if self._rank.result is not None and not self._told_result:
+            self._told_result = True
+            self.return_queue.put(self._rank.result)
+        if self._rank.error is not None and not self._told_error:
+            self._told_error = True
+            self.error_queue.put(self._rank.error.text)
+        if self._rank.is_reaped:
+            self.end()
+
+    def end(self) -> None:
+        """Tells that the rank has ended, or cannot be killed; for the thread that watches it."""
+        if self._ended.is_set():
+            return
+        self.return_queue.end()
+        self.error_queue.end()
+        self._ended.set()
+        self._begun.set()
+        os.eventfd_write(self.sentinel, 1)

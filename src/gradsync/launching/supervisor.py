@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING
 from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable
 from gradsync.launching.free_port import reserved_port
+from gradsync.launching.hosting import own_endpoint
 from gradsync.launching.job import Job
-from gradsync.launching.listening import own_listener
-from gradsync.launching.notices import Notices
 from gradsync.launching.outcome import Outcome
+from gradsync.launching.output import Notices
 from gradsync.launching.rank_environment import rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
-from gradsync.launching.signal_inbox import SignalInbox
+from gradsync.launching.signals import SignalInbox
 from gradsync.launching.watch import Watch
 from gradsync.rendezvous.secret_files import Endpoint
-from gradsync.rendezvous.sockets import format_address
 
 if TYPE_CHECKING:
-    from gradsync.launching.output.pump import OutputPump
+    from gradsync.launching.output import OutputPump
     from gradsync.rendezvous.server import RendezvousServer
 
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
@@ -134,7 +133,7 @@ class Supervisor:
             raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         # The server's socket is bound now, so that ranks can start before the server does.
         endpoint, listener = (
-            self._stack.enter_context(_own_endpoint(job.rendezvous_port))
+            self._stack.enter_context(own_endpoint(job.rendezvous_port))
             if job.endpoint is None
             else (job.endpoint, job.listener)
         )
@@ -265,13 +264,6 @@ class _News:
             server.note_start(rank.rank, rank.pid)
         if rank.exit_code == 0:  # else it has failed, and all ranks are told to end
             server.note_end(rank.rank, "ended with exit code 0")
-
-
-@contextlib.contextmanager
-def _own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
-    """Binds a port of this machine for one start of the ranks; those of an earlier one do not know its secret."""
-    with own_listener("127.0.0.1", port) as listener:
-        yield Endpoint(format_address(listener), os.urandom(32)), listener
 
 
 @contextlib.contextmanager

@@ -13,11 +13,11 @@ import signal
 import time
 from collections.abc import Callable
 
-from gradsync.launching.notices import Notices
 from gradsync.launching.out_of_memory import OomWatch
 from gradsync.launching.outcome import Outcome, RankOutcome
+from gradsync.launching.output import Notices
 from gradsync.launching.rank_process import RankProcess
-from gradsync.launching.signal_inbox import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
+from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 
 # After a failure the other ranks learn of it over the rendezvous: they may first end by themselves. A failure
 # that only tells of another rank's waits longer, so that that rank can tell its own, where it may still come to it.

@@ -1,7 +1,7 @@
 """How processes of one machine find a server and its secret: a file in the user's runtime directory.
 
 Ranks that our launcher did not start meet through it (`hosting.py`), and so do several launchers of one run
-(`launching/meeting_points.py`): those decide who writes it and who waits for it. It is named after what all of them
+(`launching/hosting.py`): those decide who writes it and who waits for it. It is named after what all of them
 know, an address or the run, lies where only this user can enter, and goes away when they have met, or with the run
 that the first launcher hosts.
 """

@@ -1,8 +1,8 @@
 import pytest
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching import cuda_state
-from gradsync.launching.cuda_state import check_cuda_untouched, devices_in_use
+from gradsync.launching import function_call
+from gradsync.launching.function_call import check_cuda_untouched, devices_in_use
 
 NOT_INITIALIZED = 3
 INVALID_DEVICE = 101
@@ -33,8 +33,8 @@ class Driver:
 
 @pytest.fixture
 def load_driver(monkeypatch):
-    cuda_state._warn_once.cache_clear()
-    return lambda active: monkeypatch.setattr(cuda_state, "_loaded_driver", lambda: Driver(active))
+    function_call._warn_once.cache_clear()
+    return lambda active: monkeypatch.setattr(function_call, "_loaded_driver", lambda: Driver(active))
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_nothing_is_said_where_it_does_no_harm(load_driver, active, method):
 
 
 def test_no_driver_means_untouched(monkeypatch):
-    monkeypatch.setattr(cuda_state, "_loaded_driver", lambda: None)
+    monkeypatch.setattr(function_call, "_loaded_driver", lambda: None)
     assert devices_in_use() is None

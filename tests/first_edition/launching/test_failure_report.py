@@ -2,9 +2,8 @@ import os
 import signal
 from dataclasses import replace
 
-from gradsync.launching.failure_report import failure_text
-from gradsync.launching.outcome import Outcome, RankOutcome
-from gradsync.launching.rank_process import ErrorReport
+from gradsync.launching.outcome import Outcome, RankOutcome, failure_text
+from gradsync.launching.rank_report import ErrorReport
 
 
 def told(*ranks):

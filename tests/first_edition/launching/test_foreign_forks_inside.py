@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from gradsync.launching.signal_inbox import SignalInbox, own_descriptors
+from gradsync.launching.signals import SignalInbox, own_descriptors
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.server import RendezvousServer
 

@@ -2,8 +2,7 @@ import pytest
 
 import gradsync as gs
 from gradsync import process_group
-from gradsync.launching.in_rank.group_call import call_in_group
-from gradsync.launching.in_rank.named_function import NamedFunction
+from gradsync.launching.launcher import NamedFunction, call_in_group
 
 
 @pytest.fixture

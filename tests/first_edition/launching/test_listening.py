@@ -3,8 +3,8 @@ import socket
 import pytest
 
 from gradsync.errors import RendezvousError
-from gradsync.launching.listening import own_listener
-from gradsync.launching.signal_inbox import own_descriptors
+from gradsync.launching.hosting import own_listener
+from gradsync.launching.signals import own_descriptors
 
 
 def test_a_listener_is_this_process_s_own_while_it_lasts():

@@ -9,9 +9,8 @@ import pytest
 
 import gradsync as gs
 from gradsync import environment
-from gradsync.launching import meeting_points
-from gradsync.launching.launcher_options import LauncherOptions
-from gradsync.launching.meeting_points import own_endpoint
+from gradsync.launching import hosting
+from gradsync.launching.hosting import launcher_endpoint
 from gradsync.rendezvous.secret_files import Endpoint, publish
 
 SECRET = secrets.token_hex(32)
@@ -23,12 +22,12 @@ def _own_runtime_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "_secret", None)
 
 
-def first(port=0, **options):
-    return LauncherOptions(n_gpus=1, world_size=2, port=port, **options)
+def first(port=0, host="127.0.0.1", meets_others=True):
+    return launcher_endpoint(host, port, 0, meets_others=meets_others)
 
 
-def second(port, **options):
-    return LauncherOptions(n_gpus=1, world_size=2, rank_start=1, port=port, **options)
+def second(port, host="127.0.0.1"):
+    return launcher_endpoint(host, port, 1, meets_others=True)
 
 
 def secret_files(tmp_path):
@@ -37,11 +36,11 @@ def secret_files(tmp_path):
 
 def test_launchers_of_one_machine_find_the_secret_in_a_private_file(tmp_path):
     port = gs.free_port()
-    with own_endpoint(first(port), has_other_nodes=True) as (hosted, _):
+    with first(port) as (hosted, _):
         assert hosted.address == f"127.0.0.1:{port}"
         (path,) = secret_files(tmp_path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with own_endpoint(second(port), has_other_nodes=True) as (found, listener):
+        with second(port) as (found, listener):
             assert (found, listener) == (hosted, None)
         assert secret_files(tmp_path) == [path]
         assert SECRET not in repr(hosted)
@@ -49,7 +48,7 @@ def test_launchers_of_one_machine_find_the_secret_in_a_private_file(tmp_path):
 
 
 def test_a_run_of_one_machine_is_left_to_the_supervisor(tmp_path):
-    with own_endpoint(first(), has_other_nodes=False) as (hosted, _):
+    with first(meets_others=False) as (hosted, _):
         assert hosted is None
         assert secret_files(tmp_path) == []
 
@@ -60,31 +59,31 @@ def test_the_file_of_an_earlier_run_is_no_use(tmp_path):
     looked = threading.Event()
     found = []
 
-    def is_there(address, really=meeting_points._is_there):
+    def is_there(address, really=hosting._is_there):
         answer = really(address)
         looked.set()
         return answer
 
     def find():
-        with own_endpoint(second(port), has_other_nodes=True) as (point, _):
+        with second(port) as (point, _):
             found.append(point.secret)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting_points, "_is_there", is_there)
+        patch.setattr(hosting, "_is_there", is_there)
         thread = threading.Thread(target=find)
         thread.start()
         assert looked.wait(60)
-        with own_endpoint(first(port), has_other_nodes=True) as (hosted, _):
+        with first(port) as (hosted, _):
             thread.join(60)
     assert found == [hosted.secret]
 
 
 def test_a_first_node_that_does_not_come_is_told(monkeypatch):
-    monkeypatch.setattr(meeting_points, "_MEETING_SECONDS", 0.05)
+    monkeypatch.setattr(hosting, "_MEETING_SECONDS", 0.05)
     port = gs.free_port()
     with (
         pytest.raises(gs.RendezvousTimeout, match=rf"rank_start 0 did not start hosting 127.0.0.1:{port}") as caught,
-        own_endpoint(second(port), has_other_nodes=True),
+        second(port),
     ):
         pass
     assert caught.value.missing_ranks == (0,)
@@ -93,16 +92,15 @@ def test_a_first_node_that_does_not_come_is_told(monkeypatch):
 @pytest.mark.parametrize("master_ip", ["0.0.0.0", "192.0.2.1", "node0", "::"])
 @pytest.mark.parametrize("make", [first, second])
 def test_no_secret_where_other_machines_can_come_is_refused(monkeypatch, make, master_ip):
-    monkeypatch.setattr(meeting_points, "own_listener", None)
-    options = make(4000, master_ip=master_ip)
+    monkeypatch.setattr(hosting, "own_listener", None)
     with (
         pytest.raises(gs.AuthenticationError, match="needs a secret.*GRADSYNC_SECRET_FILE.*or set GRADSYNC_SECRET"),
-        own_endpoint(options, has_other_nodes=True),
+        make(4000, master_ip),
     ):
         pass
 
 
-@pytest.mark.parametrize("master_ip", ["0.0.0.0", "localhost"])
+@pytest.mark.parametrize("master_ip", ["0.0.0.0", "127.0.0.1"])
 def test_secret_of_the_environment(monkeypatch, tmp_path, master_ip):
     path = tmp_path / "mine"
     path.write_text(SECRET)
@@ -110,8 +108,8 @@ def test_secret_of_the_environment(monkeypatch, tmp_path, master_ip):
     monkeypatch.setenv("GRADSYNC_SECRET_FILE", str(path))
     port = gs.free_port()
     with (
-        own_endpoint(first(port, master_ip=master_ip), has_other_nodes=True) as (hosted, _),
-        own_endpoint(second(port), has_other_nodes=True) as (found, _),
+        first(port, host=master_ip) as (hosted, _),
+        second(port) as (found, _),
     ):
         assert hosted.secret == found.secret == bytes.fromhex(SECRET)
         assert secret_files(tmp_path) == []
@@ -124,22 +122,22 @@ def test_ipv6(monkeypatch):
     except OSError as error:
         pytest.skip(f"no IPv6 loopback: {error}")
     with (
-        own_endpoint(first(port, master_ip="::1"), has_other_nodes=True) as (hosted, _),
-        own_endpoint(second(port, master_ip="::1"), has_other_nodes=True) as (found, _),
+        first(port, host="::1") as (hosted, _),
+        second(port, host="::1") as (found, _),
     ):
         assert hosted.address == found.address == f"[::1]:{port}"
         assert hosted.secret == found.secret
 
 
 def test_a_port_that_the_kernel_chose_is_told(caplog):
-    with own_endpoint(first(), has_other_nodes=True) as (hosted, _):
+    with first() as (hosted, _):
         port = hosted.address.rpartition(":")[2]
     assert f"give port={port} to the launchers of the other nodes" in caplog.text
 
 
 def test_nothing_is_left_behind(tmp_path):
     before = os.listdir("/proc/self/fd")
-    with contextlib.suppress(ZeroDivisionError), own_endpoint(first(), has_other_nodes=True):
+    with contextlib.suppress(ZeroDivisionError), first():
         _ = 1 / 0
     assert os.listdir("/proc/self/fd") == before
     assert secret_files(tmp_path) == []

@@ -1,7 +1,7 @@
 """By which interface this machine reaches the others."""
 
 from gradsync.launching.job import Network
-from gradsync.launching.network import network_towards
+from gradsync.launching.rank_environment import network_towards
 
 
 def test_the_way_to_a_host():

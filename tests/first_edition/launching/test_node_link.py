@@ -3,10 +3,10 @@
 import threading
 from types import SimpleNamespace
 
-from gradsync.launching.nodes import link
-from gradsync.launching.nodes.node_report import FirstWord, report_of
+from gradsync.launching.nodes import run as link
+from gradsync.launching.nodes.run import FirstWord, report_of
 from gradsync.launching.outcome import Outcome, RankOutcome
-from gradsync.launching.signal_inbox import SignalInbox
+from gradsync.launching.signals import SignalInbox
 
 
 class SilentOther:

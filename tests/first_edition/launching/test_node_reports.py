@@ -4,9 +4,9 @@ import pytest
 
 from gradsync.errors import RendezvousError
 from gradsync.launching.nodes.meeting import NodeRecord
-from gradsync.launching.nodes.node_report import FirstWord, NodeReport, cause_of, loss_report, report_of, signal_report
+from gradsync.launching.nodes.run import FirstWord, NodeReport, cause_of, loss_report, report_of, signal_report
 from gradsync.launching.outcome import Outcome, RankOutcome
-from gradsync.launching.rank_process import ErrorReport
+from gradsync.launching.rank_report import ErrorReport
 
 
 def failed(rank, *, order=0, consequence=False, stopped=False, text="Traceback\nValueError: x\n", code=1):

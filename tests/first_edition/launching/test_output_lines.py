@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.launching.output.lines import (
-    MAX_LINE_BYTES,
-    RANK_COLOURS,
-    LineCutter,
-    PrefixColumn,
-    Tail,
-    begin_lines_with,
-)
+from gradsync.launching.output import MAX_LINE_BYTES, RANK_COLOURS, LineCutter, PrefixColumn, Tail, begin_lines_with
 
 # Bytes in which line ends, and characters of several bytes, whole and cut, are frequent.
 CHUNKS = st.lists(

@@ -19,11 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching.output import pump as output_pump
-from gradsync.launching.output.log import prepare_log_directory
-from gradsync.launching.output.pump import OutputPump
-from gradsync.launching.output.screen import wants_colour
-from gradsync.launching.signal_inbox import own_descriptors
+from gradsync.launching import output as output_pump
+from gradsync.launching.output import OutputPump, wants_colour
+from gradsync.launching.rank_logs import prepare_log_directory
+from gradsync.launching.signals import own_descriptors
 
 
 def has_ended(pump, rank, timeout):

@@ -4,9 +4,8 @@ import pytest
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
-from gradsync.launching.job import Job, Network, NodePlace
+from gradsync.launching.job import Job, Network, NodePlace, Target
 from gradsync.launching.rank_environment import rank_environment
-from gradsync.launching.targets import Target
 from gradsync.rendezvous.secret_files import Endpoint
 
 TARGET = Target({}, ())

@@ -7,8 +7,9 @@ import command
 import pytest
 
 import gradsync as gs
-from gradsync.launching.in_rank.rank_error import report_error
-from gradsync.launching.in_rank.report_pipe import ERROR, FrameReader
+from gradsync.launching.in_rank.rank_main import report_error
+from gradsync.launching.in_rank.result import ERROR
+from gradsync.launching.rank_report import FrameReader
 
 
 def traceback_of(tmp_path, source):

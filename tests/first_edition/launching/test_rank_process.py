@@ -6,8 +6,8 @@ import resource
 import pytest
 import rank_functions
 
+from gradsync.launching.function_call import function_target
 from gradsync.launching.rank_process import RankProcess
-from gradsync.launching.targets import function_target
 
 
 def test_no_open_files_left_leaves_none_open():

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.launching.in_rank import report_pipe
+from gradsync.launching.in_rank import result as report_pipe
+from gradsync.launching.rank_report import FrameReader
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def pipe():
 def test_frames_arrive_whole_whatever_the_pieces(bodies, cuts, limit):
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    frames = report_pipe.FrameReader(reader)
+    frames = FrameReader(reader)
     stream = b"".join(report_pipe.RESULT + len(body).to_bytes(8, "little") + body for body in bodies)
     received, piece = [], 0
     while stream:
@@ -52,7 +53,7 @@ def test_body_larger_than_the_pipe(pipe):
 
     thread = threading.Thread(target=write)
     thread.start()
-    frames = report_pipe.FrameReader(reader)
+    frames = FrameReader(reader)
     received = []
     while not frames.ended:
         received += frames.read()
@@ -64,7 +65,7 @@ def test_frame_cut_off_by_a_death_is_dropped(pipe):
     reader, writer = pipe
     os.write(writer, report_pipe.RESULT + (100).to_bytes(8, "little") + b"half")
     os.close(writer)
-    frames = report_pipe.FrameReader(reader)
+    frames = FrameReader(reader)
     assert frames.read() == []
     assert frames.ended
 
@@ -72,7 +73,7 @@ def test_frame_cut_off_by_a_death_is_dropped(pipe):
 def test_memory_is_taken_for_what_has_come_and_not_for_what_was_announced(pipe):
     reader, writer = pipe
     os.write(writer, report_pipe.RESULT + (2**30).to_bytes(8, "little") + b"body")
-    frames = report_pipe.FrameReader(reader)
+    frames = FrameReader(reader)
     tracemalloc.start()
     try:
         assert frames.read() == []
@@ -87,7 +88,7 @@ def test_memory_is_taken_for_what_has_come_and_not_for_what_was_announced(pipe):
 def test_a_length_beyond_all_memory_ends_the_reading(pipe, length):
     reader, writer = pipe
     os.write(writer, report_pipe.RESULT + length.to_bytes(8, "little") + b"body")
-    frames = report_pipe.FrameReader(reader)
+    frames = FrameReader(reader)
     assert frames.read() == []
     assert (frames.ended, frames.refused_bytes) == (True, length)
     os.close(writer)

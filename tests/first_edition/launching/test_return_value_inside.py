@@ -7,9 +7,8 @@ import command
 import numpy as np
 import pytest
 
-from gradsync.launching.in_rank import report_pipe
-from gradsync.launching.in_rank.rank_result import BOUNDS, Returned
-from gradsync.launching.return_value import ReturnValue
+from gradsync.launching.in_rank.result import BOUNDS, RESULT, Returned
+from gradsync.launching.rank_report import FrameReader, ReturnValue
 
 
 def filed(result):
@@ -17,10 +16,10 @@ def filed(result):
     file, (reader, writer) = os.memfd_create("result", os.MFD_ALLOW_SEALING), os.pipe()
     os.set_blocking(reader, False)
     Returned(result).send(writer, file)
-    ((kind, told),) = report_pipe.FrameReader(reader).read()
+    ((kind, told),) = FrameReader(reader).read()
     os.close(reader)
     os.close(writer)
-    assert kind == report_pipe.RESULT
+    assert kind == RESULT
     return ReturnValue(file, told), file
 
 

@@ -1,13 +1,13 @@
 import pytest
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching import start_method_choice
-from gradsync.launching.start_method_choice import chosen_start_method, set_start_method
+from gradsync.launching import function_call
+from gradsync.launching.function_call import chosen_start_method, set_start_method
 
 
 @pytest.fixture(autouse=True)
 def _default(monkeypatch):
-    monkeypatch.setattr(start_method_choice, "_default", "spawn")
+    monkeypatch.setattr(function_call, "_default", "spawn")
 
 
 def test_a_call_names_its_own_or_takes_what_was_set():

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from gradsync.errors import InvalidArgument
+from gradsync.launching.function_call import function_target
 from gradsync.launching.in_rank import rank_main
-from gradsync.launching.targets import function_target
 
 FORK = 'gs.set_start_method("fork")'
 CLOUDPICKLE = "pip install cloudpickle"

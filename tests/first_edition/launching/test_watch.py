@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from gradsync.launching.rank_process import ErrorReport
-from gradsync.launching.signal_inbox import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
+from gradsync.launching.rank_report import ErrorReport
+from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 from gradsync.launching.watch import Watch
 
 

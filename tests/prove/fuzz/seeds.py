@@ -8,7 +8,7 @@ import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.diagnostics.dump import FORMAT
-from gradsync.launching.nodes.node_report import FirstWord, NodeReport
+from gradsync.launching.nodes.run import FirstWord, NodeReport
 from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame

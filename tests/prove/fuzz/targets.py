@@ -26,11 +26,11 @@ from gradsync.diagnostics.dump_files import read_dumps
 from gradsync.diagnostics.report import divergences, report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
-from gradsync.launching.gpus import parse_gpus
-from gradsync.launching.in_rank.report_pipe import FrameReader as ReportReader
 from gradsync.launching.nodes.meeting import NodeRecord
-from gradsync.launching.nodes.node_report import FirstWord, NodeReport
-from gradsync.launching.rank_process import _error_told
+from gradsync.launching.nodes.run import FirstWord, NodeReport
+from gradsync.launching.rank_environment import parse_gpus
+from gradsync.launching.rank_report import FrameReader as ReportReader
+from gradsync.launching.rank_report import read_error
 from gradsync.rendezvous.frames import (
     SCHEMAS,
     Close,
@@ -194,7 +194,7 @@ def report_pipe(data: bytes) -> None:
         reader = ReportReader(receiver)
         while not reader.ended:
             for kind, body in reader.read(64):
-                assert _error_told(kind, body).text
+                assert read_error(kind, body).text
     finally:
         os.close(receiver)
 

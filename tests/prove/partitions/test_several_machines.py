@@ -134,7 +134,7 @@ def test_a_machine_that_comes_back_takes_part_in_the_next_start(network, tmp_pat
 LAUNCHER = """
     import os, signal, sys
     import gradsync as gs
-    from gradsync.launching import launcher_run
+    from gradsync.launching import launcher
 
     def meet(function, backend, meets_others, role):
         # As far as the ranks come without a network for data: they meet, and lose one another.
@@ -160,7 +160,7 @@ LAUNCHER = """
 
     if __name__ == "__main__":
         place = {"rank_start": int(sys.argv[1]), "master_ip": sys.argv[2], "port": 29500}
-        launcher_run.call_in_group = meet
+        launcher.call_in_group = meet
         gs.launcher(work, n_gpus=1, world_size=2, start_method="fork", **place)(sys.argv[3])
 """
 

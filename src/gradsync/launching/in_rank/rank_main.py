@@ -1,25 +1,55 @@
 """Inside a rank process: runs the user's script, module or function, and reports how it ended.
 
-`start_methods` starts the process, which comes here by `main` or `enter`, puts itself under guard, and goes on as the
+`rank_process` starts the process, which comes here by `main` or `enter`, puts itself under guard, and goes on as the
 rank. Until the user's code runs this file imports almost nothing, because every rank waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from gradsync.launching.in_rank.conventions import EXIT_CODE_INTERRUPTED, HOW_TO_DEFINE, Call
 from gradsync.launching.in_rank.guard import GuardDescriptors, stand_guard
-from gradsync.launching.in_rank.rank_error import report_error
-from gradsync.launching.in_rank.rank_result import Returned, UnsendableResult
+from gradsync.launching.in_rank.result import ERROR, Returned, UnsendableResult, write_frame
+
+if TYPE_CHECKING:
+    from traceback import StackSummary
+
+#: Exit code of a rank, and of the command, that Ctrl-C has ended: 128 and the number of SIGINT, as shells have it.
+EXIT_CODE_INTERRUPTED = 130
+#: What a function needs for a rank to find it, which imports the script under another name.
+HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
+#: A function and its positional and keyword arguments.
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _importing_main = False
 _runs_function = False
 _keep: list[Any] = []
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
+
+# Modules between the interpreter and the user's code: in a traceback they only hide the user's own lines.
+_SHIM_MODULES = frozenset(
+    {
+        "gradsync.launching.in_rank.rank_main",
+        "gradsync.launching.launcher",
+        "importlib._bootstrap",
+        "multiprocessing.spawn",
+        "runpy",
+    }
+)
+# What the surviving ranks raise when another one is gone: shown only where no rank tells more.
+_CONSEQUENCES = (
+    "RankFailed",
+    "CommunicatorClosed",
+    "GradientCancelled",
+    "CollectiveTimeout",
+    "RendezvousTimeout",
+)
 
 
 def main() -> NoReturn:
@@ -254,3 +284,74 @@ def _remember(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
+
+
+def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool = False) -> None:
+    """Sends an error as text: an exception that does not unpickle must not hide itself.
+
+    Args:
+        descriptor: the report pipe.
+        error: its traceback loses the frames between the interpreter and the user's code.
+        is_unsendable: whether only the function's result could not be sent.
+    """
+    import json
+    import traceback
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _SHIM_MODULES:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    shown = traceback.TracebackException(type(error), error, trace)
+    if _is_told_by_gradsync(error):
+        del shown.stack[_outer_frames(shown.stack) :]
+    text = "".join(shown.format())
+    summary = traceback.format_exception_only(type(error), error)[-1].split("\n")[0]
+    consequence = _consequence_in(error)
+    body = {
+        "text": text,
+        "summary": summary,
+        "is_consequence": consequence is not None,
+        "missed_rank": _missed_rank(consequence),
+        "is_unsendable": is_unsendable,
+        "is_of_silence": isinstance(consequence, TimeoutError) or getattr(consequence, "was_silent", False),
+    }
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
+    try:
+        write_frame(descriptor, ERROR, json.dumps(body).encode())
+    except OSError:
+        sys.stderr.write(text)  # nobody is left to show it
+
+
+def _is_told_by_gradsync(error: BaseException) -> bool:
+    errors = sys.modules.get("gradsync.errors")
+    return errors is not None and isinstance(error, errors.GradsyncError)
+
+
+def _outer_frames(stack: StackSummary) -> int:
+    """Counts the frames to the last one of the user's: where gradsync raises on purpose, its own say nothing."""
+    ours = (_PACKAGE, contextlib.__file__)
+    count = len(stack)
+    while count and stack[count - 1].filename.startswith(ours):
+        count -= 1
+    return count or len(stack)
+
+
+def _consequence_in(error: BaseException | None) -> BaseException | None:
+    """Gives the error, or the one among those that led to it, that says that another rank is gone."""
+    errors = sys.modules.get("gradsync.errors")
+    kinds: tuple[type[BaseException], ...] = tuple(getattr(errors, name) for name in _CONSEQUENCES) if errors else ()
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, kinds):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _missed_rank(consequence: BaseException | None) -> int | None:
+    """Gives the rank that a RankFailed names, or the first that a timeout does."""
+    missing = getattr(consequence, "missing_ranks", ())
+    rank: int | None = missing[0] if missing else getattr(consequence, "rank", None)
+    return rank

@@ -1,4 +1,4 @@
-"""How the launchers of a run meet: each joins a generation of their rendezvous, and tells what it brings.
+"""How the launchers of several machines meet: node 0 hosts, each joins a generation and tells what it brings.
 
 A new generation is formed for every start of the ranks, so that a launcher which was lost, and started again by
 hand, is one of the next.
@@ -6,32 +6,219 @@ hand, is one of the next.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 
-from gradsync.arguments import LARGEST_PORT, parse_address
+from gradsync.arguments import LARGEST_PORT, check_seconds, parse_address
+from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET_FILE, read_secret_option, take_secret
 from gradsync.errors import AuthenticationError, InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
+from gradsync.launching.free_port import reserved_port
+from gradsync.launching.hosting import own_listener
 from gradsync.launching.job import Network, NodePlace
-from gradsync.launching.nodes.hosting import StartPorts
-from gradsync.launching.nodes.node_options import NodeOptions
-from gradsync.launching.nodes.node_report import SAME_VERSION
-from gradsync.launching.notices import Notices
-from gradsync.launching.told import from_told
+from gradsync.launching.output import Notices
+from gradsync.launching.rank_report import from_told
 from gradsync.machine import interface_of
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.connection import StreamEnded
+from gradsync.rendezvous.frames import MAX_RANKS
 from gradsync.rendezvous.secret_files import Endpoint
-from gradsync.rendezvous.sockets import look_up
+from gradsync.rendezvous.server import RendezvousServer
+from gradsync.rendezvous.sockets import format_address, look_up
+
+SAME_VERSION = "run the same version of gradsync on every machine"
+
+_NONCE_BYTES = 16
 
 _NOTICE_SECONDS = 4.0  # out of step with the notices of the server, which would miss who just asks again
 _AGAIN_SECONDS = 0.5
 _TELLING_SECONDS = 30.0  # to hear what a launcher brings that has joined
 _RANKS_SECRET = b"gradsync: the secret of the ranks of one start\0"
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """This machine among those of a run; made by `check_node_options`.
+
+    Attributes:
+        nnodes: number of machines.
+        node_rank: number of this one.
+        rendezvous: host:port where the launchers meet, as the user wrote it.
+        secret: that they share.
+        join_timeout_seconds: how long one waits for the others.
+        node_address: this machine's address, where the user names it.
+    """
+
+    nnodes: int
+    node_rank: int
+    rendezvous: str
+    secret: bytes = field(repr=False)
+    join_timeout_seconds: float = 120.0
+    node_address: str | None = None
+
+    @property
+    def name(self) -> str:
+        """This node in messages."""
+        return f"node {self.node_rank} of {self.nnodes}"
+
+
+def check_node_options(
+    nnodes: int,
+    node_rank: int | None,
+    rendezvous: str | None,
+    secret_file: str | None,
+    join_timeout_seconds: float,
+    node_address: str | None,
+) -> NodeOptions:
+    """Checks the options of a run on several machines.
+
+    Raises:
+        InvalidArgument: one is missing, malformed or out of its range, or the secret cannot be read.
+    """
+    check_seconds("gradsync run", "--join-timeout", join_timeout_seconds)
+    if nnodes > MAX_RANKS:
+        raise InvalidArgument(f"--nnodes needs to be at most {MAX_RANKS}, got {nnodes}")
+    if node_rank is None:
+        raise InvalidArgument(f"--nnodes {nnodes} needs --node-rank, this machine's number from 0 to {nnodes - 1}")
+    if node_rank >= nnodes:
+        raise InvalidArgument(f"--node-rank needs to be from 0 to {nnodes - 1} with --nnodes {nnodes}, got {node_rank}")
+    if rendezvous is None:
+        raise InvalidArgument(
+            f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on every machine: an address of the machine "
+            "with --node-rank 0, and a port that is free there"
+        )
+    _check_rendezvous(rendezvous)
+    if node_address is not None:
+        _check_host("--node-address", node_address)
+    secret = take_secret() if secret_file is None else read_secret_option(secret_file)
+    if secret is None:
+        raise InvalidArgument(
+            f"--nnodes {nnodes} needs --secret-file (or {SECRET_FILE}), so that nobody else can join the run: make one "
+            f"with: {HOW_TO_MAKE_A_SECRET_FILE}, and copy it to every machine"
+        )
+    return NodeOptions(nnodes, node_rank, rendezvous, secret, join_timeout_seconds, node_address)
+
+
+def _check_rendezvous(rendezvous: str) -> None:
+    try:
+        host, _ = parse_address(rendezvous)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--rendezvous: {error}") from None
+    _check_host("--rendezvous", host)
+
+
+def _check_host(option: str, host: str) -> None:
+    """Refuses addresses that mean something else on every machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return
+    if address.is_unspecified or (address.version == 6 and address.is_link_local):
+        raise InvalidArgument(
+            f"{option} needs an address by which the other machines reach this one or node 0, got {host!r}, which "
+            "names no particular machine"
+        )
+
+
+@contextlib.contextmanager
+def hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServer | None]:
+    """Runs the launchers' rendezvous server, on node 0; gives None on the others.
+
+    Raises:
+        InvalidArgument: the name stands for no particular machine.
+        RendezvousError: the address is not this machine's, or the port is taken.
+    """
+    if options.node_rank != 0:
+        yield None
+        return
+    host, port = parse_address(options.rendezvous)
+    bound_host = options.node_address or _resolve(host, port, notices)
+    with _listening(options, bound_host, port) as listener:
+        server = RendezvousServer(
+            options.nnodes, secret=options.secret, listener=listener, noun="node", host_rank=options.node_rank
+        )
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@dataclass(frozen=True)
+class StartPorts:
+    """What node 0 holds ready for one start of the ranks.
+
+    Attributes:
+        listener: of the ranks' rendezvous server.
+        master_port: MASTER_PORT.
+        nonce: makes the secret of this start.
+    """
+
+    listener: socket.socket
+    master_port: int
+    nonce: bytes
+
+    @property
+    def address(self) -> str:
+        """Where the ranks meet."""
+        return format_address(self.listener)
+
+
+@contextlib.contextmanager
+def start_ports(host: str) -> Iterator[StartPorts]:
+    """Binds a port for the ranks' server on the interface of the launchers' one, and keeps MASTER_PORT free.
+
+    Raises:
+        RendezvousError: the address cannot be bound any more.
+    """
+    with own_listener(host, 0) as listener, reserved_port() as master_port:
+        yield StartPorts(listener, master_port, os.urandom(_NONCE_BYTES))
+
+
+@contextlib.contextmanager
+def _listening(options: NodeOptions, host: str, port: int) -> Iterator[socket.socket]:
+    with contextlib.ExitStack() as stack:
+        try:
+            another = "name another port in --rendezvous, on every machine"
+            listener = stack.enter_context(own_listener(host, port, if_taken=another))
+        except RendezvousError as error:
+            if isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE:
+                raise RendezvousError(f"{options.name}: {error}") from None
+            raise RendezvousError(
+                f"{options.name}: {error}; node 0 hosts the rendezvous: start it on the machine that "
+                f"{options.rendezvous!r} names, or give its own address by --node-address"
+            ) from None
+        yield listener
+
+
+def _resolve(host: str, port: int, notices: Notices) -> str:
+    """Returns the address that a name stands for on this machine."""
+    try:
+        found = str(look_up(host, port)[0][4][0])
+    except OSError as error:
+        raise RendezvousError(
+            f"--rendezvous: node 0 needs to know the address of {host!r}: {error}; give an address in figures, or name "
+            "this machine's by --node-address"
+        ) from None
+    address = ipaddress.ip_address(found.partition("%")[0])
+    if address.is_unspecified or (address.version == 6 and address.is_link_local):
+        raise InvalidArgument(
+            f"--rendezvous: {host!r} stands for {found}, which other machines cannot use; name another"
+        )
+    if address.is_loopback and host != "localhost" and host != found:
+        notices.tell(
+            f"gradsync: warning: {host!r} stands for {found} on this machine, where no other machine can reach it; "
+            "name an address in figures, or this machine's by --node-address"
+        )
+    return found
 
 
 @dataclass(frozen=True)

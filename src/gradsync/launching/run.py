@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
-from gradsync.launching.failure_report import failure_text
-from gradsync.launching.gpus import choose_gpus, parse_gpus
-from gradsync.launching.job import Job
-from gradsync.launching.notices import Notices
-from gradsync.launching.outcome import Outcome
-from gradsync.launching.output.pump import OutputPump
+from gradsync.launching.job import Job, Target
+from gradsync.launching.outcome import Outcome, failure_text
+from gradsync.launching.output import Notices, OutputPump
+from gradsync.launching.rank_environment import choose_gpus, parse_gpus
 from gradsync.launching.supervisor import supervise
-from gradsync.launching.targets import module_target, script_target
 from gradsync.machine import count_gpus, default_process_count
 
 if TYPE_CHECKING:
-    from gradsync.launching.nodes.node_options import NodeOptions
+    from gradsync.launching.nodes.meeting import NodeOptions
 
 _REPORT_SECONDS = 1.0  # for a terminal that stands still to take the report of a failure before a restart
 
@@ -106,7 +105,7 @@ def run_command(
             variables=variables,
         )
         if nodes is not None:
-            from gradsync.launching.nodes.node_run import run_on_nodes
+            from gradsync.launching.nodes.run import run_on_nodes
 
             return run_on_nodes(nodes, job, make_output, notices)
         outcome = supervise(job, make_output=make_output, notices=notices, on_restart=tell_restart)
@@ -143,7 +142,7 @@ def _node_options(
         InvalidArgument: an option is missing or wrong, or has no meaning for one machine.
     """
     if nnodes is not None and nnodes > 1:
-        from gradsync.launching.nodes.node_options import check_node_options
+        from gradsync.launching.nodes.meeting import check_node_options
 
         return check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
     if node_rank:
@@ -191,3 +190,46 @@ def _state_dir(state_dir: str | None, max_restarts: int) -> Iterator[str | None]
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
+    """Prepares a script.
+
+    Raises:
+        InvalidArgument: there is no such file, or it is the interpreter.
+    """
+    is_interpreter = os.path.basename(path).rstrip(".0123456789") == "python" and not os.path.isdir(path)
+    if is_interpreter and (not os.path.exists(path) or os.access(path, os.X_OK)):
+        raise InvalidArgument(f"leave out {path!r}: gradsync starts Python itself, as in gradsync run -n 2 script.py")
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "__main__.py")):
+            raise InvalidArgument(f"script {path!r} is a directory without a __main__.py")
+    elif not os.path.exists(path):
+        raise InvalidArgument(f"script {path!r} does not exist (looked in {os.getcwd()})")
+    elif not os.access(path, os.R_OK):
+        raise InvalidArgument(f"script {path!r} cannot be read")
+    record = {"kind": "script", "path": path, "arguments": list(arguments)}
+    return Target(record, (path, *arguments))
+
+
+def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
+    """Prepares a module, found as `python -m` finds it.
+
+    Raises:
+        InvalidArgument: the top-level package does not exist, or the name is malformed.
+    """
+    # Deeper names would import their parents here, in the launcher: the ranks report those.
+    top = name.partition(".")[0]
+    if not _module_exists(top):
+        raise InvalidArgument(f"module {name!r} does not exist (no {top!r} in {os.getcwd()} or sys.path)")
+    record = {"kind": "module", "module": name, "arguments": list(arguments)}
+    return Target(record, ("-m", name, *arguments))
+
+
+def _module_exists(name: str) -> bool:
+    if PathFinder.find_spec(name, [os.getcwd()]) is not None:
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # an empty name, or a module made by hand, such as __main__
+        return False

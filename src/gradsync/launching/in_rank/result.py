@@ -1,24 +1,51 @@
-"""Inside a rank process: what the user's function returned, as bytes for the launcher.
+"""Inside a rank process: what the user's function returned, or why the rank failed, as bytes for the launcher.
 
-By pickle, and by cloudpickle where pickle refuses: a class that a notebook has defined came to the rank by value, and
-goes back that way. It goes through a file in memory that the launcher has given the rank, and large arrays in it are
-copied once, from the rank's memory into that: the launcher maps it. Imported by every rank at start-up, so it imports
-next to nothing.
+One frame on the report pipe ends a rank: one kind byte, eight bytes of length (little endian) and the body. `RESULT`
+says where the return value lies in a file in memory that the launcher has given the rank; `ERROR` holds an exception
+as JSON. A value is pickled, by cloudpickle where pickle refuses: a class that a notebook has defined came to the rank
+by value, and goes back that way. Large arrays are copied once, from the rank's memory into the file, which the
+launcher maps (`rank_report`). Imported by every rank at start-up, so it imports next to nothing.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterable
 from typing import Any
 
-from gradsync.launching.in_rank import report_pipe
+#: The body says where in the rank's result file the return value lies: see `Returned`.
+RESULT = b"R"
+#: The body is a JSON object with the attributes of `rank_report.ErrorReport`.
+ERROR = b"E"
 
 #: Where in the result file something begins and ends.
 BOUNDS = struct.Struct("<QQ")
 
 _ARRAY_FROM_BYTES = 256 * 1024  # what is smaller is pickled with the rest
 _ALIGNMENT_BYTES = 4096
+
+
+def write_frame(descriptor: int, kind: bytes, body: bytes | bytearray) -> None:
+    """Writes one frame, waiting while the pipe is full.
+
+    Args:
+        descriptor: write end of the pipe.
+        kind: one byte.
+        body: its length may be 0.
+
+    Raises:
+        OSError: the launcher is gone.
+    """
+    write_all(descriptor, (kind + len(body).to_bytes(8, "little"), body))
+
+
+def write_all(descriptor: int, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Writes bytes, one part after the other, however often that takes."""
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
 
 
 class UnsendableResult(Exception):
@@ -62,7 +89,7 @@ class Returned:
                 bounds = _write(self._value, file)
         except _FileRefused as refused:
             raise _unsendable(f"needs room in a file in memory to reach the launcher: {refused}") from None
-        report_pipe.write_frame(report, report_pipe.RESULT, bounds)
+        write_frame(report, RESULT, bounds)
 
 
 class _Stream:
@@ -77,7 +104,7 @@ class _Stream:
 
         content = pickle.PickleBuffer(data).raw()  # in one dimension, whatever it has
         try:
-            report_pipe.write_all(self._file, (content,))
+            write_all(self._file, (content,))
         except OSError as error:
             raise _FileRefused(error.strerror) from None
         return content.nbytes

@@ -1,0 +1,479 @@
+"""A function for the ranks to call: made ready before any process starts, and its results or error for the caller.
+
+A call travels as bytes, by pickle, and by cloudpickle where pickle refuses; a rank needs `pickle.loads` only, as what
+cloudpickle wrote imports cloudpickle by itself. Forked ranks have the call already.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import operator
+import os
+import signal
+import sys
+import warnings
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
+from types import FunctionType
+from typing import Any, ClassVar
+
+from gradsync import environment
+from gradsync.errors import InvalidArgument, RankFailed
+from gradsync.launching.in_rank import rank_main
+from gradsync.launching.in_rank.rank_main import Call
+from gradsync.launching.job import START_METHODS, Target
+from gradsync.launching.outcome import Outcome, RankOutcome
+from gradsync.launching.rank_report import ReturnValue
+
+_default = "spawn"
+
+_Dumps = Callable[[Any], bytes]
+
+_CUDA_SUCCESS = 0
+
+
+def set_start_method(method: str) -> None:
+    """Sets how `gs.launch` starts its processes, and `gs.launcher` and `gs.spawn` where they are not told.
+
+    Args:
+        method: "spawn" (at first): fresh interpreters; the function and its arguments pickle, and a script needs the
+            `if __name__ == "__main__":` guard. "forkserver": forks of a small process that has imported little; the
+            same holds. "fork": copies of this process, with all that it has in memory: closures and notebook
+            functions work, CUDA must not have been touched, and locks that other threads hold stay held.
+
+    Raises:
+        InvalidArgument: there is no such method.
+    """
+    global _default
+    _default = _checked("set_start_method", method)
+
+
+def chosen_start_method(who: str, method: str | None) -> str:
+    """Gives the start method of a call: its own, or what `set_start_method` has set.
+
+    Args:
+        who: the caller, for the error.
+        method: what the call names.
+
+    Raises:
+        InvalidArgument: there is no such method.
+    """
+    return _default if method is None else _checked(who, method)
+
+
+def _checked(who: str, method: object) -> str:
+    if isinstance(method, str) and method in START_METHODS:
+        return method
+    names = ", ".join(map(repr, START_METHODS))
+    raise InvalidArgument(f"{who} needs a start method of {names}, got {method!r}")
+
+
+def function_target(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    name: str | None = None,
+    *,
+    who: str = "the launch",
+    start_method: str = "spawn",
+) -> Target:
+    """Prepares a call, for this process's own children.
+
+    Args:
+        function: what each rank calls.
+        arguments: positional arguments.
+        keywords: keyword arguments.
+        name: what errors and `ps` call the function; by default its own name.
+        who: what launches it, for errors.
+        start_method: with "fork" ranks have the call as it is, and nothing needs to pickle; with "spawn" and
+            "forkserver" it is pickled.
+
+    Raises:
+        InvalidArgument: there is no function, the arguments are no sequence, one of them does not pickle, or this
+            process is itself a rank.
+    """
+    if not callable(function):
+        raise InvalidArgument(f"{who} needs a function, got {function!r}")
+    if isinstance(arguments, str | bytes) or not isinstance(arguments, Sequence):
+        raise InvalidArgument(f"{who} needs args as a tuple, got {arguments!r}; one argument is written (value,)")
+    name = name or function_name(function)
+    _refuse_inside_rank(name)
+    call = (function, tuple(arguments), dict(keywords))
+    if start_method == "fork":
+        return Target({"kind": "function"}, (name,), call=call)
+    return _pickled_target(call, name)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Gives what errors and `ps` call a function."""
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _pickled_target(call: Call, name: str) -> Target:
+    import pickle
+    from multiprocessing import context, spawn
+
+    inherited = _InheritedDescriptors()
+    preparation = spawn.get_preparation_data(name)
+    ranks_import_main = _has_main(preparation)
+    if not ranks_import_main:
+        preparation.pop("init_main_from_path", None)
+    # Queues and locks of multiprocessing pickle only while a process is being spawned.
+    context.set_spawning_popen(inherited)  # type: ignore[arg-type]
+    try:
+        record = {
+            "kind": "function",
+            "preparation": pickle.dumps(preparation),
+            "call": pickle_call(call, name, ranks_import_main=ranks_import_main),
+            "tracker_descriptor": _resource_tracker_descriptor(inherited),
+        }
+    finally:
+        context.set_spawning_popen(None)
+    return Target(record, (name,), tuple(dict.fromkeys(inherited.descriptors)))
+
+
+def _refuse_inside_rank(name: str) -> None:
+    if rank_main.is_importing_main():
+        raise InvalidArgument(
+            "a rank imports the script that launched it, to find the function in it, and came to the launch "
+            'again; put the launch under `if __name__ == "__main__":`'
+        )
+    if rank := os.environ.get(environment.RANK):
+        advice = (
+            "ranks cannot launch ranks; launch it from the process that has launched this one"
+            if rank_main.runs_function()
+            else "this script starts its own ranks; run it with python, not with gradsync run"
+        )
+        raise InvalidArgument(f"{name} was launched inside rank {rank}: {advice}")
+
+
+class _InheritedDescriptors:
+    """Stands for the process to be spawned while multiprocessing objects are pickled."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        self.descriptors.append(descriptor)
+        return descriptor
+
+    def DupFd(self, descriptor: int) -> _InheritedDescriptor:  # noqa: N802 - multiprocessing's name
+        return _InheritedDescriptor(descriptor)
+
+
+@dataclass(frozen=True)
+class _InheritedDescriptor:
+    """A descriptor that has the same number in the rank."""
+
+    descriptor: int
+
+    def detach(self) -> int:
+        return self.descriptor
+
+
+def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None:
+    """Gives the ranks this process's resource tracker, where it has one.
+
+    A rank with a tracker of its own would unlink shared memory that it only attached to.
+    """
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    return None if tracker is None else inherited.duplicate_for_child(tracker.getfd())
+
+
+def ranks_can_import_main() -> bool:
+    """Tells whether fresh ranks find this process's `__main__` again; they do not in an interactive session."""
+    from multiprocessing import spawn
+
+    return _has_main(spawn.get_preparation_data("main"))
+
+
+def _has_main(preparation: Mapping[str, Any]) -> bool:
+    path = preparation.get("init_main_from_path")
+    return "init_main_from_name" in preparation or (path is not None and os.path.exists(path))
+
+
+def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
+    """Pickles a call, all in one, so that what its parts share stays shared.
+
+    Args:
+        call: the call.
+        name: what errors call the function.
+        ranks_import_main: whether ranks can import this process's `__main__`; they cannot when it is an interactive
+            session, and then its functions and classes travel by value.
+
+    Raises:
+        InvalidArgument: the function or an argument does not pickle.
+    """
+
+    def plain(thing: Any) -> bytes:
+        return _plain_dumps(thing, ranks_import_main)
+
+    try:
+        return plain(call)
+    except Exception as error:
+        refusal = error
+    by_value = _find_cloudpickle(ranks_import_main)
+    if by_value is None:
+        raise InvalidArgument(_explain(call, name, plain, refusal, ("pip install cloudpickle",)))
+    try:
+        return by_value(call)
+    except Exception as error:
+        raise InvalidArgument(_explain(call, name, by_value, error, ())) from None
+
+
+class _PlainPickler(ForkingPickler):
+    """Refuses what a rank would look for in a `__main__` that it does not have."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if _is_of_main(thing):
+            raise PicklingError(f"{thing.__qualname__} is defined in an interactive session, which ranks cannot import")
+        return NotImplemented
+
+
+def _plain_dumps(thing: Any, ranks_import_main: bool) -> bytes:
+    buffer = io.BytesIO()
+    (ForkingPickler if ranks_import_main else _PlainPickler)(buffer).dump(thing)
+    return buffer.getvalue()
+
+
+def _find_cloudpickle(ranks_import_main: bool) -> _Dumps | None:
+    """Returns a function that pickles by value what cannot go by name, if cloudpickle is installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return None
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        # Connections and locks of multiprocessing know how to travel; read when a pickler is made.
+        dispatch_table: ClassVar = ChainMap(
+            ForkingPickler(io.BytesIO()).dispatch_table, cloudpickle.Pickler.dispatch_table
+        )
+
+        def reducer_override(self, thing: Any) -> Any:
+            # cloudpickle would copy these too, and an instance would be of another class than the rank's own.
+            if ranks_import_main and _is_of_main(thing) and _is_found_by_name(thing):
+                return NotImplemented
+            return super().reducer_override(thing)
+
+    def dumps(thing: Any) -> bytes:
+        buffer = io.BytesIO()
+        Pickler(buffer).dump(thing)
+        return buffer.getvalue()
+
+    return dumps
+
+
+def _is_of_main(thing: Any) -> bool:
+    return isinstance(thing, type | FunctionType) and thing.__module__ == "__main__"
+
+
+def _is_found_by_name(thing: Any) -> bool:
+    try:
+        return operator.attrgetter(thing.__qualname__)(sys.modules["__main__"]) is thing
+    except AttributeError:
+        return False
+
+
+def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: tuple[str, ...]) -> str:
+    """Says which part of a call does not pickle, why, and what to do."""
+    for part, thing, remedy in _parts_of(call, name):
+        try:
+            dumps(thing)
+        except Exception as part_error:
+            helps = () if isinstance(part_error, TypeError) else remedies  # what no pickler can do
+            *first, last = remedy, *helps, 'start ranks by fork (gs.set_start_method("fork"))'
+            advice = f"{', '.join(first)}, or {last}"
+            return f"{part} needs to pickle to reach the ranks: {part_error}; {advice}"
+    return f"the call of {name} needs to pickle to reach the ranks: {error}"
+
+
+def _parts_of(call: Call, name: str) -> Iterator[tuple[str, Any, str]]:
+    """Gives each part of a call: what it is called, the part, and what helps when it does not pickle."""
+    function, arguments, keywords = call
+    yield name, function, "define it at the top level of a module or script"
+    for position, value in enumerate(arguments):
+        yield f"args[{position}] of {name}", value, "make it inside the function"
+    for key, value in keywords.items():
+        yield f"argument {key} of {name}", value, "make it inside the function"
+
+
+def load_result(rank: int, value: ReturnValue) -> Any:
+    """Gives what the function returned on one rank.
+
+    Raises:
+        InvalidArgument: it does not unpickle here.
+    """
+    try:
+        return value.load()
+    except Exception as error:
+        raise InvalidArgument(
+            f"the return value of rank {rank} does not unpickle in the launching process: {error!r}"
+        ) from None
+
+
+def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
+    """Gives what the function returned on each rank, by rank, after a run in which none failed; once.
+
+    Args:
+        outcome: loses the results one by one, so that large ones are not held twice.
+        stacklevel: of the warning, as seen from the caller.
+
+    Returns:
+        The values; None, with a RuntimeWarning, for a rank that exited without returning one.
+
+    Raises:
+        InvalidArgument: a value does not unpickle here.
+    """
+    results: list[Any] = []
+    for rank in outcome.ranks:
+        if rank.result is None:
+            _warn_of_no_result(rank, stacklevel + 1)
+            results.append(None)
+        else:
+            results.append(load_result(rank.rank, rank.result))
+            rank.result.forget()
+    return results
+
+
+def returned_values(outcome: Outcome) -> dict[int, Any]:
+    """Gives what the function returned on the ranks on which it did, for the error that tells of another one.
+
+    A value that does not unpickle here is left out: the error is about something else.
+    """
+    values = {}
+    for rank in outcome.ranks:
+        if rank.result is not None:
+            try:
+                values[rank.rank] = rank.result.load()
+            except Exception:
+                continue
+    return values
+
+
+def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
+    """Gives the error for a run in which a rank failed.
+
+    Args:
+        outcome: of the run.
+        root: the rank whose failure it was.
+        message: the error's first line; the rank's traceback follows.
+    """
+    text = traceback_of(root)
+    return RankFailed(
+        f"{message}\n\n{text}" if text else message,
+        rank=root.rank,
+        phase="function",
+        exit_code=root.exit_code,
+        traceback_text=text,
+        results=returned_values(outcome),
+    )
+
+
+def traceback_of(rank: RankOutcome) -> str:
+    """Gives a rank's traceback, or "" where it has told none."""
+    return rank.error.text.rstrip() if rank.error else ""
+
+
+def raise_for_signal(outcome: Outcome) -> None:
+    """Does what the signal that ended a run would have done.
+
+    Raises:
+        KeyboardInterrupt: it was SIGINT.
+        SystemExit: it was another one; with 128 and its number.
+    """
+    if outcome.signal_number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if outcome.signal_number is not None:
+        raise SystemExit(outcome.exit_code)
+
+
+def _warn_of_no_result(rank: RankOutcome, stacklevel: int) -> None:
+    warnings.warn(
+        f"rank {rank.rank} exited with code 0 before its function returned; its result is None",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def check_cuda_untouched(who: str, start_method: str) -> None:
+    """Looks at this process before it starts ranks; a warning comes once.
+
+    Args:
+        who: what starts them, for the message.
+        start_method: "fork", "spawn" or "forkserver".
+
+    Raises:
+        InvalidArgument: the ranks are to be forked, and CUDA is initialised.
+    """
+    devices = devices_in_use()
+    if devices is None:
+        return
+    if start_method == "fork":
+        raise InvalidArgument(
+            f"{who} cannot fork ranks: CUDA is initialised in this process ({_describe(devices)}), and forked ranks "
+            "could not use it; keep CUDA out of the parent before forking, or use start method 'spawn'"
+        )
+    if devices:
+        _warn_once(
+            f"{who}: this process itself uses CUDA ({_describe(devices)}) and holds memory there that its ranks then "
+            "lack; keep CUDA out of the process that starts ranks"
+        )
+
+
+def devices_in_use(driver: Any = None) -> list[int] | None:
+    """Returns the devices on which this process has a primary context, the one of CuPy, PyTorch and the CUDA runtime.
+
+    Args:
+        driver: libcuda as ctypes gives it; by default the one that this process has loaded.
+
+    Returns:
+        The devices as this process numbers them; none yet where a library has only looked for devices. None: CUDA
+        is not initialised, so that a fork does it no harm.
+
+    Source: CUDA Driver API: before cuInit every function returns CUDA_ERROR_NOT_INITIALIZED (cuInit);
+    cuDevicePrimaryCtxGetState creates no context.
+    """
+    driver = driver or _loaded_driver()
+    if driver is None:
+        return None
+    import ctypes
+
+    count = ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
+        return None
+    return [ordinal for ordinal in range(count.value) if _has_context(driver, ordinal)]
+
+
+def _loaded_driver() -> Any:
+    """Returns libcuda if something in this process has loaded it already."""
+    import ctypes
+
+    try:
+        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except (OSError, AttributeError):  # not loaded, or not Linux
+        return None
+
+
+def _has_context(driver: Any, ordinal: int) -> bool:
+    import ctypes
+
+    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if driver.cuDeviceGet(ctypes.byref(device), ordinal) != _CUDA_SUCCESS:
+        return False
+    code = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    return bool(code == _CUDA_SUCCESS and active.value)
+
+
+def _describe(devices: list[int]) -> str:
+    if not devices:
+        return "the driver"
+    return f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)

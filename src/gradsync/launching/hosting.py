@@ -1,0 +1,143 @@
+"""Where the ranks of a launch meet: at a port of this process, or where the first of several launchers hosts.
+
+The secret of several launchers comes from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback it may be
+missing: the first launcher then makes one and leaves it in a file of mode 0600 in the user's runtime directory, as rank
+0 does where no launcher of ours is at work (`rendezvous/hosting.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+from gradsync.arguments import join_address, parse_address
+from gradsync.environment import SECRET, SECRET_FILE, take_secret
+from gradsync.errors import AuthenticationError, RendezvousTimeout
+from gradsync.launching.signals import own_descriptors
+from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
+from gradsync.rendezvous.sockets import bind_listener, format_address
+
+_MEETING_SECONDS = 120.0  # as long as init_process_group() waits
+_PROBE_SECONDS = 1.0
+
+_log = logging.getLogger("gradsync")
+
+
+@contextlib.contextmanager
+def own_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free port") -> Iterator[socket.socket]:
+    """Gives a listening socket and closes it when the context ends; with port 0 the kernel picks one.
+
+    Args:
+        host, port, if_taken: see `bind_listener`.
+
+    Raises:
+        InvalidArgument, RendezvousError: see `bind_listener`.
+    """
+    with bind_listener(host, port, if_taken=if_taken) as listener:
+        descriptor = listener.fileno()
+        own_descriptors.add(descriptor)
+        try:
+            yield listener
+        finally:
+            own_descriptors.discard(descriptor)
+
+
+@contextlib.contextmanager
+def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
+    """Binds a port of this machine for one start of the ranks; those of an earlier one do not know its secret."""
+    with own_listener("127.0.0.1", port) as listener:
+        yield Endpoint(format_address(listener), os.urandom(32)), listener
+
+
+@contextlib.contextmanager
+def launcher_endpoint(
+    host: str, port: int, rank_start: int, *, meets_others: bool
+) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:
+    """Gives where the ranks of one call of `launcher` meet, with the bound socket where it is here, and holds it.
+
+    No endpoint where nobody else needs to find it, as all ranks are this call's, on loopback: the supervisor has one.
+
+    Args:
+        host, port: where the first launcher hosts.
+        rank_start: rank of this launcher's first process.
+        meets_others: whether other launchers start ranks of the same run.
+
+    Raises:
+        AuthenticationError: no secret, and other machines can reach the server.
+        RendezvousError: the address cannot be bound.
+        RendezvousTimeout: the node with rank_start 0 did not come.
+    """
+    is_on_loopback = _is_loopback(host)
+    if not meets_others and is_on_loopback:
+        yield None, None
+        return
+    secret = take_secret()
+    if secret is None and not is_on_loopback:
+        raise AuthenticationError(
+            f"launcher at {host}, which other machines can reach, needs a secret: put one into a file of "
+            f"mode 0600 and name it in {SECRET_FILE} on every node, or set {SECRET}; with master_ip='localhost' "
+            "the launchers of one machine need none"
+        )
+    if rank_start > 0:
+        address = join_address(host, port)
+        yield Endpoint(address, secret or _find_secret(address, rank_start)), None
+        return
+    with own_listener(host, port) as listener:
+        address = format_address(listener)
+        if meets_others and port == 0:
+            port = listener.getsockname()[1]
+            _log.warning(
+                "the ranks of this run meet at %s: give port=%d to the launchers of the other nodes", address, port
+            )
+        with contextlib.nullcontext(secret) if secret else _published_secret(address) as known:
+            yield Endpoint(address, known), listener
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server there."""
+    import ipaddress  # here: start-up counts
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+@contextlib.contextmanager
+def _published_secret(address: str) -> Iterator[bytes]:
+    """Makes a secret, for launchers of this machine to find while the context lasts."""
+    secret = os.urandom(32)
+    path = secret_path(address)
+    publish(path, Endpoint(address, secret))
+    try:
+        yield secret
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _find_secret(address: str, rank_start: int) -> bytes:
+    """Gives the secret that the first launcher has published, once it hosts."""
+    path, stale, deadline = secret_path(address), None, time.monotonic() + _MEETING_SECONDS
+    while (found := wait_for(path, stale, deadline)) is not None:
+        if _is_there(address):
+            return found.secret
+        stale = found  # an earlier run's: the first node binds the port before it writes the file
+    raise RendezvousTimeout(
+        f"launcher with rank_start {rank_start}: the node with rank_start 0 did not start hosting {address} "
+        f"within {_MEETING_SECONDS:g} s (nothing new at {path}); start it on this machine, or name the secret of both "
+        f"in {SECRET_FILE}",
+        missing_ranks=(0,),
+    )
+
+
+def _is_there(address: str) -> bool:
+    try:
+        socket.create_connection(parse_address(address), _PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True

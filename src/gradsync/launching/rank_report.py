@@ -1,0 +1,214 @@
+"""What the launcher reads of a rank: the frames of its report pipe, its error, and what its function returned.
+
+`in_rank/result` and `in_rank/rank_main` write them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import pickle
+import weakref
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar, get_type_hints
+
+from gradsync.launching.in_rank.result import BOUNDS, ERROR
+
+_HEADER_BYTES = 9
+_GROWTH_BYTES = 16 << 20
+
+_MAP_FIXED = 0x10  # Source: include/uapi/asm-generic/mman-common.h; the mmap module does not have it
+_FAILED = ctypes.c_void_p(-1).value
+
+T = TypeVar("T")
+
+
+class FrameReader:
+    """Takes frames off a non-blocking pipe, whatever pieces they arrive in.
+
+    A body is read straight into memory, which grows with what has come: an error may hold any text, and a length
+    that was announced may be anything.
+
+    Attributes:
+        ended: whether nothing more comes.
+        refused_bytes: the length of a body for which the machine has no memory, which ends the reading; else 0.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._header = bytearray()
+        self._body: bytearray | None = None  # of the frame whose header is complete
+        self._length = 0  # of that body
+        self._filled = 0
+        self.ended = False
+        self.refused_bytes = 0
+
+    def read(self, limit_reads: int | None = None) -> list[tuple[bytes, bytearray]]:
+        """Reads what is there now, without waiting.
+
+        Args:
+            limit_reads: how often to read at most, for a caller that has other things to do.
+
+        Returns:
+            The frames (kind, body) that are complete.
+        """
+        frames: list[tuple[bytes, bytearray]] = []
+        reads = 0
+        try:
+            while not self.ended and reads != limit_reads:
+                reads += 1
+                self._read_header() if self._body is None else self._read_body(self._body)
+                if self._body is not None and self._filled == self._length:
+                    frames.append((bytes(self._header[:1]), self._body))
+                    self._header, self._body, self._filled = bytearray(), None, 0
+        except BlockingIOError:
+            pass
+        return frames
+
+    def _read_header(self) -> None:
+        piece = os.read(self._descriptor, _HEADER_BYTES - len(self._header))
+        self.ended = not piece
+        self._header += piece
+        if len(self._header) == _HEADER_BYTES:
+            self._body, self._length = bytearray(), int.from_bytes(self._header[1:], "little")
+            if self._length > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+                self._refuse()
+
+    def _refuse(self) -> None:
+        self.refused_bytes, self.ended = self._length, True
+
+    def _read_body(self, body: bytearray) -> None:
+        if self._filled == len(body):
+            try:
+                body.extend(bytes(min(self._length - self._filled, _GROWTH_BYTES)))
+            except MemoryError:
+                self._refuse()
+                return
+        with memoryview(body) as whole, whole[self._filled :] as rest:
+            count = os.readv(self._descriptor, [rest])
+        self.ended = count == 0
+        self._filled += count
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """An exception that ended a rank, as text.
+
+    Attributes:
+        text: the traceback, without our own frames.
+        summary: its last line.
+        is_consequence: whether it only tells that another rank is gone.
+        missed_rank: the rank that it says is gone, where it names one.
+        is_unsendable: whether only the function's result could not be sent.
+        is_of_silence: whether it only tells that another rank was silent, or did not come in time: that one has nothing
+            to tell.
+    """
+
+    text: str
+    summary: str
+    is_consequence: bool
+    missed_rank: int | None = None
+    is_unsendable: bool = False
+    is_of_silence: bool = False
+
+
+def read_error(kind: bytes, body: bytearray) -> ErrorReport:
+    if kind != ERROR:
+        return unreadable(f"{kind!r} is no kind of report")
+    try:
+        return from_told(ErrorReport, body)
+    except ValueError as error:
+        return unreadable(str(error))
+
+
+def unreadable(why: str) -> ErrorReport:
+    """Returns what is told where a rank has reported something that it never would: what it did is not known."""
+    text = f"what this rank reported cannot be read ({why}): something in it wrote to a descriptor that is not its own"
+    return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
+
+
+class ReturnValue:
+    """A return value in a rank's result file. Its large arrays stay there: they are mapped, and a write copies a page.
+
+    Args:
+        file: descriptor of the file; taken over.
+        told: where in it the pickled value lies, and then each of its buffers: pairs of BOUNDS.
+
+    Raises:
+        ValueError, OSError: the file does not hold what was told; the descriptor stays the caller's.
+    """
+
+    def __init__(self, file: int, told: bytearray) -> None:
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else reading what is gone would kill this process
+        size = os.fstat(file).st_size
+        if not told or len(told) % BOUNDS.size:
+            raise ValueError(f"{len(told)} bytes are no bounds of a result")
+        self._bounds = list(BOUNDS.iter_unpack(told))
+        for begin, end in self._bounds:
+            if not begin <= end <= size:
+                raise ValueError(f"a result file of {size} bytes does not hold bytes {begin} to {end}")
+        self._file, self._size_bytes = file, size
+        self._close = weakref.finalize(self, os.close, file)
+
+    def load(self) -> Any:
+        """Gives the value: each call another copy. Raises what its unpickling does."""
+        # Private: a value that is loaded twice is two, and a process that is forked later shares none of it.
+        content = memoryview(map_privately(self._file, self._size_bytes))
+        pickled, *buffers = [content[begin:end] for begin, end in self._bounds]
+        return pickle.loads(pickled, buffers=buffers)
+
+    def forget(self) -> None:
+        """Closes the file: the value cannot be loaded any more."""
+        self._close()
+
+
+def map_privately(file: int, size_bytes: int) -> mmap.mmap:
+    """Maps a file so that a write copies a page, which the file does not see.
+
+    `mmap.mmap(file)` would keep a descriptor of its own until the last array in it is gone.
+
+    Args:
+        file: descriptor of the file; may be closed afterwards.
+        size_bytes: of the file; one at least.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    place = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # unmapped with the last view
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(place))
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    if libc.mmap(address, size_bytes, protection, flags, file, 0) == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return place
+
+
+def from_told(kind: type[T], data: bytes | bytearray) -> T:
+    """Returns a dataclass from a JSON object with its attributes.
+
+    Raises:
+        ValueError: it is no such object; the text says what is wrong with it.
+    """
+    try:
+        told = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(told, dict):
+        raise ValueError(f"needs to be an object, got {type(told).__name__}")
+    known: tuple[Any, ...] = fields(kind)  # type: ignore[arg-type]
+    types = get_type_hints(kind)
+    names = {field.name for field in known}
+    lacking = {field.name for field in known if field.default is MISSING} - told.keys()
+    if lacking or told.keys() - names:
+        raise ValueError(f"needs the attributes {sorted(names)}, got {sorted(told)}")
+    for name, value in told.items():
+        # A bool is an int to Python, and not here.
+        if not isinstance(value, types[name]) or (isinstance(value, bool) and types[name] is not bool):
+            raise ValueError(f"{name} needs to be {types[name]}, got {type(value).__name__}")
+    return kind(**told)
