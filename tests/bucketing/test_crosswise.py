@@ -14,6 +14,7 @@ import gradsync as gs
 from contract import expect
 from gradsync.cli import main
 from places import GPU, SHM, STAND_IN, STAND_IN_STAGED, Place, always_on, on
+from rank_processes import run_ranks
 
 EVERYWHERE = [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(GPU, 2)]
 KNOBS: list[dict[str, Any]] = [{}, {"parameters": {"w": ((4,), "float64")}}]
@@ -128,3 +129,21 @@ def test_one_rank_alone() -> None:
                 future = callback("w", np.full(3, float(value)))
             assert (future.result() == value).all()
         assert comm.recorder.begun == 6
+
+
+def differ_under_a_name(comm: Any, name: str) -> str:
+    sync = gs.AllreduceCallback("sum", comm, name=name)
+    try:
+        with sync.backward():
+            sync("p", np.ones(2 + comm.rank))
+    except gs.PlanMismatch as error:
+        return str(error)
+    raise AssertionError("the ranks differ")
+
+
+@pytest.mark.parametrize("name", ["the first use of", "a' (callback 'b', made at c:1)", "all_gather of float64[3]"])
+def test_the_advice_does_not_depend_on_what_a_callback_is_called(name: str) -> None:
+    for text in run_ranks(2, differ_under_a_name, name):
+        assert "'p': float64[2]" in text
+        assert "use different callbacks" not in text
+        assert "sizes=" not in text

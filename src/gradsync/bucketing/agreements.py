@@ -104,9 +104,14 @@ class StepEvents:
         of_it = (event, self._op, self.local_passes)
         content = event.specs if isinstance(event, Bucket) else tuple(event)
         digest = digest_of("gradients", index, self._op, content, self.local_passes)
-        describe, summarise, tell = _TEXTS[type(event)]
+        kind, describe, summarise, tell = _TEXTS[type(event)]
         agreement = Agreement(
-            digest, partial(describe, *of_it), index, partial(summarise, *of_it), tell=partial(tell, *of_it)
+            digest,
+            partial(describe, *of_it),
+            index,
+            partial(summarise, *of_it),
+            tell=partial(tell, *of_it),
+            kind=kind,
         )
         return agreement if self._callback is None else self._callback.mark(agreement)
 
@@ -155,8 +160,8 @@ def _facts_of_flush(flush: _Flush, op: str, passes: int) -> dict[str, Any]:
 
 
 _TEXTS: dict[type, Any] = {
-    Bucket: (_describe_bucket, _summarise_bucket, _facts_of_bucket),
-    _Flush: (_describe_flush, _summarise_flush, _facts_of_flush),
+    Bucket: ("bucket", _describe_bucket, _summarise_bucket, _facts_of_bucket),
+    _Flush: ("flush", _describe_flush, _summarise_flush, _facts_of_flush),
 }
 
 
@@ -203,6 +208,7 @@ class KnownCallback(NamedTuple):
             describe=partial(self._describe, agreement),
             summarise=partial(self._summarise, agreement),
             tell=partial(self._tell, agreement),
+            callback=self._called,
         )
 
     def _shown(self, has_others: bool) -> str:
@@ -216,9 +222,13 @@ class KnownCallback(NamedTuple):
         communicator = self.communicator()
         return communicator is not None and any(each.is_beside(self.number, communicator) for each in _alive())
 
+    def _called(self) -> str:
+        """Returns what errors call it; "" where only one callback can be meant."""
+        return self._shown(self.used[0] > 1 or self._has_others())
+
     def _describe(self, agreement: Agreement) -> str:
         headline, line_break, lines = agreement.describe().partition("\n")
-        shown = self._shown(self.used[0] > 1 or self._has_others())
+        shown = self._called()
         return f"{headline}{f' (callback {shown}, made at {self.made_at})' if shown else ''}{line_break}{lines}"
 
     def _summarise(self, agreement: Agreement) -> str:
@@ -287,7 +297,7 @@ class CallbackIdentity:
         stack = self._stack if shows_stack else self._stack[:1]
         describe = partial(_describe, self._name, stack, self._number if shows_stack else None)
         summarise = partial(_summary, self._name, self._stack)
-        return Agreement(digest_of(*parts), describe, summarise=summarise, item=_ITEM)
+        return Agreement(digest_of(*parts), describe, summarise=summarise, item=_ITEM, kind="first use")
 
     def _holds_other(self, digests: set[int], communicator: Communicator) -> bool:
         """Whether this rank has another callback for the communicator, not used there yet, that is one of these."""

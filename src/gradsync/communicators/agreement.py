@@ -19,10 +19,8 @@ try:
 except ImportError:
     from hashlib import blake2b
 
-# What a backward pass agrees on, by the headlines of bucketing.step_agreements.
-_OF_A_STEP = re.compile(r"all_reduce .*of a bucket|flush \(")
-# Which callback an event is for, or is the first use of, by bucketing.callback_identity.
-_CALLBACK = re.compile(r" \(callback (?P<known>'.*'|\".*\"|\d+), made at .*\)$|(?P<first>the first use of )")
+# Between a description's place, its kind and its callback, where it travels.
+_BETWEEN = "\x1f"
 _ONE_ORDER = (
     "\n  the ranks use different callbacks here: use them in one order on all ranks; where that is so, and the ranks "
     'make them at different lines or in threads, name each on all ranks: gs.AllreduceCallback(..., name="generator")'
@@ -78,6 +76,9 @@ class Agreement(NamedTuple):
         is_message: whether it is between two ranks only; then it does not count among the group's collectives.
         item: what each line of the description after the first is about, with {} for its number.
         tell: makes what the flight recorder's dumps have of it, in parts; None where there are none.
+        kind: "bucket" or "flush" of a step of gradients, or a callback's "first use"; "" elsewhere. For the advice
+            after a mismatch, as is the next one.
+        callback: makes what errors call the callback whose event it is; None, or "", where none is to be told apart.
     """
 
     digest: int
@@ -87,14 +88,22 @@ class Agreement(NamedTuple):
     is_message: bool = False
     item: str = "gradient {} of the bucket"
     tell: Callable[[], dict[str, Any]] | None = None
+    kind: str = ""
+    callback: Callable[[], str] | None = None
 
     def facts(self) -> dict[str, Any]:
         """Returns what the ranks are about to do in parts, for the flight recorder's dumps."""
         return {} if self.tell is None else self.tell()
 
-    def text_for_others(self) -> str:
-        """Returns what `Description.parse` reads, after a mismatch: first the place, which nothing cuts off."""
-        return f"{place_of_caller()}\n{self.describe()}"
+    def text_for_others(self, place: str | None = None) -> str:
+        """Returns what `Description.parse` reads, after a mismatch: first what nothing cuts off, place and kind.
+
+        Args:
+            place: where in the program; None is where it is now.
+        """
+        callback = "" if self.callback is None else self.callback()
+        about = [place_of_caller() if place is None else place, self.kind, callback]
+        return f"{_BETWEEN.join(about)}\n{self.describe()}"
 
     def headline(self) -> str:
         """Returns what the ranks are about to do in one line, for the flight recorder."""
@@ -187,19 +196,28 @@ class Description(NamedTuple):
         first: number of the first gradient in `lines`.
         lines: one for each gradient from there on, as many as there was room for.
         place: where in its program, as place_of_caller has it.
+        kind, callback: see Agreement.
     """
 
     headline: str
     first: int = 0
     lines: tuple[str, ...] = ()
     place: str = ""
+    kind: str = ""
+    callback: str = ""
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether it is an event of a step of gradients."""
+        return self.kind in ("bucket", "flush")
 
     @classmethod
     def parse(cls, text: str, first: int = 0) -> Description:
         """Returns the description whose lines stand in the text: the place, the headline, and those from `first` on."""
-        place, _, described = text.partition("\n")
+        about, _, described = text.partition("\n")
+        place, kind, callback = [*about.split(_BETWEEN), "", ""][:3]
         headline, *lines = described.splitlines() or [""]
-        return cls(headline, first, tuple(lines), place)
+        return cls(headline, first, tuple(lines), place, kind, callback)
 
     @classmethod
     def parse_whole(cls, texts: Mapping[int, str]) -> dict[int, Description]:
@@ -285,13 +303,11 @@ def _advice(descriptions: Sequence[Description]) -> str:
     but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines}
     if len(but_for_rows) == 1 and but_for_rows.pop().startswith(("all_gather of", "gather of")):
         return '\n  pass sizes="ask", or the rows of each rank, where these may differ'
-    callbacks = [_CALLBACK.search(headline) for headline in headlines]
-    of_steps = [_OF_A_STEP.match(headline) for headline in headlines]
-    if all(found or of_step for found, of_step in zip(callbacks, of_steps, strict=True)):
-        known = {found and found.group("known") for found in callbacks}
-        if len(known) > 1 or all(found and found["first"] for found in callbacks):
-            return _ONE_ORDER
-    if not all(of_steps):  # a rank is elsewhere in its program
+    are_of_callbacks = all(d.kind or d.callback for d in descriptions)
+    are_first_uses = all(d.kind == "first use" for d in descriptions)
+    if are_of_callbacks and (are_first_uses or len({d.callback for d in descriptions}) > 1):
+        return _ONE_ORDER
+    if not all(d.is_of_step for d in descriptions):  # a rank is elsewhere in its program
         return ""
     lines = [description.lines for description in descriptions]
     if all(lines) and len(set(map(frozenset, lines))) == 1:

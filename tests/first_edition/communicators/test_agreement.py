@@ -69,7 +69,9 @@ def test_the_first_difference_is_named_as_the_agreement_says() -> None:
     ],
 )
 def test_what_to_do_where_the_gradients_of_a_step_differ(lines: tuple[tuple[str, ...], ...], advice: str) -> None:
-    descriptions = {rank: Description("all_reduce of a bucket", 0, names) for rank, names in enumerate(lines)}
+    descriptions = {
+        rank: Description("all_reduce of a bucket", 0, names, kind="bucket") for rank, names in enumerate(lines)
+    }
     of_a_step = agreement_on("barrier", (), None, "")._replace(event=2)
     text = str(mismatch("rank 0/2", of_a_step, descriptions))
     assert ", number 3 of this step" in text

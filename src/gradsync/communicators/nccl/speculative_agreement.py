@@ -232,7 +232,7 @@ class SpeculativeAgreement:
             self.was_overtaken = True
             found = caller(self._launching_thread)  # not the line of the call, which has returned, but one near it
             place = "" if found is None else f"launched; by now at {found}"
-            self._told = position, f"{place}\n{launched.describe()}"
+            self._told = position, launched.text_for_others(place)
             return LaunchedEvent(launched.digest, self._told[1])
 
     def _ask(self, position: int, digest: int, arrivals: list[object] | None) -> Decision:
