@@ -85,8 +85,8 @@ prove: $(VENV)/.dev  ## everything deep, in parts (hours): PART="mpi adapters" f
 	-@$(if $(or $(if $(PART),,all),$(filter mpi adapters cross_checks partitions,$(PART))),$(MAKE) --no-print-directory peers)
 	$(BIN)/python tests/prove $(PART) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 
-test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none)
-	@$(call with_cupy,-m pytest -m gpu -rs tests tests/prove/benchmarks/test_smoke.py)
+test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none); results likewise
+	@$(call with_cupy,benchmarks/gpu_tests.py)
 
 lint: $(VENV)/.lint  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -324,8 +324,9 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
             local_rank=settings.place.local_rank,
             device=None if settings.device == "cpu" else settings.device,
             group=group,
+            timeout_seconds=settings.timeout_seconds,
+            collective_timeout_seconds=settings.collective_timeout_seconds,
             allow_shared_gpu=settings.allow_shared_gpu,
-            **timeouts,
         )
         communicator = Communicator(nccl)
     if settings.debug:

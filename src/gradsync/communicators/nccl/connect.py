@@ -92,6 +92,7 @@ def connect_nccl(
     timeout_seconds: float = 120.0,
     collective_timeout_seconds: float = 300.0,
     allow_shared_gpu: bool = False,
+    force_packing: bool = False,
 ) -> Backend:
     """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 
@@ -105,6 +106,7 @@ def connect_nccl(
         timeout_seconds: for meeting the others, ncclCommInitRank included.
         collective_timeout_seconds: how long a collective waits for a rank.
         allow_shared_gpu: whether ranks may share a GPU: for tests.
+        force_packing: see Backend.
 
     Raises:
         BackendUnavailable: no CuPy, NCCL or GPU, or ranks share a GPU and may not; the text says which.
@@ -124,7 +126,7 @@ def connect_nccl(
     from gradsync.communicators.nccl.nccl_backend import NcclBackend
 
     joined = nccl.join(client, device_id, group, deadline)
-    return NcclBackend.take_over(joined, client, group, collective_timeout_seconds)
+    return NcclBackend.take_over(joined, client, group, collective_timeout_seconds, force_packing=force_packing)
 
 
 def _left(deadline: float) -> float:

@@ -214,7 +214,7 @@ class Nccl:
         """Returns CuPy's communicator."""
 
         def init() -> Any:
-            with self._cupy.cuda.Device(device_id), self._errors("ncclCommInitRank"):
+            with self._errors("ncclCommInitRank"), self._cupy.cuda.Device(device_id):
                 return self.binding.NcclCommunicator(client.world_size, unique_id, client.rank)
 
         try:
@@ -387,11 +387,13 @@ class Nccl:
 
     @contextlib.contextmanager
     def _errors(self, call: str) -> Iterator[None]:
-        """Raises what NCCL reports within it as NcclError."""
+        """Raises what NCCL reports within it as NcclError, and what CUDA does."""
         try:
             yield
         except (self.binding.NcclError, KeyError) as error:
             raise self._told(error, call) from error
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise NcclError(f"{self.label}: {call}: {error}", code=1, name=RESULT_NAMES[1]) from error
 
     def _told(self, error: Exception, call: str) -> NcclError:
         if isinstance(error, KeyError):  # CuPy's own NcclError does not know results 7 and 8

@@ -43,6 +43,7 @@ class DeviceState:
         self.submission = threading.RLock()
         self.error: BaseException | None = None
         self._queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
+        self._blocking: weakref.WeakSet[WorkQueue] = weakref.WeakSet()  # those for which the null stream waits
         self.null_queue = WorkQueue(self, 0, is_blocking=True)
         self._of_thread = threading.local()
 
@@ -51,6 +52,8 @@ class DeviceState:
         queue = WorkQueue(self, next(_stream_handles), is_blocking)
         with self.submission:
             self._queues.add(queue)
+            if is_blocking:
+                self._blocking.add(queue)
         _streams[queue.ptr] = queue
         return queue
 
@@ -75,6 +78,7 @@ class DeviceState:
             queue = self._of_thread.queue = WorkQueue(self, next(_stream_handles), is_blocking=True)
             with self.submission:
                 self._queues.add(queue)
+                self._blocking.add(queue)
         return queue
 
     def queue(self, ptr: int) -> WorkQueue:
@@ -87,7 +91,7 @@ class DeviceState:
     def implicit_waits(self, queue: WorkQueue) -> list[Ticket]:
         """Returns what work queued now waits for beyond its own stream: the rule of the legacy null stream."""
         if queue is self.null_queue:
-            tickets = [other.last() for other in list(self._queues) if other.is_blocking]
+            tickets = [other.last() for other in list(self._blocking)] if self._blocking.data else []
         else:
             tickets = [self.null_queue.last()] if queue.is_blocking else []
         return [ticket for ticket in tickets if not ticket.done]
