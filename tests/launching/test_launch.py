@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import command
@@ -78,6 +79,13 @@ def test_a_result_that_does_not_pickle_ends_nobody_elses_work(tmp_path):
     with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to pickle") as caught:
         gs.launch(rank_functions.work_on_beside_an_unpicklable_result, (str(tmp_path / "fifo"),), 2)
     assert caught.value.results == {0: False}
+
+
+def test_a_rank_that_failed_with_its_result_alone_is_not_awaited_to_join():
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1/2 ended with exit code 1 without joining"):
+        gs.launch(rank_functions.join_beside_an_unpicklable_result, (), 2)
+    assert time.monotonic() - began < 60  # a rank waits 120 s for those that may still come
 
 
 def test_results_of_other_workers_are_kept():

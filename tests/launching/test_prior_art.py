@@ -595,6 +595,6 @@ def test_launch_is_woken_by_the_end_of_a_worker_and_never_polls(monkeypatch):
             timeouts.append(timeout)
             return super().select(timeout)
 
-    monkeypatch.setattr("gradsync.launching.watch.selectors.DefaultSelector", Selector)
+    monkeypatch.setattr("gradsync.launching.supervisor.selectors.DefaultSelector", Selector)
     gs.launch(rank_functions.place, (), 2)
     assert set(timeouts) == {None}

@@ -1,7 +1,7 @@
 """The one engine of launching: starts the ranks of a job, watches them, and stops them all when one fails.
 
-`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` are thin faces over it. It prepares each start of the job
-and leaves the waiting to `watch`.
+`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` are thin faces over it. Its loop waits for a rank's end (told
+by its guard), its report, a signal to the launcher, and the next step of stopping; nothing is polled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import selectors
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,12 +22,12 @@ from gradsync.errors import BackendUnavailable
 from gradsync.launching.free_port import reserved_port
 from gradsync.launching.hosting import own_endpoint
 from gradsync.launching.job import Job
-from gradsync.launching.outcome import Outcome
+from gradsync.launching.out_of_memory import OomWatch
+from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.output import Notices
 from gradsync.launching.rank_environment import rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
-from gradsync.launching.signals import SignalInbox
-from gradsync.launching.watch import Watch
+from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 from gradsync.rendezvous.secret_files import Endpoint
 
 if TYPE_CHECKING:
@@ -36,6 +39,17 @@ _LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, 
 _LOOK_FOR_SIGNALS_SECONDS = 0.2
 _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output, its result, and what the server has of it
 _RANKS_BEFORE_SERVER = 8  # whose start hides that of the server
+
+# After a failure the other ranks learn of it over the rendezvous: they may first end by themselves. A failure
+# that only tells of another rank's waits longer, so that that rank can tell its own, where it may still come to it.
+_SETTLE_SECONDS = 0.1
+_ROOT_CAUSE_SECONDS = 1.0
+_AFTER_SILENCE_SECONDS = 0.05  # all who have waited in vain know it at the same moment
+_UNKILLABLE_SECONDS = 1.8  # a little more than the guard tries
+
+# A step of stopping: seconds to wait after the previous one, then the signal to send.
+_Step = tuple[float, int]
+_GIVE_UP = 0  # stands among the signals of the steps
 
 #: Makes what shows the output of one start of the ranks; given the job, and how often they have been started again.
 MakeOutput = Callable[[Job, int], "OutputPump"]
@@ -80,7 +94,8 @@ class Supervisor:
         job, make_output, notices: see `supervise`.
         signals: an entered inbox; what is put there ends the job.
         on_news: called, by whoever calls `finish`, with a rank that has begun, reported or ended.
-        on_stopping: likewise, when the ranks are first told to stop; see `Watch`.
+        on_stopping: likewise, when the ranks are first told to stop, or the last one has failed, with whether all that
+            is known is that they suffer from a rank which is not among them.
 
     Attributes:
         ranks: the rank processes of the last start.
@@ -100,11 +115,27 @@ class Supervisor:
         self._signals = signals
         self._make_output = make_output
         self._notices = notices or Notices(None)
-        self._news = _News(on_news)
+        self._on_news = on_news
         self._on_stopping = on_stopping
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
+        self._server: RendezvousServer | None = None  # of this start, while this process hosts it
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forgets the ranks of an earlier start."""
         self.ranks: list[RankProcess] = []
+        self._running: dict[int, RankProcess] = {}
+        self._named_to_server: set[int] = set()  # ranks whose processes it knows
+        # rank -> (position among the failures, whether the ranks had been told to stop)
+        self._failures: dict[int, tuple[int, bool]] = {}
+        self._found_stopped: set[int] = set()  # by a signal such as SIGSTOP, when a rank failed
+        self._signal_number: int | None = None  # of the signal that ends the job, once one has come
+        self._has_failed_elsewhere = False
+        self._steps: list[_Step] = []
+        self._step_time = 0.0
+        self._told_to_stop = False
+        self._gave_up = False
 
     def __enter__(self) -> Supervisor:
         return self
@@ -131,6 +162,7 @@ class Supervisor:
             from gradsync.rendezvous.sockets import raise_limit  # here: few ranks have room, and start-up counts
 
             raise_limit(_FILES_OF_A_RANK * job.n_ranks)
+        self._begin()
         # The server's socket is bound now, so that ranks can start before the server does.
         endpoint, listener = (
             self._stack.enter_context(own_endpoint(job.rendezvous_port))
@@ -139,12 +171,13 @@ class Supervisor:
         )
         port = job.master_port or self._stack.enter_context(reserved_port())
         environs = [rank_environment(job, i, endpoint, port, restart) for i in range(job.n_ranks)]
-        watch = Watch(self._signals, job.grace_seconds, self._notices, self._news, self._on_stopping)
-        self._watch = self._stack.enter_context(watch)
+        self._memory = OomWatch()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
+        self._stack.callback(self._end_watching)
         self._output = None if self._make_output is None else self._make_output(job, restart)
         # Threads first would be copied into forked ranks.
         ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
-        self.ranks = []
         with _start_record(job, endpoint, shows_lines=self._output is not None) as record:
             for local_rank, environ in enumerate(environs):
                 rank = RankProcess(job.rank_start + local_rank, local_rank)
@@ -152,12 +185,11 @@ class Supervisor:
                     self._start_rank(rank, record, environ)
                 except OSError as error:
                     raise BackendUnavailable(_refusal(rank.rank, error)) from error
-                self._watch.add(rank)
-                self.ranks.append(rank)
+                self._watch(rank)
                 # The first ranks boot meanwhile; who connects early waits in the listener's backlog, but not for ever.
-                if len(self.ranks) == ranks_before_server:
+                if len(self.ranks) == ranks_before_server and listener is not None:
                     self._stack.enter_context(self._serving(endpoint, listener))
-                if self._watch.is_told_to_end():
+                if self._is_told_to_end():
                     break
         if self._output is not None:
             self._output.start()
@@ -176,9 +208,14 @@ class Supervisor:
 
     def finish_start(self) -> Outcome:
         """Watches the ranks of this start to their end; for a caller who starts them again by itself."""
-        outcome = self._with_last_output(self._watch.run())
+        self._wait_for_ends()
+        if self._failures and not self._told_to_stop and self._on_stopping is not None:  # there was none left to stop
+            self._on_stopping(self._only_suffers())
+        outcome = self._with_last_output(Outcome(tuple(map(self._outcome_of, self.ranks)), self._signal_number))
         self._stack.close()
         return outcome
+
+    # -- Starting ------------------------------------------------------------------------------------------------
 
     def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str]) -> None:
         """Starts one rank, with pipes for its output where it is shown."""
@@ -193,24 +230,132 @@ class Supervisor:
             rank.start(self._job.start_method, self._job.target, record, environ, tuple(streams))
 
     @contextlib.contextmanager
-    def _serving(self, endpoint: Endpoint, listener: socket.socket | None) -> Iterator[None]:
-        """Runs the rendezvous server in a thread of this process, where it is to host it."""
-        if listener is None:
-            yield
-            return
+    def _serving(self, endpoint: Endpoint, listener: socket.socket) -> Iterator[None]:
+        """Runs the rendezvous server of this start in a thread of this process."""
         from gradsync.rendezvous.server import RendezvousServer  # here: the ranks boot while it loads
 
         job = self._job
         server = RendezvousServer(job.world_size, secret=endpoint.secret, listener=listener)
         server.start()
-        self._news.serve_with(server)
+        self._server = server
         try:
             yield
         finally:
-            self._news.serve_with(None)
+            self._server = None
             if job.world_size > job.n_ranks:
                 server.wait_until_empty(_LEAVING_SECONDS)
             server.stop()
+
+    # -- Watching ------------------------------------------------------------------------------------------------
+
+    def _watch(self, rank: RankProcess) -> None:
+        """Takes a started rank under watch."""
+        self.ranks.append(rank)
+        self._running[rank.rank] = rank
+        for descriptor in (rank.status, rank.report, rank.sentinel):
+            if descriptor >= 0:
+                self._selector.register(descriptor, selectors.EVENT_READ, rank)
+
+    def _end_watching(self) -> None:
+        # Normally nothing is left to do; after an exception in the launcher itself the ranks end here.
+        if self._running and not self._gave_up:
+            self._plan_kill()
+            self._wait_for_ends()
+        for rank in self._running.values():
+            rank.abandon()
+        self._selector.close()
+
+    def _is_told_to_end(self) -> bool:
+        """Takes the signals that have come, and tells whether one ends the job; for while nobody waits for ends."""
+        for number in self._signals.read():
+            self._take_signal(number)
+        return self._signal_number is not None or self._has_failed_elsewhere
+
+    def _wait_for_ends(self) -> None:
+        """Waits until all ranks have ended, stopping them when one fails or a signal comes."""
+        while self._running and not self._gave_up:
+            timeout = max(0.0, self._step_time - time.monotonic()) if self._steps else None
+            for key, _ in self._selector.select(timeout):
+                if key.data is None:
+                    for number in self._signals.read():
+                        self._take_signal(number)
+                elif key.data.rank in self._running:
+                    self._take_event(key.data, key.fd)
+                    self._pass_news_on(key.data)
+            self._take_due_step()
+        for rank in self._running.values():
+            self._note_failure(rank)
+
+    def _take_event(self, rank: RankProcess, descriptor: int) -> None:
+        if descriptor in (rank.status, rank.sentinel):
+            is_there = rank.read_status() and descriptor == rank.status
+            if rank.exit_code is not None or not is_there:
+                self._take_end(rank)
+            if not is_there:
+                self._reap(rank)
+            return
+        if not rank.read_report():
+            self._selector.unregister(descriptor)
+        if rank.error is not None:  # at once: its threads may keep the process alive
+            self._note_failure(rank)
+
+    def _take_end(self, rank: RankProcess) -> None:
+        """Takes how a rank ended; its guard may still be busy with what it has left behind."""
+        rank.read_report(None)
+        if rank.exit_code == -signal.SIGKILL and not rank.sent_kill and rank.memory_kill is None:
+            rank.memory_kill = self._memory.describe() if self._memory.kills() else None
+        if rank.exit_code != 0 or rank.error is not None:
+            self._note_failure(rank)
+
+    def _reap(self, rank: RankProcess) -> None:
+        for descriptor in (rank.status, rank.report, rank.sentinel):
+            with contextlib.suppress(KeyError, ValueError):  # ended before, or never there
+                self._selector.unregister(descriptor)
+        del self._running[rank.rank]
+        rank.reap()
+        if rank.exit_code != 0 or rank.error is not None:
+            self._note_failure(rank)
+        if self._running and self._running.keys() <= self._silent_ranks():
+            self._stop_after(0.0)
+
+    def _pass_news_on(self, rank: RankProcess) -> None:
+        """Says what becomes of a rank's process: to the server too, for the ranks that wait for it to join."""
+        if self._server is not None:
+            if rank.pid and rank.rank not in self._named_to_server:
+                self._named_to_server.add(rank.rank)
+                self._server.note_start(rank.rank, rank.pid)
+            is_unsendable = rank.error is not None and rank.error.is_unsendable
+            if rank.exit_code == 0 or (rank.exit_code is not None and is_unsendable):  # other failures end all ranks
+                self._server.note_end(rank.rank, f"ended with exit code {rank.exit_code}")
+        if self._on_news is not None:
+            self._on_news(rank)
+
+    def _note_failure(self, rank: RankProcess) -> None:
+        """Remembers a failure, and has the other ranks stopped soon."""
+        if rank.rank in self._failures:
+            return
+        self._failures[rank.rank] = (len(self._failures), self._told_to_stop)
+        if not self._told_to_stop:
+            self._found_stopped.update(other.rank for other in self._running.values() if other.is_stopped())
+        if rank.error is not None and rank.error.is_unsendable:
+            return  # the others may end their work
+        self._stop_after(self._settle_seconds(rank))
+
+    def _outcome_of(self, rank: RankProcess) -> RankOutcome:
+        order, was_stopped = self._failures.get(rank.rank, (None, False))
+        return RankOutcome(
+            rank=rank.rank,
+            pid=rank.pid,
+            # A rank that reported an error has failed with 1, whatever stopped the rest of it.
+            exit_code=rank.exit_code if rank.error is None else 1,
+            result=rank.result,
+            error=rank.error,
+            order=order,
+            was_stopped=was_stopped,
+            memory_kill=rank.memory_kill,
+            was_found_stopped=rank.rank in self._found_stopped,
+            peak_bytes=rank.peak_bytes,
+        )
 
     def _with_last_output(self, outcome: Outcome) -> Outcome:
         """Shows what is left of the ranks' output, and adds its last lines to the outcome."""
@@ -219,12 +364,110 @@ class Supervisor:
             return outcome
         # Whoever reads it may be slow, as long as nobody wants to go.
         while outcome.signal_number is None and not output.drain(_LOOK_FOR_SIGNALS_SECONDS):
-            if self._watch.is_told_to_end():
-                outcome = replace(outcome, signal_number=self._watch.signal_number)
+            if self._is_told_to_end():
+                outcome = replace(outcome, signal_number=self._signal_number)
         output.close(_LAST_OUTPUT_SECONDS)
         return replace(
             outcome, ranks=tuple(replace(rank, last_lines=tuple(output.tail(rank.rank))) for rank in outcome.ranks)
         )
+
+    # -- Stopping ------------------------------------------------------------------------------------------------
+
+    def _settle_seconds(self, rank: RankProcess) -> float:
+        """Gives how long the other ranks may end by themselves, or tell what this failure is only a consequence of."""
+        error = rank.error
+        if error is None or not error.is_consequence:
+            return _SETTLE_SECONDS
+        if error.is_of_silence:
+            return _AFTER_SILENCE_SECONDS
+        culprits = [other for other in self.ranks if other.rank == error.missed_rank]
+        has_nothing_to_tell = any(other.rank not in self._running or other.is_stopped() for other in culprits)
+        return _SETTLE_SECONDS if has_nothing_to_tell else _ROOT_CAUSE_SECONDS
+
+    def _silent_ranks(self) -> set[int | None]:
+        """Gives the ranks that others have waited for in vain: they have nothing to tell."""
+        errors = [rank.error for rank in self.ranks if rank.error is not None]
+        return {error.missed_rank for error in errors if error.is_of_silence}
+
+    def _only_suffers(self) -> bool:
+        """Whether no failure is known here but such as only tell of a rank elsewhere."""
+        failed = [rank for rank in self.ranks if rank.rank in self._failures]
+        return self._signal_number is None and all(r.error is not None and r.error.is_consequence for r in failed)
+
+    def _take_signal(self, number: int) -> None:
+        """Forwards the first signal; a Ctrl-C after it kills at once, and anything else is old news."""
+        grace_seconds = self._job.grace_seconds
+        if number == NEWS_ELSEWHERE:
+            return
+        if number in (FAILED_ELSEWHERE, SUFFERED_ELSEWHERE):
+            self._has_failed_elsewhere = True
+            self._stop_after(_SETTLE_SECONDS if number == FAILED_ELSEWHERE else _ROOT_CAUSE_SECONDS)
+        elif number == signal.SIGTSTP:
+            self._suspend()
+        elif self._signal_number is None:
+            self._signal_number = number
+            if self._told_to_stop:  # the ranks are on their way out already
+                self._plan_kill()
+            elif number == signal.SIGINT:
+                half = grace_seconds / 2  # a script that takes no notice of Ctrl-C may take one of SIGTERM
+                self._plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
+                if self._running:
+                    them = "it" if len(self._running) == 1 else "them"
+                    self._notices.tell(f"gradsync: stopping {_count(len(self._running))} (Ctrl-C again kills {them})")
+            else:
+                self._plan((0.0, number), (grace_seconds, signal.SIGKILL))
+        elif number == signal.SIGINT:
+            self._plan_kill()
+        self._take_due_step()
+
+    def _suspend(self) -> None:
+        """Stops the ranks and this process, as Ctrl-Z asks; goes on with them when the shell says so.
+
+        The ranks first: a rank that runs while its launcher stands still takes it for dead.
+        """
+        self._send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._send(signal.SIGCONT)
+
+    def _stop_after(self, settle_seconds: float) -> None:
+        """Has the ranks told to stop after so long, unless that happens sooner anyway."""
+        if not self._steps:
+            self._plan((settle_seconds, signal.SIGTERM), (self._job.grace_seconds, signal.SIGKILL))
+        elif not self._told_to_stop:
+            self._step_time = min(self._step_time, time.monotonic() + settle_seconds)
+
+    def _plan_kill(self) -> None:
+        self._plan((0.0, signal.SIGKILL))
+
+    def _plan(self, *steps: _Step) -> None:
+        """Plans the steps of stopping, the last of which kills; what that does not end is given up."""
+        self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP)]
+        self._step_time = time.monotonic() + steps[0][0]
+
+    def _take_due_step(self) -> None:
+        """Sends the next signal of stopping when its time has come."""
+        if not self._steps or not self._running or time.monotonic() < self._step_time:
+            return
+        number = self._steps.pop(0)[1]
+        if number == _GIVE_UP:
+            self._gave_up = True
+            return
+        if not self._told_to_stop and self._on_stopping is not None:
+            self._on_stopping(self._only_suffers())
+        were_asked, self._told_to_stop = self._told_to_stop, True
+        if number == signal.SIGKILL:
+            why = ", not ended when asked to" if were_asked else ""
+            self._notices.tell(f"gradsync: killing {_count(len(self._running))}{why}")
+        self._send(number)
+        self._step_time = time.monotonic() + self._steps[0][0]
+
+    def _send(self, number: int) -> None:
+        for rank in self._running.values():
+            rank.send_signal(number)
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _refusal(rank: int, error: OSError) -> str:
@@ -235,35 +478,6 @@ def _refusal(rank: int, error: OSError) -> str:
     if error.errno == errno.EAGAIN:
         return f"{text}; raise the limit of processes (ulimit -u; in a container, that of pids), or start fewer ranks"
     return text
-
-
-class _News:
-    """Passes news of a rank on: to the server too, for the ranks that wait for it to join, what becomes of its process.
-
-    Apart from the supervisor, which would otherwise be held in a circle, with what is open.
-    """
-
-    def __init__(self, on_news: Callable[[RankProcess], None] | None) -> None:
-        self._server: RendezvousServer | None = None
-        self._started: set[int] = set()  # ranks of whose processes it knows
-        self._on_news = on_news
-
-    def serve_with(self, server: RendezvousServer | None) -> None:
-        """Sets the server of a start of the ranks, while this process hosts it."""
-        self._server, self._started = server, set()
-
-    def __call__(self, rank: RankProcess) -> None:
-        if self._server is not None:
-            self._tell(self._server, rank)
-        if self._on_news is not None:
-            self._on_news(rank)
-
-    def _tell(self, server: RendezvousServer, rank: RankProcess) -> None:
-        if rank.pid and rank.rank not in self._started:
-            self._started.add(rank.rank)
-            server.note_start(rank.rank, rank.pid)
-        if rank.exit_code == 0:  # else it has failed, and all ranks are told to end
-            server.note_end(rank.rank, "ended with exit code 0")
 
 
 @contextlib.contextmanager

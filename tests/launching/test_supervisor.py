@@ -7,9 +7,12 @@ import time
 
 import pytest
 
+from gradsync.launching import supervisor
+from gradsync.launching.job import Job, Target
 from gradsync.launching.rank_report import ErrorReport
 from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
-from gradsync.launching.watch import Watch
+from gradsync.launching.supervisor import Supervisor
+from gradsync.rendezvous.secret_files import Endpoint
 
 
 class PlayedRank:
@@ -30,6 +33,9 @@ class PlayedRank:
         self.status, self._status_writer = os.pipe()
         self.report, self._report_writer = os.pipe()
         self._will_report = None
+
+    def start(self, *_):
+        """Has begun."""
 
     def end(self, exit_code):
         self._will_end_with = exit_code
@@ -76,11 +82,14 @@ class PlayedRank:
 
 
 @contextlib.contextmanager
-def watching(*ranks, grace_seconds=0.05, on_news=None, on_stopping=None):
-    with SignalInbox() as signals, Watch(signals, grace_seconds, on_news=on_news, on_stopping=on_stopping) as watch:
-        for rank in ranks:
-            watch.add(rank)
-        yield watch, signals
+def watching(*ranks, **options):
+    elsewhere = Endpoint("127.0.0.1:1", b"s" * 32)  # nobody meets
+    with pytest.MonkeyPatch.context() as patch, SignalInbox() as signals:
+        patch.setattr(supervisor, "RankProcess", lambda _, local_rank: ranks[local_rank])
+        job = Job(Target({}, ()), len(ranks), grace_seconds=0.05, endpoint=elsewhere)
+        with Supervisor(job, signals, **options) as watch:
+            watch.start()
+            yield watch, signals
 
 
 def report(text="ValueError: boom", **options):
@@ -92,7 +101,7 @@ def test_all_end_by_themselves():
     with watching(*ranks) as (watch, _):
         for rank in ranks:
             rank.end(0)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert outcome.exit_code == 0
     assert [rank.received for rank in ranks] == [[], []]
 
@@ -101,7 +110,7 @@ def test_failure_ends_the_others_in_order():
     polite, stubborn, failing = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL]), PlayedRank(2)
     with watching(polite, stubborn, failing) as (watch, _):
         failing.end(3)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert outcome.root_cause.rank == 2
     assert outcome.exit_code == 3
     assert polite.received == [signal.SIGTERM]
@@ -109,12 +118,11 @@ def test_failure_ends_the_others_in_order():
 
 
 def test_rank_that_cannot_be_killed_is_reported_and_left(monkeypatch):
-    monkeypatch.setattr("gradsync.launching.watch._UNKILLABLE_SECONDS", 0.05)
-    monkeypatch.setattr("gradsync.launching.watch._KILL", ((0.0, signal.SIGKILL), (0.05, 0)))
+    monkeypatch.setattr("gradsync.launching.supervisor._UNKILLABLE_SECONDS", 0.05)
     hanging, failing = PlayedRank(0, dies_of=[]), PlayedRank(1)
     with watching(hanging, failing) as (watch, _):
         failing.end(1)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert hanging.abandoned
     assert hanging.received[:2] == [signal.SIGTERM, signal.SIGKILL]
     assert outcome.root_cause.rank == 1
@@ -125,8 +133,8 @@ def test_rank_that_cannot_be_killed_is_reported_and_left(monkeypatch):
 @pytest.fixture
 def _no_time_to_settle(monkeypatch):
     """Has the other ranks stopped at once after a failure whose cause is not awaited, and never after another one."""
-    monkeypatch.setattr("gradsync.launching.watch._SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr("gradsync.launching.watch._ROOT_CAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("gradsync.launching.supervisor._SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("gradsync.launching.supervisor._ROOT_CAUSE_SECONDS", 3600.0)
 
 
 def then_ends(first, first_code, second, second_code):
@@ -146,7 +154,7 @@ def test_result_that_cannot_be_sent_leaves_the_others_their_time():
     working, unsendable = PlayedRank(0), PlayedRank(1)
     with watching(working, unsendable, on_news=then_ends(unsendable, 1, working, 0)) as (watch, _):
         unsendable.fail(report(is_unsendable=True))
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert working.received == []
     assert outcome.ranks[0].exit_code == 0
     assert outcome.root_cause.rank == 1
@@ -157,7 +165,7 @@ def test_failure_outranks_a_result_that_cannot_be_sent():
     with watching(unsendable, failing) as (watch, _):
         unsendable.fail(report("first", is_unsendable=True))
         failing.fail(report("second"))
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert outcome.root_cause.rank == 1
 
 
@@ -166,7 +174,7 @@ def test_consequence_never_hides_the_original():
     told_first, original = PlayedRank(0), PlayedRank(1)
     with watching(told_first, original, on_news=then_ends(told_first, 1, original, -signal.SIGSEGV)) as (watch, _):
         told_first.fail(report("RankFailed: rank 1 died", is_consequence=True))
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert original.received == []
     assert outcome.root_cause.rank == 1
     assert outcome.exit_code == 128 + signal.SIGSEGV
@@ -180,12 +188,12 @@ def test_sigkill_is_told_apart_from_one_of_the_kernels_for_want_of_memory(monkey
         def describe(self):
             return "the kernel's out-of-memory killer ended it"
 
-    monkeypatch.setattr("gradsync.launching.watch.OomWatch", Killer)
+    monkeypatch.setattr("gradsync.launching.supervisor.OomWatch", Killer)
     hungry, other = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
     with watching(hungry, other) as (watch, _):
         hungry.peak_bytes = 3 << 30
         hungry.end(-signal.SIGKILL)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert "was killed by SIGKILL: the kernel's out-of-memory killer ended it; it had used 3.00 GiB" in (
         outcome.root_cause.describe()
     )
@@ -197,7 +205,7 @@ def test_signal_from_another_thread_ends_the_job(number):
     rank = PlayedRank(0, dies_of=[number])
     with watching(rank) as (watch, signals):
         signals.put(number)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert outcome.signal_number == number
     assert rank.received == [number]
 
@@ -220,13 +228,13 @@ def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_of_silence, is_st
         told.fail(report("verdict", is_consequence=True, missed_rank=1, is_of_silence=is_of_silence))
         if has_nothing_to_tell:
             told.end(1)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert outcome.root_cause is outcome.ranks[0 if has_nothing_to_tell else 1]
     assert culprit.received == ([signal.SIGTERM, signal.SIGKILL] if has_nothing_to_tell else [])
 
 
 def test_who_is_missed_is_stopped_as_soon_as_all_others_have_ended(monkeypatch):
-    monkeypatch.setattr("gradsync.launching.watch._AFTER_SILENCE_SECONDS", 60.0)
+    monkeypatch.setattr("gradsync.launching.supervisor._AFTER_SILENCE_SECONDS", 60.0)
     missed, first, second = PlayedRank(0), PlayedRank(1), PlayedRank(2)
     told_before_second_ended = []
 
@@ -240,7 +248,7 @@ def test_who_is_missed_is_stopped_as_soon_as_all_others_have_ended(monkeypatch):
     with watching(missed, first, second, on_news=on_news) as (watch, _):
         first.fail(report("it did not come", is_consequence=True, missed_rank=0, is_of_silence=True))
         first.end(1)
-        watch.run()
+        watch.finish_start()
     assert time.monotonic() - began < 30.0
     assert told_before_second_ended == []
     assert [missed.received, first.received, second.received] == [[signal.SIGTERM], [], []]
@@ -258,7 +266,7 @@ def test_a_culprit_that_has_ended_well_has_nothing_to_tell():
 
     with watching(culprit, told, waiting, on_news=on_news) as (watch, _):
         culprit.end(0)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert outcome.root_cause is outcome.ranks[1]
     assert waiting.received == [signal.SIGTERM]
 
@@ -269,7 +277,7 @@ def test_a_failure_on_another_machine_ends_the_ranks():
     with watching(*ranks) as (watch, signals):
         signals.put(NEWS_ELSEWHERE)
         signals.put(FAILED_ELSEWHERE)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert [rank.received for rank in ranks] == [[signal.SIGTERM], [signal.SIGTERM, signal.SIGKILL]]
     assert outcome.signal_number is None
     assert all(rank.was_stopped for rank in outcome.ranks)
@@ -280,11 +288,9 @@ def test_a_machine_that_suffers_leaves_the_cause_its_time():
     waiting, culprit = PlayedRank(0), PlayedRank(1)
     with watching(waiting, culprit) as (watch, signals):
         signals.put(SUFFERED_ELSEWHERE)
-        assert watch.is_told_to_end()
-        assert waiting.received == []
         culprit.fail(report())
         culprit.end(1)
-        outcome = watch.run()
+        outcome = watch.finish_start()
     assert waiting.received == [signal.SIGTERM]
     assert outcome.root_cause.rank == 1
 
@@ -304,7 +310,7 @@ def test_who_ends_the_ranks_says_so_once(act, only_suffers):
     failing, other = PlayedRank(0), PlayedRank(1)
     with watching(failing, other, on_stopping=told.append) as (watch, signals):
         act(failing, signals)
-        watch.run()
+        watch.finish_start()
     assert told == [only_suffers]
 
 
