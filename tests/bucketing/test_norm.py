@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.bucketing.values import clip_factor
+from gradsync.communicators.host_arrays import HostArrays
+from gradsync.communicators.local import local_communicator
 from gradsync.communicators.pieces import share_of
 
 
@@ -30,3 +34,36 @@ def test_shares_are_all_of_it(sizes: list[int], itemsize: int, world_size: int) 
     assert elements == [(array, at) for array, size in enumerate(sizes) for at in range(size)]
     lengths = [sum(piece.end - piece.begin for piece in share) for share in shares]
     assert max(lengths) <= -(-sum(sizes) // world_size) + 64 // itemsize
+
+
+SIZES = [5, 2**14, 1, 0, 2**15, 3]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
+def test_small_and_large_arrays_have_one_norm_and_are_clipped_alike(dtype: str) -> None:
+    """Small ones are looked at together, large ones one by one; each is multiplied as it would be alone."""
+    rng = np.random.default_rng(5)
+    given = [rng.normal(size=size).astype(dtype) for size in SIZES]
+    wanted = math.sqrt(sum(float((np.abs(each.astype(np.complex128)) ** 2).sum()) for each in given))
+    with local_communicator() as comm:
+        sync = gs.AllreduceCallback("sum", comm, clip_norm=1.0)
+        with sync.backward():
+            futures = [sync(number, each.copy()) for number, each in enumerate(given)]
+    assert sync.norm == pytest.approx(wanted, rel=1e-6)
+    for future, each in zip(futures, given, strict=True):
+        one = each.copy()
+        HostArrays().multiply(one, clip_factor(sync.norm, 1.0), one)
+        np.testing.assert_array_equal(future.result(), one)
+
+
+@pytest.mark.parametrize("options", [{"prescale": 0.3, "postscale": 3.0}, {"compression": "float16", "prescale": 0.1}])
+def test_small_gradients_travel_as_large_ones_do(options: dict[str, Any]) -> None:
+    """Their values are those of one gradient that has all of them."""
+    values = np.random.default_rng(5).normal(size=600).astype(np.float32)
+    with local_communicator() as comm:
+        many, one = (gs.AllreduceCallback("mean", comm, name=name, **options) for name in ("many", "one"))
+        with many.backward():
+            futures = [many(number, part.copy()) for number, part in enumerate(values.reshape(200, 3))]
+        with one.backward():
+            whole = one("all", values.copy())
+    np.testing.assert_array_equal(np.concatenate([future.result() for future in futures]), whole.result())

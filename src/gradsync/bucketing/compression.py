@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.bucketing.lists import array_module
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import BackendUnavailable, InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, dtype_name
 
 COMPRESSIONS = (None, "float16", "bfloat16")
 
+_SMALL_ELEMENTS = 2**13
 # Complex numbers, integers, and what is in half precision already, travel as they are.
 _COMPRESSED = ("float32", "float64")
 
@@ -121,12 +123,17 @@ class WireFormat:
         memory = self._memory.get(wire)
         if memory is None or memory.size < total:
             memory = self._memory[wire] = arrays.scratch(total, wire)
+        flat: Array = memory[:total]
+        if _are_small(sources):
+            same = flat if wire == dtype else None
+            together = array_module(flat).concatenate(sources, out=same)
+            arrays.multiply(together, self.prescale, flat)
+            return flat
         begin = 0
         for source in sources:
             end = begin + source.size
-            arrays.multiply(source, self.prescale, memory[begin:end])
+            arrays.multiply(source, self.prescale, flat[begin:end])
             begin = end
-        flat: Array = memory[:total]
         return flat
 
     def decode(self, flat: Array, targets: Sequence[Array], arrays: ArrayKind) -> None:
@@ -137,10 +144,18 @@ class WireFormat:
             targets: 1-D arrays of the sources' sizes, which may be the sources.
             arrays: how the communicator handles arrays.
         """
-        begin = 0
+        scale, begin = self.postscale, 0
+        if _are_small(targets):
+            whole = flat if flat.dtype == targets[0].dtype else arrays.scratch(flat.size, targets[0].dtype)
+            arrays.multiply(flat, scale, whole)
+            for target in targets:
+                end = begin + target.size
+                target[...] = whole[begin:end]
+                begin = end
+            return
         for target in targets:
             end = begin + target.size
-            arrays.multiply(flat[begin:end], self.postscale, target)
+            arrays.multiply(flat[begin:end], scale, target)
             begin = end
 
 
@@ -166,6 +181,11 @@ class Compressed:
         """Splits them into the targets."""
         self._wire.decode(results[0], self._targets, self._arrays)
         return self._targets
+
+
+def _are_small(flats: Sequence[Array]) -> bool:
+    """Whether it costs less to pack arrays first, and to convert all of them at once."""
+    return len(flats) > 1 and sum([flat.size for flat in flats]) < len(flats) * _SMALL_ELEMENTS
 
 
 def _checked_scale(name: str, value: Any) -> float:

@@ -33,6 +33,8 @@ POLICIES = ("off", "raise", "skip")
 
 _log = logging.getLogger("gradsync")
 
+# Of an array that is packed with others to be looked at: 64 KB of float32.
+_SMALL_ELEMENTS = 2**14
 # As in torch.nn.utils.clip_grad_norm_: keeps the factor finite where the norm is 0.
 _EPSILON = 1e-6
 
@@ -122,8 +124,7 @@ class Values:
         factor = clip_factor(self.norm, self._max_norm)
         if factor >= 1.0:
             return None
-        for result in results:
-            communicator.arrays.multiply(result, factor, result)
+        communicator.arrays.multiply_in_place(results, factor)
         return communicator.mark_end()
 
     def fail(self) -> None:
@@ -163,7 +164,7 @@ class Values:
 
     def _note_results(self, results: Sequence[Array], communicator: Communicator, *, looks: bool) -> None:
         """Looks at this rank's share of reduced values; the other ranks look at the rest."""
-        share = own_share(results, communicator)
+        share = packed(own_share(results, communicator))
         if looks:
             self._finite_results += [communicator.arrays.all_finite(part) for part in share]
         if self._max_norm is not None:
@@ -277,6 +278,15 @@ def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]
     sizes = tuple([flat.size for flat in flats])
     share = share_of(sizes, flats[0].dtype.itemsize, communicator.rank, communicator.world_size)
     return [flats[piece.array][piece.begin : piece.end] for piece in share]
+
+
+def packed(flats: Sequence[Array]) -> list[Array]:
+    """Returns flat arrays of one dtype, the small ones copied into one: to look at each would cost more."""
+    small = [flat for flat in flats if flat.size < _SMALL_ELEMENTS]
+    if len(small) < 2:
+        return list(flats)
+    large = [flat for flat in flats if flat.size >= _SMALL_ELEMENTS]
+    return [*large, array_module(small[0]).concatenate(small)]
 
 
 def on_host(results: Sequence[Any]) -> list[Any]:

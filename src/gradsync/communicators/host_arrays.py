@@ -6,6 +6,7 @@ nccl/device_arrays.py has the one for a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -71,6 +72,9 @@ class ArrayKind(Protocol):
             out: array of the same shape, in the same memory space, of any layout: `source`, or one that shares no
                 memory with it. Its dtype may be another one of the same kind: both real, or both complex.
         """
+
+    def multiply_in_place(self, natives: Any, factor: float) -> None:
+        """Multiplies each of some floating or complex arrays by the factor, as `multiply` does."""
 
     def all_finite(self, flat: Any) -> Any:
         """Whether a flat array has neither NaN nor infinity; integers and bools never have.
@@ -156,6 +160,10 @@ class HostArrays:
     def multiply(self, source: Array, factor: float, out: Array) -> None:
         """See ArrayKind."""
         host_values.multiply(source, factor, out)
+
+    def multiply_in_place(self, natives: Sequence[Array], factor: float) -> None:
+        """See ArrayKind."""
+        host_values.multiply_in_place(natives, factor)
 
     def all_finite(self, flat: Array) -> bool:
         """See ArrayKind."""

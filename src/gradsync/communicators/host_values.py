@@ -6,7 +6,7 @@ Each reads the memory once, in pieces that stay in a core's cache while more tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import isfinite
 from typing import Any
@@ -26,6 +26,9 @@ _ROW_ELEMENTS = 2**10
 # Below it, squares too small for float32 (2**-149 each is the least) could be a visible part of the sum of a row.
 _LEAST_ROW_SUM = 2.0**-100
 
+# Other products are made in a wider dtype, or part by part.
+_MULTIPLIED_AS_THEY_ARE = (np.dtype(np.float32), np.dtype(np.float64))
+
 # In half precision what is not finite has all exponent bits set. Of a positive number these are the largest integers,
 # signed or not; of a negative one the largest unsigned ones.
 _INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
@@ -42,6 +45,20 @@ def multiply(source: Array, factor: float, out: Array) -> None:
         for values, target in part_pairs(source, out):
             wide = product_dtype(values.dtype, target.dtype)
             np.multiply(values, wide.type(factor), out=target, dtype=wide, casting="unsafe")
+
+
+def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
+    """See ArrayKind; of many small arrays in a third of the time that a `multiply` for each takes."""
+    factors: dict[np.dtype[Any], Any] = {}  # by dtype, where that is the one in which products are made
+    with np.errstate(all="ignore"):
+        for array in arrays:
+            scale = factors.get(array.dtype)
+            if scale is not None:
+                np.multiply(array, scale, array)
+                continue
+            multiply(array, factor, array)
+            if array.dtype in _MULTIPLIED_AS_THEY_ARE:
+                factors[array.dtype] = array.dtype.type(factor)
 
 
 def all_finite(flat: Array) -> bool:

@@ -154,6 +154,11 @@ class DeviceArrays:
             with cupy.cuda.Device(self._device_id):
                 multiply(source, factor, out)
 
+    def multiply_in_place(self, natives: Any, factor: float) -> None:
+        """See ArrayKind."""
+        for native in natives:
+            self.multiply(native, factor, native)
+
     def all_finite(self, flat: Any) -> Any:
         """See ArrayKind."""
         with cupy.cuda.Device(self._device_id):
