@@ -67,7 +67,9 @@ def run(tmp_path: Path, how: str) -> None:
     if how == "raise":
         assert errors.rstrip().endswith("KeyError: 'lost'")
     elif how == "forget":
-        assert errors == ""
+        # The other rank goes on: NCCL's end in order may wait for it, and is left behind then.
+        lines = [line for line in errors.splitlines() if "ncclCommDestroy did not return within 10 s" not in line]
+        assert all(" waits in all_reduce(sum) " in line for line in lines), errors
     else:  # the exit code is settled by then, but nobody shall take the last step for done
         assert "CollectiveTimeout" in errors or "RankFailed" in errors
     assert other_errors == ""

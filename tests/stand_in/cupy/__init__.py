@@ -2,7 +2,8 @@
 
 Streams are threads, arrays are views of blocks of ordinary memory, and what a GPU would do wrong in silence shows:
 work that does not wait for what it needs reads stale data, fresh memory holds NaNs, memory returns to the pool while
-it is still in use, and host and device memory do not mix. See cupy.cuda.nccl for the collectives.
+it is still in use, and is NaNs again for whoever gets it, and host and device memory do not mix. See cupy.cuda.nccl for
+the collectives.
 
 The environment: GRADSYNC_STAND_IN_DEVICES (number of devices, 1), GRADSYNC_STAND_IN_DELAY_MS and
 GRADSYNC_STAND_IN_SEED (random pauses before each piece of work), GRADSYNC_STAND_IN_CUPY_VERSION,

@@ -41,6 +41,7 @@ class DeviceState:
         self.uuid = uuid.partition(b"\0")[0]  # what CuPy has of it: its declaration is that of a text in C
         self.pci_bus_id = f"0000:{absolute_index:02X}:00.0"
         self.submission = threading.RLock()
+        self.kernel = threading.Lock()  # held by the collective that runs: NCCL promises no room for a second one
         self.error: BaseException | None = None
         self._queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
         self._blocking: weakref.WeakSet[WorkQueue] = weakref.WeakSet()  # those for which the null stream waits

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-KINDS = ("allReduce", "reduce", "broadcast", "allGather", "reduceScatter", "send", "recv", "commSplit")
+KINDS = ("allReduce", "reduce", "broadcast", "allGather", "reduceScatter", "send", "recv", "commSplit", "commDestroy")
 SUM, PROD, MAX, MIN, AVG = range(5)
 UINT8 = 1
 _OP_NAMES = ("sum", "prod", "max", "min", "avg")

@@ -33,6 +33,7 @@ from .memory import address_space
 
 _handles = itertools.count(0x5700_0000_0010, 0x10)
 _group = threading.local()
+_LOOK_SECONDS = 0.01  # while the device is taken
 
 
 def get_version() -> int:
@@ -128,11 +129,15 @@ class BaseCommunicator:
             raise NcclError(*self._failure)
 
     def destroy(self) -> None:
-        """Waits for the operations of this communicator, and ends it."""
+        """Waits for the operations of this communicator, and, as NCCL may, until all ranks have come here; ends it."""
         if self.comm:
             with self._call():
                 if self._last is not None:
                     self._last.wait()
+                if waits_for_ever() and self._world_size > 1:
+                    self._blocks_host = True
+                    with suppress(Gone, NcclError):
+                        self._exchange([_Operation(self, Call("commDestroy", 0, UINT8), None, None, None)])
                 self._end()
 
     def abort(self) -> None:
@@ -246,6 +251,15 @@ class BaseCommunicator:
     def _execute(self, previous: Ticket | None, operations: list[_Operation]) -> None:
         if previous is not None:
             previous.wait()
+        while not self._device.kernel.acquire(timeout=_LOOK_SECONDS):
+            if self._ended.is_set():
+                return
+        try:
+            self._run(operations)
+        finally:
+            self._device.kernel.release()
+
+    def _run(self, operations: list[_Operation]) -> None:
         if self._ended.is_set() or self._failure is not None:
             return
         try:

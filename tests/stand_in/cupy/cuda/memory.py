@@ -37,6 +37,10 @@ class Block:
         self.device_id = device_id
         self.stream_ptr = stream_ptr
 
+    def poison(self) -> None:
+        """Makes it NaNs again: who gets memory that was freed must write before reading, and nobody else may use it."""
+        self.bytes.fill(0xFF)
+
 
 class _AddressSpace:
     """Which addresses are device memory: added by threads that allocate while the streams' threads look them up."""
@@ -144,6 +148,8 @@ class MemoryPool:
         rounded = -(-size // _ROUNDING_BYTES) * _ROUNDING_BYTES
         try:
             block = self._free[device_id, stream.ptr, rounded].pop()
+            if stream.capture is None:
+                stream.submit(block.poison)  # shows to whatever other stream still uses it
         except IndexError:
             block = Block(rounded, device_id, stream.ptr)
             address_space.add(block)
