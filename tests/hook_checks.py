@@ -38,7 +38,7 @@ def gradients(world_size: int, dtype: Any = np.float32, size: int = N) -> list[n
 
 
 def make(kind: str) -> Any:
-    return {"8 bit": gs.hooks.EightBitHook, "low rank": gs.hooks.LowRankHook}[kind]()
+    return {"8 bit": gs.hooks.Int8Hook, "low rank": gs.hooks.PowerSGDHook}[kind]()
 
 
 def one_step(comm: Any, kind: str) -> list[bytes]:
@@ -88,7 +88,7 @@ def converge_to_the_mean(comm: Any, kind: str) -> None:
 
 def low_rank_matrices_are_exact(comm: Any) -> None:
     """A sum of three outer products on every rank: six or nine together, in a hook of nine columns."""
-    side, hook = 64, gs.hooks.LowRankHook(rank=9)
+    side, hook = 64, gs.hooks.PowerSGDHook(rank=9)
     matrices = []
     for rank in range(comm.world_size):
         generator = np.random.default_rng(rank)
@@ -151,9 +151,9 @@ def leave_as_they_are(comm: Any, kind: str) -> None:
     numbers = reduced(comm, make(kind), np.full(N, 1 + 2j, np.complex64), "mean")
     assert (numbers == 1 + 2j).all()
     assert reduced(comm, make(kind), np.zeros(0, np.float32)).size == 0
-    small = reduced(comm, gs.hooks.LowRankHook(rank=4), np.arange(200, dtype=np.float32), "sum")
+    small = reduced(comm, gs.hooks.PowerSGDHook(rank=4), np.arange(200, dtype=np.float32), "sum")
     assert (small == n * np.arange(200)).all()
-    hook = gs.hooks.LowRankHook(rank=1, start_after=2)
+    hook = gs.hooks.PowerSGDHook(rank=1, start_after=2)
     mine = gradients(n)
     plain = comm.all_reduce(to_device(comm, mine[comm.rank]), "mean")
     for _ in range(2):

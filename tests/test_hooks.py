@@ -32,8 +32,8 @@ def test_descent_converges() -> None:
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"rank": True}, {"rank": 1.5}, {"start_after": -1}])
 def test_bad_arguments(options: dict[str, Any]) -> None:
-    with pytest.raises(gs.InvalidArgument, match="LowRankHook: (rank|start_after) must be an integer of at least"):
-        gs.hooks.LowRankHook(**options)
+    with pytest.raises(gs.InvalidArgument, match="PowerSGDHook: (rank|start_after) must be an integer of at least"):
+        gs.hooks.PowerSGDHook(**options)
 
 
 def test_seeds_are_for_ever() -> None:
@@ -41,3 +41,11 @@ def test_seeds_are_for_ever() -> None:
     assert np.abs(numbers).max() < 1
     assert (numbers == gs.hooks._seeded((3, 2), 7)).all()
     assert (numbers != gs.hooks._seeded((3, 2), 8)).all()
+
+
+@pytest.mark.parametrize(("old", "new"), [("LowRankHook", "PowerSGDHook"), ("EightBitHook", "Int8Hook")])
+def test_hooks_under_their_old_names_name_the_new_ones(old: str, new: str) -> None:
+    with pytest.raises(gs.InvalidArgument, match=f"is called gs.hooks.{new} now"):
+        getattr(gs.hooks, old)
+    with pytest.raises(AttributeError):
+        gs.hooks.NoHook  # noqa: B018

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -28,7 +28,16 @@ from gradsync.reduction import Array, ReduceOp, accumulation_dtype, dtype_name
 
 _Signature = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], np.dtype[Any], type]
 
-__all__ = ["BucketHook", "EightBitHook", "GradientBucket", "LowRankHook"]
+__all__ = ["BucketHook", "GradientBucket", "Int8Hook", "PowerSGDHook"]
+
+_RENAMED = {"EightBitHook": "Int8Hook", "LowRankHook": "PowerSGDHook"}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _RENAMED:
+        raise InvalidArgument(f"gs.hooks.{name} is called gs.hooks.{_RENAMED[name]} now")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _REAL = ("float16", "bfloat16", "float32", "float64")
 _BLOCK_ELEMENTS = 256
@@ -36,7 +45,7 @@ _LARGEST = 127  # of an int8, on both sides of 0
 _INT8, _UINT8, _FLOAT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.float32)
 
 
-class EightBitHook:
+class Int8Hook:
     """Gradients travel as int8, with one float32 scale for each 256 of them: about a quarter of float32's bytes.
 
     Each rank divides every block by a 127th of its largest absolute value and rounds; all ranks gather all of it, and
@@ -139,7 +148,7 @@ class _LowRankState:
     right: Array
 
 
-class LowRankHook:
+class PowerSGDHook:
     """PowerSGD: a bucket, as a square matrix, travels as two thin factors, of `rank` columns each.
 
     One step of power iteration brings the factors from where they were in the step before closer to the matrix's
@@ -165,7 +174,7 @@ class LowRankHook:
         self.start_after = _natural("start_after", start_after, 0)
         self._states: dict[int, _LowRankState] = {}
         self._steps: dict[int, int] = {}
-        self.settings = f"LowRankHook(rank={rank}, start_after={start_after})"  # what ranks must agree on
+        self.settings = f"PowerSGDHook(rank={rank}, start_after={start_after})"  # what ranks must agree on
 
     def reset(self) -> None:
         """Forgets what compression has lost so far, the factors, and how many steps there were."""
@@ -244,5 +253,5 @@ def _seeded(shape: tuple[int, int], seed: int) -> Array:
 def _natural(name: str, value: Any, least: int) -> int:
     number = integer_of(value)
     if number is None or number < least:
-        raise InvalidArgument(f"LowRankHook: {name} must be an integer of at least {least}, got {value!r}")
+        raise InvalidArgument(f"PowerSGDHook: {name} must be an integer of at least {least}, got {value!r}")
     return number

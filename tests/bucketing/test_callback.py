@@ -253,3 +253,25 @@ def test_gradients_that_share_memory_are_refused() -> None:
 @pytest.mark.parametrize(("place", "world_size"), ONE_AND_TWO_RANKS)
 def test_numbers_are_gradients(place: Place, world_size: int) -> None:
     place.run(world_size, checks.hand_over_numbers, place.kit)
+
+
+def test_a_callback_shows_what_it_is() -> None:
+    assert repr(gs.AllreduceCallback("SUM")) == '<AllreduceCallback("sum") without a group: 0 steps>'
+    with local_communicator() as comm:
+        sync = gs.AllreduceCallback(group=comm, name="critic")
+        sync("p", np.ones(3))
+        sync.flush()
+        sync("p", np.ones(3))
+        shown = "<AllreduceCallback(\"mean\", name='critic') on rank 0/1: 1 steps, 1 gradients of the next>"
+        assert repr(sync) == shown
+        sync.flush()
+
+
+def test_a_sum_is_advised_where_it_would_be_taken() -> None:
+    with local_communicator() as comm:
+        sync = gs.AllreduceCallback("mean", comm)
+        with pytest.raises(gs.UnsupportedDtype, match=r"AllreduceCallback\(\"sum\"\) where a sum is meant"):
+            sync("p", np.ones(3, int))
+        with pytest.raises(gs.UnsupportedDtype) as caught:
+            sync("p", np.ones(3, "M8[s]"))
+        assert "AllreduceCallback" not in str(caught.value)

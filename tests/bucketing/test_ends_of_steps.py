@@ -118,13 +118,13 @@ def test_views_of_a_place_in_another_form_are_that_place() -> None:
 
 
 def test_what_a_hook_has_lost_of_other_gradients_is_not_added() -> None:
-    hook = gs.hooks.LowRankHook(rank=1)
+    hook = gs.hooks.PowerSGDHook(rank=1)
     plain = gs.AllreduceCallback("sum", local_communicator())
     plain.register_hook(hook)
     rng = np.random.default_rng(0)
     for name in ("generator", "discriminator"):
         gradient = rng.normal(size=400).astype(np.float32)
-        fresh = gs.hooks.LowRankHook(rank=1)
+        fresh = gs.hooks.PowerSGDHook(rank=1)
         alone = gs.AllreduceCallback("sum", local_communicator())
         alone.register_hook(fresh)
         results = []

@@ -78,7 +78,16 @@ def test_oversize_goes_alone_and_does_not_disturb() -> None:
     assert [[s.position for s in b.slots] for b in buckets] == [[1], [0, 2, 3]]
 
 
-@pytest.mark.parametrize("threshold", [0, -1, 1.5, True, "10"])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("25 MB", 25 * 1024**2), ("1.5kb", 1536), (" 2 GiB ", 2 * 1024**3), ("64 B", 64), ("3 mib", 3 * 1024**2), (7, 7)],
+)
+def test_sizes_as_text(text: str, size: int) -> None:
+    sync = gs.AllreduceCallback(threshold_bytes=text, first_bucket_bytes="1 B")
+    assert (sync.threshold_bytes, Planner(text).threshold_bytes) == (size, size)
+
+
+@pytest.mark.parametrize("threshold", [0, -1, 1.5, True, "10", "MB", "0 MB", "-1 MB", "1 TB", "1,5 MB"])
 def test_threshold_is_checked(threshold: object) -> None:
     with pytest.raises(gs.InvalidArgument, match="threshold_bytes"):
         Planner(threshold)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from gradsync.arguments import refuse_words
 from gradsync.bucketing.agreements import CallbackIdentity
@@ -37,7 +37,14 @@ _REMOVED = {"strategy": "leave it out, a bucket is always packed"}
 
 
 class AllreduceCallback:
-    """Registers in a training loop: call it with each gradient, flush at the end of the backward pass.
+    """Averages gradients over the ranks: call it with each one as the backward pass makes it.
+
+        sync = gs.AllreduceCallback("mean")
+        for batch in batches:
+            with sync.backward():
+                futures = {name: sync(name, gradient) for name, gradient in gradients_of(batch)}
+            for name, future in futures.items():
+                weights[name] -= 0.1 * future.result()
 
     Every rank hands over the same gradients, without `parameters` in the same order; ranks that differ get
     PlanMismatch, all of them, before data moves (on NCCL, ranks that leave a plan which they have repeated find out too
@@ -52,8 +59,9 @@ class AllreduceCallback:
         name: what this callback is called, on all ranks alike: ranks that use callbacks of other names, or in another
             order, get PlanMismatch, which shows them. Without one it is known by the line that made it; where a program
             has several callbacks and makes them at different lines on different ranks, or in threads, name each.
-        threshold_bytes: size that a bucket of several gradients never exceeds; a larger gradient goes alone. None is
-            10 MiB, and 64 MiB for `gradient_as_bucket_view` on the CPU.
+        threshold_bytes: size that a bucket of several gradients never exceeds, in bytes or as text: "25 MB" is
+            25 * 1024**2; a larger gradient goes alone. None is 10 MiB, and 64 MiB for `gradient_as_bucket_view` on the
+            CPU.
         first_bucket_bytes: the same for the first bucket of a step, so that communication starts early.
         parameters: names -> array or (shape, dtype), or a list of arrays where gradients are handed over by those.
             Arrays are taken for the parameters: before the first step their bytes are compared over the ranks, once
@@ -91,20 +99,20 @@ class AllreduceCallback:
 
     def __init__(
         self,
-        reduce_method: str = "mean",
+        reduce_method: Literal["mean", "sum"] | str = "mean",
         group: Communicator | None = None,
-        backend: str | None = None,
+        backend: Literal["auto", "nccl", "shm", "mpi", "local"] | None = None,
         *,
         name: str | None = None,
-        threshold_bytes: int | None = None,
-        first_bucket_bytes: int | None = None,
+        threshold_bytes: int | str | None = None,
+        first_bucket_bytes: int | str | None = None,
         parameters: Any = None,
-        missing: str = "error",
+        missing: Literal["error", "zero"] = "error",
         gradient_as_bucket_view: bool = False,
-        compression: str | None = None,
+        compression: Literal["float16", "bfloat16"] | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        nonfinite: str = "off",
+        nonfinite: Literal["off", "raise", "skip"] = "off",
         clip_norm: float | None = None,
         lock_gradients: bool = True,
         **removed: Any,
@@ -116,6 +124,7 @@ class AllreduceCallback:
         if group is not None:
             group_or_world(group, "AllreduceCallback")
         self._backend = backend
+        self._name = name
         options = Options(
             self.op,
             threshold_bytes,
@@ -175,6 +184,13 @@ class AllreduceCallback:
         if communicator is None or self._backend is not None:
             communicator = self._communicator()
         return self._take(param, grad, communicator)
+
+    def __repr__(self) -> str:
+        communicator, step = self._group or world.current, self._step
+        where = "without a group" if communicator is None else f"on {communicator.label}"
+        name = "" if self._name is None else f", name={self._name!r}"
+        begun = f", {step.count} gradients of the next" if step.count else ""
+        return f'<AllreduceCallback("{self.op.value}"{name}) {where}: {self.statistics.steps} steps{begun}>'
 
     def gradient_buffers(self, parameters: Any = None) -> Any:
         """Makes arrays for gradients that live inside the buckets, so that synchronising them copies nothing.

@@ -17,7 +17,7 @@ from gradsync.bucketing.plan import Bucket, GradientSpec
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind, overlaps_itself
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import Array, ReduceOp
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, dtype_name
 
 _PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
 
@@ -93,15 +93,17 @@ def accept(
             f"{communicator.label}: the gradient of {display_name(param, position)} is None: hand over none for a "
             'parameter that a step does not use, with AllreduceCallback(parameters=..., missing="zero")'
         )
+    native: Array | None = None
     try:
-        native: Array = communicator.native_array(grad, "the gradient")
+        native = communicator.native_array(grad, "the gradient")
         if native.dtype not in accepted_dtypes:
             options.check_dtype(native.dtype)
             accepted_dtypes.add(native.dtype)
     except (InvalidArgument, UnsupportedDtype) as error:
         name = display_name(param, position)
         advice = ""
-        if isinstance(error, UnsupportedDtype) and options.op is ReduceOp.MEAN:
+        can_be_summed = isinstance(error, UnsupportedDtype) and options.op is ReduceOp.MEAN and _is_summed(native)
+        if can_be_summed:
             advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
         said = str(error).removeprefix(f"{communicator.label}: ")
         raise type(error)(f"{communicator.label}: the gradient of {name}: {said}{advice}") from None
@@ -118,6 +120,10 @@ def destination(grad: Any, native: Array, communicator: Communicator) -> Destina
     if arrays.is_viewed_flat(result):
         return Destination(source, arrays.flat(result), None, result)
     return Destination(source, source, result, result)
+
+
+def _is_summed(native: Array | None) -> bool:
+    return native is not None and ReduceOp.SUM in OPERATIONS_BY_DTYPE.get(dtype_name(native.dtype), ())
 
 
 def as_array(grad: Any) -> Any:

@@ -25,7 +25,7 @@ class Options:
 
     op: ReduceOp
     threshold_bytes: Any
-    first_bucket_bytes: int | None
+    first_bucket_bytes: Any
     parameters: Any
     missing: str
     gradient_as_bucket_view: bool

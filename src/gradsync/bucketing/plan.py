@@ -7,6 +7,7 @@ launched, as soon as the next gradient cannot join.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +20,9 @@ DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 #: Of gradients that live in buckets on the CPU. Nothing is copied there, and nothing runs beside the program: a bucket
 #: more only costs two meetings of the ranks more, a sixth of the time of ResNet-50's gradients in buckets of 10 MB.
 VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
+
+_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?i?B)\s*", re.IGNORECASE)
+_UNITS = {"B": 1, "KB": 1024, "MB": 1024**2, "GB": 1024**3}
 
 _NAMED = 8  # gradients that a message names
 
@@ -157,8 +161,8 @@ class Planner:
 
     def __init__(
         self,
-        threshold_bytes: int,
-        first_bucket_bytes: int | None = None,
+        threshold_bytes: int | str,
+        first_bucket_bytes: int | str | None = None,
         specs: Sequence[GradientSpec] | None = None,
     ) -> None:
         threshold_bytes = checked_bytes("threshold_bytes", threshold_bytes)
@@ -295,7 +299,7 @@ class Planner:
 
 
 def plan_buckets(
-    specs: Iterable[GradientSpec], threshold_bytes: int, first_bucket_bytes: int | None = None
+    specs: Iterable[GradientSpec], threshold_bytes: int | str, first_bucket_bytes: int | str | None = None
 ) -> list[Bucket]:
     """Returns the buckets of a whole step, in launch order."""
     return Planner(threshold_bytes, first_bucket_bytes).plan_step(list(specs))
@@ -305,15 +309,17 @@ def _filled_bytes(filling: _Filling) -> int:
     return filling.slots[-1].end * filling.slots[-1].spec.itemsize if filling.slots else 0
 
 
-def checked_bytes(name: str, size_bytes: object) -> int:
-    """Returns a size as an int.
+def checked_bytes(name: str, size: object) -> int:
+    """Returns a size as an int: of bytes, or of text such as "25 MB", which is 25 * 1024**2.
 
     Raises:
-        InvalidArgument: it is no integer of at least 1.
+        InvalidArgument: it is neither, or below 1.
     """
-    number = integer_of(size_bytes)
+    number = integer_of(size)
+    if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
+        number = int(float(found["number"]) * _UNITS[found["unit"].upper().replace("IB", "B")])
     if number is None or number < 1:
-        raise InvalidArgument(f"{name} must be an integer of at least 1, got {size_bytes!r}")
+        raise InvalidArgument(f'{name} must be an integer of at least 1, or text such as "25 MB", got {size!r}')
     return number
 
 

@@ -186,10 +186,11 @@ def _leaves_of(tree: Any, who: str) -> list[Leaf]:
         raise InvalidArgument(f"{who}: {error}") from error
     except RecursionError as error:
         raise InvalidArgument(f"{who}: the tree is nested too deep") from error
-    paths = {leaf.path for leaf in leaves}
-    if len(paths) < len(leaves):
-        twice = next(path for path in paths if [leaf.path for leaf in leaves].count(path) > 1)
-        raise InvalidArgument(f"{who}: two places of the tree have the path {twice}: rename one of their keys")
+    paths: set[str] = set()
+    for leaf in leaves:
+        if leaf.path in paths:
+            raise InvalidArgument(f"{who}: two places of the tree have the path {leaf.path}: rename one of their keys")
+        paths.add(leaf.path)
     return leaves
 
 

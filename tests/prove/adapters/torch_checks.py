@@ -244,7 +244,7 @@ def check_pytorch_s_own_scaling_and_clipping(comm: Any) -> None:
 
 def check_a_hook_reduces_the_buckets(comm: Any) -> None:
     model = Synchronised(two_layers())
-    model.callback.register_hook(gs.hooks.EightBitHook())
+    model.callback.register_hook(gs.hooks.Int8Hook())
     for _ in range(2):
         model.zero_grad()
         loss_of(model, comm).backward()

@@ -17,7 +17,7 @@ def train(steps: int) -> float:
     weights: Array = np.zeros(3, np.float32)
     gs.bcast_list_([weights], root=0)
     sync = gs.AllreduceCallback("mean", threshold_bytes=2**20, nonfinite="skip", clip_norm=1.0)
-    sync.register_hook(hooks.EightBitHook())
+    sync.register_hook(hooks.Int8Hook())
     for _ in range(steps):
         with sync.backward():
             future: gs.GradientFuture = sync("weights", np.ones(3, np.float32))
