@@ -33,7 +33,7 @@ _context = multiprocessing.get_context("forkserver")
 # What ranks import otherwise, each of them anew: most of what an empty one costs.
 _PRELOADED = [
     *("gradsync.process_group", "gradsync.comm", "gradsync.consistency", "gradsync.diagnostics.compare"),
-    *("gradsync.bucketing.callback", "gradsync.bucketing.lists", "gradsync.bucketing.tree_average"),
+    *("gradsync.bucketing.callback", "gradsync.bucketing.lists", "gradsync.bucketing.trees"),
     *("gradsync.rendezvous.hosting", "gradsync.rendezvous.server"),
     *("gradsync.communicators.shared_memory.shm_backend", "gradsync.communicators.local"),
     *("gradsync.communicators.status", "gradsync.communicators.objects"),

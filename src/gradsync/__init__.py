@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gradsync.bucketing.lists import pack_allreduce_split as pack_allreduce_split
     from gradsync.bucketing.lists import param_pack_concat as param_pack_concat
     from gradsync.bucketing.lists import param_pack_split as param_pack_split
-    from gradsync.bucketing.tree_average import average_gradients as average_gradients
-    from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_tree
+    from gradsync.bucketing.trees import average_gradients as average_gradients
+    from gradsync.bucketing.trees import broadcast_tree as broadcast_tree
     from gradsync.communicators.communicator import Communicator as Communicator
     from gradsync.communicators.groups import NonMember as NonMember
     from gradsync.consistency import check_consistency as check_consistency
@@ -78,8 +78,8 @@ _HOME = {
     "AllreduceCallback": "gradsync.bucketing.callback",
     "make_allreduce_cb": "gradsync.bucketing.callback",
     "bcast_list_": "gradsync.bucketing.lists",
-    "average_gradients": "gradsync.bucketing.tree_average",
-    "broadcast_tree": "gradsync.bucketing.tree_broadcast",
+    "average_gradients": "gradsync.bucketing.trees",
+    "broadcast_tree": "gradsync.bucketing.trees",
     "check_consistency": "gradsync.consistency",
     "dump_flight_recorder": "gradsync.diagnostics.dump",
     "trace": "gradsync.diagnostics.dump",

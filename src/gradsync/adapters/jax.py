@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradsync.adapters import without
-from gradsync.bucketing.tree_average import Leaf, average_leaves
-from gradsync.bucketing.tree_broadcast import broadcast_tree as broadcast_containers
+from gradsync.bucketing.trees import Leaf, average_leaves
+from gradsync.bucketing.trees import broadcast_tree as broadcast_containers
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument

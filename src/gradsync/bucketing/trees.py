@@ -1,20 +1,419 @@
-"""Nested containers of arrays and other values: how they are taken apart, compared, and put together again.
+"""Nested containers of arrays: averaged over the ranks, or brought from one rank to all.
 
-A tree is taken apart into a layout, which says everything but the arrays' values, and the arrays. The root's layout
-goes to all ranks, and every rank walks its own tree along it: so the root's order counts, whatever theirs.
+average_gradients() is for loops that have all gradients before they synchronise any. Its tree goes the short way: taken
+apart, agreed upon once, and reduced in lists that the communicator packs by itself; with a callback it goes the way of
+all gradients, so that the callback's knobs hold.
+
+broadcast_tree() brings a training's whole state to all ranks: arrays in place, the rest in the tree that is returned. A
+tree is taken apart into a layout, which says everything but the arrays' values, and the arrays. The root's layout goes
+to all, and every rank walks its own tree along it: so the root's order counts, whatever theirs. Each compares its own
+tree with it, and makes the tree that it will return, before any array is written to; then all tell whether they can go
+on.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+import pickle
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from gradsync.errors import describe
-from gradsync.reduction import Array
+from gradsync.bucketing.callback import AllreduceCallback
+from gradsync.bucketing.gradient import Destination, OverlapCheck, destination
+from gradsync.bucketing.guard import refuse_in_flight
+from gradsync.bucketing.lists import broadcast_named, check_writable, communicator_and_root
+from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
+from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.communicator import Communicator, ListReduction
+from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.communicators.world import group_or_world
+from gradsync.errors import InvalidArgument, PlanMismatch, UnsupportedDtype, describe
+from gradsync.futures import check_may_call, pending
+from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, parse_reduce_method
+
+Tree = TypeVar("Tree")
+
+_WHAT = "average_gradients"
+# What a collective packs together; more would gain nothing, and on a GPU take as much memory again.
+_LIST_BYTES = 64 * 1024**2
+_ALONE = "the gradient"  # the path of a tree that is nothing but an array
+
+
+# -- Gradients, averaged ---------------------------------------------------------------------------------------------
+
+
+def average_gradients(
+    tree: Tree,
+    callback: AllreduceCallback | None = None,
+    *,
+    op: str | None = None,
+    communicator: Communicator | None = None,
+) -> Tree:
+    """Averages all gradients of a tree over the ranks: `gradients = gs.average_gradients(gradients)`.
+
+    Every rank must call it with a tree of the same paths: dicts (in any order), lists, tuples, namedtuples and
+    dataclasses, nested, with arrays of the same shapes and dtypes at the same places, or None where there is no
+    gradient. Use the tree that is returned. In it an array that can be written to is the caller's own, reduced in
+    place, as everywhere in gradsync; for one that cannot, such as JAX's, there is a new one of its kind, and for a
+    number (NumPy's scalars, float, complex, int) a new number.
+
+    With one rank, and without a callback, it returns the tree as it is, and does not look at it.
+
+    Args:
+        tree: of gradients, on the communicator's device; an array alone is one too. Its containers are left as they
+            are.
+        callback: hands the gradients over to it, under their paths, and ends its step; so whatever it was made to do is
+            done, such as clipping or skipping. Within its no_sync() that is an error: nothing is handed over there.
+        op: "mean" or "sum", in any case; None: the mean, or what the callback does.
+        communicator: None is the world's, or the callback's.
+
+    Returns:
+        A tree of the same structure. Of a dataclass, a copy.
+
+    Raises:
+        InvalidArgument: what is in the tree is neither an array nor a number, two arrays that share memory or have one
+            path, a tree that is in itself, or `op` or `communicator` beside a callback.
+        UnsupportedDtype: e.g. the mean of integers; the text has the path.
+        PlanMismatch: the ranks' trees differ; on all of them, with the first path where they do. Nothing was written.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+    """
+    if callback is not None:
+        _check_callback(callback, op, communicator)
+        leaves = _leaves_of(tree, _WHAT)
+        return _put_together(tree, leaves, _by_callback(leaves, callback))
+    method = parse_reduce_method("mean" if op is None else op)
+    communicator = group_or_world(communicator, _WHAT, "communicator")
+    if pending:
+        check_may_call(communicator.label, _WHAT)
+    if communicator.world_size == 1:
+        return tree
+    leaves = _leaves_of(tree, f"{communicator.label}: {_WHAT}")
+    return _put_together(tree, leaves, average_leaves(leaves, method, communicator))
+
+
+class Leaf(NamedTuple):
+    """What is at one place of a tree.
+
+    Attributes:
+        path: of its place.
+        given: what stands there.
+        array: the same as an array; None where there is no gradient.
+    """
+
+    path: str
+    given: Any
+    array: Any
+
+
+def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communicator) -> dict[str, Any]:
+    """Reduces arrays that are known by their paths, and returns the results, likewise.
+
+    Every rank must call it with the same paths, in any order.
+
+    Raises:
+        InvalidArgument, UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see
+            average_gradients.
+    """
+    ordered = sorted(leaves, key=lambda leaf: leaf.path)
+    present = [leaf for leaf in ordered if leaf.array is not None]
+    natives = [_native(leaf, op, communicator) for leaf in present]
+    specs = [
+        GradientSpec(leaf.path, native.shape, dtype_name(native.dtype), native.dtype.itemsize)
+        for leaf, native in zip(present, natives, strict=True)
+    ]
+    _check_memory(specs, natives, communicator)
+    goes = [destination(leaf.array, native, communicator) for leaf, native in zip(present, natives, strict=True)]
+    plan = _plan(op, tuple(specs), tuple([leaf.path for leaf in ordered if leaf.array is None]))
+    if not plan.buckets:
+        communicator.agree(plan.agreement)
+    for bucket in plan.buckets:
+        _reduce(bucket, goes, op, plan.agreement, communicator)
+    return {spec.name: each.result for spec, each in zip(specs, goes, strict=True)}
+
+
+class _Plan(NamedTuple):
+    """What ranks agree on, and which arrays are reduced together."""
+
+    agreement: Agreement
+    buckets: list[Bucket]
+
+
+@lru_cache(maxsize=16)
+def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]) -> _Plan:
+    """Works out the plan of a tree; kept, because loops repeat themselves."""
+
+    def describe() -> str:
+        texts = {spec.name: f"{spec.dtype}{list(spec.shape)}" for spec in specs} | dict.fromkeys(absent, "None")
+        return "\n".join([headline, *(f"{path}: {texts[path]}" for path in sorted(texts))])
+
+    headline = f"{_WHAT}({op.value}) of {len(specs)} arrays"
+    agreement = Agreement(digest_of(_WHAT, op.value, specs, absent), describe, item="array {} of the tree")
+    return _Plan(agreement, plan_buckets(specs, _LIST_BYTES))
+
+
+def _reduce(
+    bucket: Bucket, goes: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
+) -> None:
+    """Reduces the arrays of one bucket; what the caller queues next on the current stream sees them reduced."""
+    communicator.checked_stream(None, _WHAT)
+    parts = [goes[slot.position] for slot in bucket.slots]
+    reduction = ListReduction(
+        communicator,
+        [part.source for part in parts],
+        [part.target for part in parts],
+        op,
+        write_backs=[(part.target, part.write_back) for part in parts if part.write_back is not None],
+    )
+    completion = reduction.run(agreement, producers=[communicator.mark_work()])
+    if completion is not None:
+        completion.order()
+
+
+def _by_callback(leaves: Sequence[Leaf], callback: AllreduceCallback) -> dict[str, Any]:
+    present = sorted([leaf for leaf in leaves if leaf.array is not None], key=lambda leaf: leaf.path)
+    with callback.backward():
+        futures = {leaf.path: callback(leaf.path, leaf.array) for leaf in present}
+    return {path: future.result() for path, future in futures.items()}
+
+
+def _check_callback(callback: AllreduceCallback, op: str | None, communicator: Communicator | None) -> None:
+    if not isinstance(callback, AllreduceCallback):
+        raise InvalidArgument(
+            f"{_WHAT} needs an AllreduceCallback as its callback, got {type(callback).__name__}: pass op= and "
+            "communicator= by name"
+        )
+    if op is not None or communicator is not None:
+        raise InvalidArgument(
+            f"{_WHAT} got {'op' if op is not None else 'communicator'}= beside a callback, which has its own: make the "
+            "callback with it"
+        )
+
+
+def _leaves_of(tree: Any, who: str) -> list[Leaf]:
+    try:
+        leaves = [Leaf(path or _ALONE, given, _as_array(given, path, who)) for path, given in leaves_of(tree)]
+    except Unfit as error:
+        raise InvalidArgument(f"{who}: {error}") from error
+    except RecursionError as error:
+        raise InvalidArgument(f"{who}: the tree is nested too deep") from error
+    paths: set[str] = set()
+    for leaf in leaves:
+        if leaf.path in paths:
+            raise InvalidArgument(f"{who}: two places of the tree have the path {leaf.path}: rename one of their keys")
+        paths.add(leaf.path)
+    return leaves
+
+
+def _as_array(given: Any, path: str, who: str) -> Any:
+    if given is None or is_array(given):
+        return given
+    if isinstance(given, (np.generic, int, float, complex)):
+        return np.asarray(given)
+    raise InvalidArgument(
+        f"{who}: {path or 'the tree'} is {type(given).__name__}, and no gradient: a tree has arrays, numbers or None "
+        "in dicts, lists, tuples, namedtuples and dataclasses"
+    )
+
+
+def _put_together(tree: Tree, leaves: Sequence[Leaf], results: dict[str, Any]) -> Tree:
+    whole: Tree = with_leaves(tree, iter([_as_given(leaf, results.get(leaf.path)) for leaf in leaves]))
+    return whole
+
+
+def _as_given(leaf: Leaf, result: Any) -> Any:
+    """Returns a result as the kind of thing that was given."""
+    if result is None or result is leaf.given:
+        return leaf.given
+    if isinstance(leaf.given, np.generic):
+        return result[()]
+    if isinstance(leaf.given, (int, float, complex)):
+        return type(leaf.given)(result.item())
+    if isinstance(leaf.given, np.ndarray) or not hasattr(leaf.given, "__array_namespace__"):
+        return result
+    library = leaf.given.__array_namespace__()
+    return library.asarray(result) if dtype_name(result.dtype) == "bfloat16" else library.from_dlpack(result)
+
+
+def _native(leaf: Leaf, op: ReduceOp, communicator: Communicator) -> Array:
+    native: Array = communicator.native_array(leaf.array, f"{_WHAT}, {leaf.path}")
+    if isinstance(native, np.ndarray) and not native.flags.writeable:
+        refuse_in_flight(native, f"{communicator.label}: {_WHAT}, {leaf.path}")
+    try:
+        check_operation(op, native.dtype)
+    except UnsupportedDtype as error:
+        raise UnsupportedDtype(f"{communicator.label}: {_WHAT}, {leaf.path}: {error}") from None
+    return native
+
+
+def _check_memory(specs: Sequence[GradientSpec], natives: Sequence[Array], communicator: Communicator) -> None:
+    """Refuses arrays that would be reduced into one another."""
+    memory = OverlapCheck()
+    for spec, native in zip(specs, natives, strict=True):
+        try:
+            memory.claim(native, spec.name, communicator.arrays)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{communicator.label}: {_WHAT}: {error}") from None
+
+
+# -- State, from one rank to all -------------------------------------------------------------------------------------
+
+
+def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
+    """Brings the root's parameters, buffers and optimiser state to all ranks: `state = gs.broadcast_tree(state)`.
+
+    Every rank must call it with a tree of the same structure: dicts of the same keys in any order, lists, tuples,
+    namedtuples and dataclasses, nested, with arrays of the same shapes and dtypes at the same places. Arrays are copied
+    in place. All else (step counters, learning rates, strings, NumPy scalars, None, objects of any class) comes from
+    the root by pickle, in which the ranks trust each other: it is in the tree that is returned, and only there.
+
+    Args:
+        tree: the containers are left as they are.
+        root: the rank whose values all ranks get.
+        communicator: None is the world's.
+
+    Returns:
+        A tree of the same structure with the root's values, its dicts in the root's order; the arrays are the caller's
+        own. Of a dataclass, a copy.
+
+    Raises:
+        InvalidArgument: a root outside the communicator, an array that is read-only off the root, a container that is
+            in itself or cannot be made anew, or a value that does not pickle; no array was written to.
+        PlanMismatch: the ranks' trees differ, or what the root sent does not unpickle on all of them; the text names
+            the first path where they do. No array was written to.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+    """
+    communicator, root = communicator_and_root("broadcast_tree", communicator, root)
+
+    def native(array: Any, path: str) -> Array:
+        return communicator.native_array(array, f"broadcast_tree, {path or 'the tree'}")
+
+    named, plan = _taken_apart(tree, native, communicator)
+    if communicator.rank != root:
+        check_writable("broadcast_tree", named, communicator)
+    theirs = _from_root(plan, root, communicator)
+    whole, difference = tree, None
+    try:
+        if isinstance(theirs, str):
+            raise Difference(theirs)
+        named = list(arrays_along(theirs.layout, tree, native))
+        _check_shared_memory(named, theirs.shared, communicator.arrays)
+        whole = rebuilt(theirs.layout, tree)
+    except Difference as found:
+        difference = str(found)
+    except Exception as error:  # from classes of the caller's: the others wait to hear of it
+        difference = f"the root's values do not fit here: {describe(error)}"
+    _raise_differences(communicator.objects.all_gather_for("broadcast_tree", difference), root, communicator)
+    broadcast_named("broadcast_tree", named, root, communicator)
+    return whole
+
+
+class _Place(NamedTuple):
+    """How an array lies to an earlier one of the tree with which it shares memory."""
+
+    offset_bytes: int
+    strides: tuple[tuple[int, ...], ...]  # of both; empty where they are the same
+
+
+class _RootPlan(NamedTuple):
+    """What the root tells of its tree: everything but the arrays' values.
+
+    Attributes:
+        layout: of the tree.
+        shared: how arrays lie that share memory; by their numbers in the tree's order, the lower one first.
+    """
+
+    layout: Layout
+    shared: dict[tuple[int, int], _Place]
+
+
+def _taken_apart(tree: Any, native: ToNative, communicator: Communicator) -> tuple[list[tuple[str, Array]], _RootPlan]:
+    """Returns the arrays of this rank's tree by their paths, and what it would tell as the root."""
+    try:
+        layout = layout_of(tree, native)
+        named = list(arrays_along(layout, tree, native))
+    except Unfit as error:
+        raise InvalidArgument(f"{communicator.label}: broadcast_tree: {error}") from error
+    except RecursionError as error:
+        raise InvalidArgument(f"{communicator.label}: broadcast_tree: the tree is nested too deep") from error
+    return named, _RootPlan(layout, _shared_memory(named, communicator.arrays))
+
+
+def _from_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootPlan | str:
+    """Returns the root's plan, or why this rank cannot read it.
+
+    It is read here, and not in the broadcast of an object: who cannot read it must not leave the others alone.
+    """
+    data = refusal = None
+    if communicator.rank == root:
+        try:
+            data = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too: the others wait for this rank
+            refusal = describe(error)
+    data, refusal = communicator.objects.broadcast_for("broadcast_tree", (data, refusal), root)
+    if data is None:
+        raise InvalidArgument(
+            f"{communicator.label}: broadcast_tree moved nothing: the tree of rank {communicator.ranks[root]}, the "
+            f"root, does not pickle: {refusal}"
+        )
+    if communicator.rank == root:
+        return plan
+    try:
+        theirs: _RootPlan = pickle.loads(data)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"it does not unpickle here: {describe(error)}; can this rank import all that it is made of?"
+    return theirs
+
+
+def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dict[tuple[int, int], _Place]:
+    """Returns how those arrays lie that share memory, by their numbers, the lower one first."""
+    ranges = sorted((*arrays.byte_bounds(native), i) for i, (_, native) in enumerate(named) if native.size)
+    shared = {}
+    reaching: list[tuple[int, int, int]] = []  # ranges that begin before this one and end in it or beyond
+    for begin, end, number in ranges:
+        reaching = [entry for entry in reaching if entry[1] > begin]
+        for other_begin, _, other in reaching:
+            first, second = (named[i][1] for i in sorted((number, other)))
+            if arrays.share_memory(first, second):
+                offset = begin - other_begin if other < number else other_begin - begin
+                are_same = not offset and (first.shape, first.strides) == (second.shape, second.strides)
+                strides = () if are_same else (tuple(first.strides), tuple(second.strides))
+                shared[min(number, other), max(number, other)] = _Place(offset, strides)
+        reaching.append((begin, end, number))
+    return shared
+
+
+def _check_shared_memory(
+    named: Sequence[tuple[str, Array]], of_root: dict[tuple[int, int], _Place], arrays: ArrayKind
+) -> None:
+    """Refuses arrays into whose one memory the root would send two values."""
+    for pair, place in sorted(_shared_memory(named, arrays).items()):
+        if of_root.get(pair) != place:
+            first, second = (named[number][0] for number in pair)
+            how = "memory of its own" if pair not in of_root else "memory shared otherwise"
+            raise Difference(f"{second}: {how} against memory shared with {first}")
+
+
+def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: Communicator) -> None:
+    """Raises, on every rank, how the trees differ from the root's."""
+    differences = {rank: text for rank, text in zip(communicator.ranks, by_rank, strict=True) if text is not None}
+    if differences:
+        lines = "".join(f"\n  rank {rank}: {text}" for rank, text in differences.items())
+        raise PlanMismatch(
+            f"{communicator.label}: broadcast_tree needs the same tree on all ranks; no array was written to. First "
+            f"differences, that of rank {communicator.ranks[root]}, the root, against theirs:{lines}",
+            descriptions=differences,
+        )
+
+
+# -- Containers ------------------------------------------------------------------------------------------------------
 
 
 class Difference(Exception):
