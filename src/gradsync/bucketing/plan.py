@@ -96,14 +96,10 @@ class Bucket:
         return self.slots[-1].end
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.slots[0].spec.itemsize
-
-    @property
     def size_bytes(self) -> int:
         """Number of bytes of the flat buffer."""
-        return self.size_elements * self.itemsize
+        last = self.slots[-1]
+        return last.end * last.spec.itemsize
 
     @property
     def specs(self) -> tuple[GradientSpec, ...]:

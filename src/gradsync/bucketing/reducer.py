@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from gradsync.bucketing.agreements import KnownCallback, StepEvents
@@ -22,6 +23,8 @@ from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import Array, ReduceOp
+
+_number_of = attrgetter("number")
 
 
 @dataclass
@@ -199,7 +202,7 @@ class Reducer:
     def keep(self, reduced: Sequence[Bucket]) -> None:
         """Lets go of the arrays of buckets that the step did not have; an empty step says nothing about the next."""
         if reduced:
-            for number in self._last.keys() - {bucket.number for bucket in reduced}:
+            for number in self._last.keys() - set(map(_number_of, reduced)):
                 del self._last[number]
 
     def forget(self) -> None:

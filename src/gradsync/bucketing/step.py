@@ -468,13 +468,15 @@ class Step:
         """Reduces what is left, and ends the step."""
         if pending:
             check_may_call(communicator.label, "flush()")
-        self.begin_with(communicator)
+        if communicator is not self._communicator:
+            self.begin_with(communicator)
         communicator.checked_stream(None, "flush()")  # before the ranks meet: it is to wait for the results
         if self._is_busy:
             raise _second_use("flush()", communicator)
         self.filled = {}
         try:
-            self.meet(communicator)
+            if not self._is_known:
+                self.meet(communicator)
             rest = {}  # of parameters that have come in local passes alone
             for param, total in self.sums.take_rest(communicator) if self.sums else ():
                 position = self.count if self._places is None else self._places[key_of(param)]
@@ -492,7 +494,8 @@ class Step:
             if (tracer := tracing.active) is not None and self.count:
                 tracer.end_step(communicator.recorder.group, self.count)
             self.reducer.statistics.steps += self.count > 0
-            self.sums.clear()
+            if self.sums.passes:
+                self.sums.clear()
             self._end_step()
             self._keep_entries()
         except BaseException as error:
@@ -501,8 +504,10 @@ class Step:
             raise
         finally:
             self._is_busy = False
-        self.filled.update({name: future.result() for name, future in rest.items()})
-        self._ends.raise_leaving()
+        for name, future in rest.items():
+            self.filled[name] = future.result()
+        if self._ends.leaving is not None:
+            self._ends.raise_leaving()
 
     def note_raised_on_all(self, error: BaseException) -> None:
         """Notes that an error came from a collective here, so that every rank has it."""
@@ -571,7 +576,8 @@ class Step:
                 self.note_raised_on_all(error)
                 self.fail(error)
                 raise
-        self._ends.raise_leaving()
+        if self._ends.leaving is not None:
+            self._ends.raise_leaving()
 
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
         number, reducer, guard = bucket.number, self.reducer, self._guard
@@ -721,12 +727,15 @@ class _Ends(dict[int, CollectiveEnd]):
 
     Args:
         timeout_seconds: how long a future that is given no timeout waits for one.
+
+    Attributes:
+        leaving: the first SystemExit, or the like, that a done-callback has ended in, until it is raised.
     """
 
     def __init__(self, timeout_seconds: float = 0.0) -> None:
         super().__init__()
         self.timeout_seconds = timeout_seconds
-        self._leaving: BaseException | None = None
+        self.leaving: BaseException | None = None
 
     def __missing__(self, number: int) -> CollectiveEnd:
         end = self[number] = CollectiveEnd(self.timeout_seconds)
@@ -748,7 +757,7 @@ class _Ends(dict[int, CollectiveEnd]):
         for end in ends:
             self._finish(end, error, None)
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
-            self._leaving = None
+            self.leaving = None
         self.raise_leaving()
 
     def disown(self, error: BaseException) -> None:
@@ -758,7 +767,7 @@ class _Ends(dict[int, CollectiveEnd]):
 
     def raise_leaving(self) -> None:
         """Raises the first SystemExit, or the like, that a done-callback has ended in."""
-        leaving, self._leaving = self._leaving, None
+        leaving, self.leaving = self.leaving, None
         if leaving is not None:
             raise leaving
 
@@ -766,7 +775,7 @@ class _Ends(dict[int, CollectiveEnd]):
         try:
             end.finish(None, error, completion)
         except BaseException as leaving:
-            self._leaving = self._leaving or leaving
+            self.leaving = self.leaving or leaving
 
 
 def _twice(name: str, communicator: Communicator) -> InvalidArgument:
