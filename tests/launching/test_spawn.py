@@ -48,7 +48,7 @@ def test_processes_look_like_those_of_multiprocessing(fifo):
     process.join()
     process.kill()  # nothing is left to kill
     (results,) = context.return_queues
-    assert results.qsize() == 1
+    assert not results.empty()
     assert results.get() == ("done", process.pid)
 
 
@@ -161,7 +161,7 @@ INTERRUPTED = """
             context = gs.spawn(work, (stubborn,), 2, join=where == "spawn")
             if where == "outside":
                 told(signal.pause)()
-            context._await_end = told(context._await_end)
+            context._end.wait = told(context._end.wait)
             context.join()
         except KeyboardInterrupt:
             os.write(1, b"interrupted\\n")

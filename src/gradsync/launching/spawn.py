@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gradsync.arguments import check_integer, check_port, integer_of
@@ -29,7 +28,7 @@ from gradsync.launching.function_call import (
     load_result,
     raise_for_signal,
 )
-from gradsync.launching.job import Job, Target
+from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome, RankOutcome, failure_text, signal_name
 from gradsync.launching.rank_environment import choose_gpus, parse_gpus
 from gradsync.launching.rank_process import RankProcess
@@ -90,91 +89,47 @@ def spawn(
         KeyboardInterrupt: with `join`, after Ctrl-C, when all processes have ended.
         SystemExit: with `join`, after SIGTERM or SIGHUP; with 128 and the signal's number.
     """
-    settings = read_options(nprocs, options, stacklevel=2)
-    target = function_target(func, args, {}, who="spawn", start_method=settings.start_method)
-    check_cuda_untouched("spawn", settings.start_method)
-    if settings.print_config:
-        print(settings.table(), flush=True)
-    context = MultiprocessContext(_job(target, settings, joins=join), joins=join, daemon=daemon)
-    if join:
-        context.run()
-    return context
-
-
-def _job(target: Target, settings: SpawnSettings, *, joins: bool) -> Job:
-    return Job(
-        target,
-        settings.nprocs,
-        backend=settings.backend,
-        rendezvous_port=settings.port,
-        start_method=settings.start_method,
-        gpus=settings.gpus,
-        # A caller that goes on may read standard input itself.
-        stdin_rank=0 if joins else None,
-        removed_variables=frozenset(name for name in os.environ if name.lower() in _PROXIES),
-    )
-
-
-@dataclass(frozen=True)
-class SpawnSettings:
-    """What `gs.spawn` does, once its options are read.
-
-    Attributes:
-        nprocs: number of processes.
-        start_method: how they start.
-        backend: what `init_process_group("auto")` takes in them.
-        gpus: CUDA_VISIBLE_DEVICES of each process; None: that of this process.
-        port: of the rendezvous server; 0: a free one.
-        print_config: whether to show all this.
-    """
-
-    nprocs: int
-    start_method: str
-    backend: str
-    gpus: tuple[str, ...] | None
-    port: int
-    print_config: bool
-
-    def table(self) -> str:
-        """Gives the settings, one a line."""
-        rows = {
-            "nprocs": self.nprocs,
-            "start_method": self.start_method,
-            "backend": self.backend,
-            "gpus": "as this process" if self.gpus is None else ",".join(self.gpus),
-            "port": self.port or "a free one",
-        }
-        width = max(map(len, rows))
-        return "\n".join(["gradsync.spawn", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
-
-
-def read_options(nprocs: int, options: Mapping[str, Any], *, stacklevel: int) -> SpawnSettings:
-    """Reads the options of one call.
-
-    Args:
-        nprocs: number of processes, or -1.
-        options: by name.
-        stacklevel: of the warnings, as seen from the caller.
-
-    Raises:
-        InvalidArgument: an option is unknown, or has a value that does not fit.
-        DeprecationWarning: as a warning, for each deprecated option.
-    """
-    given = _translate(options, stacklevel + 1)
+    given = _translate(options, stacklevel=2)
     _check_ips(given.get("ips"))
     backend = given.get("backend", "auto")
     if backend not in BACKENDS:
         raise InvalidArgument(f"spawn needs a backend of {', '.join(BACKENDS)}, got {backend!r}")
     gpus = given.get("gpus")
     count = _count_processes(nprocs, gpus, backend)
-    return SpawnSettings(
+    method = chosen_start_method("spawn", given.get("start_method"))
+    devices = None if gpus is None else tuple(choose_gpus(gpus, count, os.environ))
+    port = _checked_port(given.get("started_port"))
+    target = function_target(func, args, {}, who="spawn", start_method=method)
+    check_cuda_untouched("spawn", method)
+    job = Job(
+        target,
         count,
-        chosen_start_method("spawn", given.get("start_method")),
-        backend,
-        None if gpus is None else tuple(choose_gpus(gpus, count, os.environ)),
-        _checked_port(given.get("started_port")),
-        bool(given.get("print_config", False)),
+        backend=backend,
+        rendezvous_port=port,
+        start_method=method,
+        gpus=devices,
+        stdin_rank=0 if join else None,  # a caller that goes on may read standard input itself
+        removed_variables=frozenset(name for name in os.environ if name.lower() in _PROXIES),
     )
+    if given.get("print_config"):
+        print(_table(job), flush=True)
+    context = MultiprocessContext(job, joins=join, daemon=daemon)
+    if join:
+        context.run()
+    return context
+
+
+def _table(job: Job) -> str:
+    """Gives the settings of a job, one a line."""
+    rows = {
+        "nprocs": job.n_ranks,
+        "start_method": job.start_method,
+        "backend": job.backend,
+        "gpus": "as this process" if job.gpus is None else ",".join(job.gpus),
+        "port": job.rendezvous_port or "a free one",
+    }
+    width = max(map(len, rows))
+    return "\n".join(["gradsync.spawn", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
 
 def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
@@ -244,6 +199,35 @@ def _checked_port(port: Any) -> int:
     return check_port("spawn", "started_port", port)
 
 
+class _Once:
+    """Something that happens once, to be waited for in any thread.
+
+    Each wait has a lock of its own: a Ctrl-C as the wait of a `threading.Event` begins would leave its inner lock
+    taken, and whoever is to set it would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self.has_happened = False
+        self._waiting: list[threading.Lock] = []
+
+    def set(self) -> None:
+        """Says that it has happened; for one thread."""
+        if not self.has_happened:
+            self.has_happened = True
+            for waiting in tuple(self._waiting):
+                waiting.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for it, for so many seconds at most; returns whether it has happened."""
+        waiting = threading.Lock()
+        waiting.acquire()
+        self._waiting.append(waiting)
+        if not self.has_happened:
+            waiting.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+        self._waiting.remove(waiting)
+        return self.has_happened
+
+
 class MultiprocessContext:
     """The ranks that `gs.spawn` has started.
 
@@ -258,8 +242,7 @@ class MultiprocessContext:
 
     def __init__(self, job: Job, *, joins: bool, daemon: bool) -> None:
         self._lock = threading.Lock()
-        self._has_ended = False
-        self._waiting: list[threading.Lock] = []  # one for each wait: Ctrl-C may leave it taken
+        self._end = _Once()
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._takes_signals = True
@@ -271,7 +254,7 @@ class MultiprocessContext:
                 try:
                     self._start(job, joins=joins, daemon=daemon)
                 except BaseException:
-                    self._has_ended = True  # nobody watches
+                    self._end.set()  # nobody watches
                     raise
         except KeyboardInterrupt:
             self._interrupt()
@@ -324,7 +307,7 @@ class MultiprocessContext:
             KeyboardInterrupt: Ctrl-C came; all ranks have ended.
         """
         try:
-            if not self._await_end(timeout):
+            if not self._end.wait(timeout):
                 return False
         except KeyboardInterrupt:
             self._interrupt()
@@ -358,19 +341,7 @@ class MultiprocessContext:
             for process in self.processes:
                 process.end()  # one that cannot be killed, too
             del self._supervisor  # it holds this object, and together they would keep the sentinels open
-            self._has_ended = True
-            for waiting in tuple(self._waiting):
-                waiting.release()
-
-    def _await_end(self, timeout: float | None) -> bool:
-        """Waits until all ranks have ended; returns whether they have."""
-        waiting = threading.Lock()
-        waiting.acquire()
-        self._waiting.append(waiting)
-        if not self._has_ended:
-            waiting.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX))
-        self._waiting.remove(waiting)
-        return self._has_ended
+            self._end.set()
 
     def _take_news(self, rank: RankProcess) -> None:
         if self.processes:  # empty where not all of them could be started
@@ -388,10 +359,10 @@ class MultiprocessContext:
 
     def _interrupt(self) -> None:
         """Ends the ranks as a Ctrl-C to them would, and waits for it."""
-        while not self._has_ended:
+        while not self._end.has_happened:
             self._put_interrupt()
             with contextlib.suppress(KeyboardInterrupt):  # which is then put, too, and kills
-                self._await_end(None)
+                self._end.wait()
 
     def _raise_failure(self) -> None:
         if self._error is not None:
@@ -453,9 +424,8 @@ class RankQueue:
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
-        self._changed = threading.Condition()
         self._things: deque[Any] = deque()
-        self._ended = False
+        self._has_come = _Once()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Takes what the rank has sent.
@@ -467,41 +437,26 @@ class RankQueue:
         Raises:
             queue.Empty: nothing came in time, or nothing can come.
         """
-        with self._changed:
-            if block:
-                self._changed.wait_for(lambda: self._things or self._ended, timeout)
-            if not self._things:
-                raise queue.Empty
+        if block:
+            self._has_come.wait(timeout)
+        try:
             thing = self._things.popleft()
+        except IndexError:
+            raise queue.Empty from None
         return self._convert(thing)
-
-    def get_nowait(self) -> Any:
-        """Takes what the rank has sent, if it is there.
-
-        Raises:
-            queue.Empty: it is not.
-        """
-        return self.get(block=False)
 
     def empty(self) -> bool:
         """Whether there is nothing to take now."""
         return not self._things
 
-    def qsize(self) -> int:
-        """How many things there are to take now: 0 or 1."""
-        return len(self._things)
-
     def put(self, thing: Any) -> None:
         """Adds what has come; for the thread that watches the rank."""
-        with self._changed:
-            self._things.append(thing)
-            self._changed.notify_all()
+        self._things.append(thing)
+        self._has_come.set()
 
     def end(self) -> None:
         """Tells those who wait that nothing more comes."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        self._has_come.set()
 
 
 class SpawnedProcess:
@@ -528,11 +483,11 @@ class SpawnedProcess:
         self.return_queue = RankQueue(lambda value: load_result(rank.rank, value))
         self.error_queue = RankQueue(str)
         self._told_result = self._told_error = False
-        self._begun = threading.Event()
-        self._ended = threading.Event()
+        self._begun = _Once()
+        self._ended = _Once()
 
     def __repr__(self) -> str:
-        state = f"stopped exitcode={self.exitcode}" if self._ended.is_set() else "started"
+        state = f"stopped exitcode={self.exitcode}" if self._ended.has_happened else "started"
         return f"<{type(self).__name__} name={self.name!r} {state}>"
 
     @property
@@ -544,14 +499,14 @@ class SpawnedProcess:
     @property
     def exitcode(self) -> int | None:
         """Its exit code once it has ended; negative: the signal that killed it; None: it runs, or cannot be killed."""
-        if not self._ended.is_set():
+        if not self._ended.has_happened:
             return None
         # As in the error that tells of it: a rank that has reported an exception has failed with 1.
         return self._rank.exit_code if self._rank.error is None else 1
 
     def is_alive(self) -> bool:
         """Whether it, or something that it has started, has not ended."""
-        return not self._ended.is_set()
+        return not self._ended.has_happened
 
     def join(self, timeout: float | None = None) -> None:
         """Waits for its end.
@@ -584,7 +539,7 @@ class SpawnedProcess:
 
     def end(self) -> None:
         """Tells that the rank has ended, or cannot be killed; for the thread that watches it."""
-        if self._ended.is_set():
+        if self._ended.has_happened:
             return
         self.return_queue.end()
         self.error_queue.end()
