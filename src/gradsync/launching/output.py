@@ -1,38 +1,36 @@
 """What the launcher and its ranks print: line by line onto the launcher's own streams, with the rank before each line.
 
-Ranks' lines come through pipes and a thread of its own, so that a terminal that stands still never keeps the supervisor
-from its work. Ranks whose terminal stands still wait in their print(), as they would without us. Everything is bytes:
-what a rank prints need not be text, and passes unharmed.
+Each stream of the launcher has a thread that reads the ranks' pipes for it and writes: a terminal that stands still
+keeps that thread, and never the supervisor. Ranks whose terminal stands still wait in their print(), as they would
+without us. Everything is bytes: what a rank prints need not be text, and passes unharmed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import re
 import select
 import selectors
-import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol, TextIO
+from typing import Any, TextIO
 
-from gradsync.errors import InvalidArgument
 from gradsync.launching.rank_logs import RankLog, prepare_log_directory
 from gradsync.launching.signals import own_descriptors
 
+_READ_BYTES = 64 * 1024
 _TAIL_LINES = 20
 # A line that has not ended is shown when nothing more of it comes for this long: it may be a question.
 _PARTIAL_LINE_SECONDS = 0.1
-# For the thread to notice that its time is up.
+# For a thread to notice that its time is up.
 _JOIN_SECONDS = 0.1
-
-_READ_BYTES = 64 * 1024
 
 _ERASE_LINE = b"\r\x1b[K"
 
@@ -61,16 +59,14 @@ class Notices:
 
     def tell(self, text: str, *, wait_seconds: float = 0.0) -> None:
         """Writes lines, where they are taken in time."""
-        if self._stream is not None:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it
-                if _takes_text(self._stream, wait_seconds):
-                    self._stream.write(f"{text}\n")
-                    self._stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            if self._stream is not None and _takes_text(self._stream, wait_seconds):
+                self.insist(text)
 
     def insist(self, text: str) -> None:
         """Writes lines, for as long as it takes: what must not be lost."""
-        if self._stream is not None:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            if self._stream is not None:
                 self._stream.write(f"{text}\n")
                 self._stream.flush()
 
@@ -87,7 +83,7 @@ def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
 
 
 class OutputPump:
-    """Passes the output of ranks on, in a thread.
+    """Passes the output of ranks on, in a thread for each stream of the launcher.
 
     Args:
         stdout: where what ranks print on stdout goes; None, as Python has it for a closed one: nowhere.
@@ -111,274 +107,70 @@ class OutputPump:
         ranks_elsewhere: Container[int] = (),
     ) -> None:
         self._log_dir = None if log_dir is None else prepare_log_directory(log_dir, attempt, ranks_elsewhere)
-        self._stdout, self._stderr = screens_for(stdout, stderr)
-        self._has_prefix = prefix
-        self._column = PrefixColumn()
-        self._streams: list[RankStream] = []  # those that have not ended
-        self._blocked: set[Screen] = set()
-        self._told: set[str] = set()  # kinds of trouble
-        # poll() takes any descriptor; epoll refuses files, and /dev/null.
-        self._selector = selectors.PollSelector()
-        self._thread = threading.Thread(target=self._run, name="gradsync output", daemon=True)
-        # The lock guards what other threads touch.
-        self._lock = threading.Lock()
-        self._ranks: dict[int, RankOutput] = {}
-        self._added: list[RankOutput] = []
-        self._deadline: float | None = None  # set by close() and drain()
-        self._released = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        own_descriptors.add(self._wake)
-        self._selector.register(self._wake, selectors.EVENT_READ)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        first, last = _screens_for(stdout, stderr)
+        tell_once = _tell_once_on(last)
+        self._writers = [_Writer(screen, prefix, tell_once) for screen in dict.fromkeys((first, last))]
+        self._writers[0].tells_loss = True  # of stdout: its ranks only see a pipe that nobody reads
+        self._tails: dict[int, Tail] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Takes over the read ends of a rank's output, and closes them in the end. From any thread.
+        """Takes over the read ends of a rank's output, and closes them in the end; before the start.
 
         Args:
             rank: the rank; each may come once.
             stdout_fd: read end of its stdout.
             stderr_fd: read end of its stderr.
-
-        Raises:
-            InvalidArgument: the rank was added before, or the pump is closed; the descriptors stay the caller's.
         """
-        with self._lock:
-            if self._deadline is not None:
-                raise InvalidArgument(f"output of rank {rank}: this pump is closed; add ranks before close()")
-            if rank in self._ranks:
-                raise InvalidArgument(f"output of rank {rank} was added before; a restarted run needs a new pump")
-            log = None if self._log_dir is None else RankLog(self._log_dir / f"rank-{rank}.log")
-            entry = self._ranks[rank] = RankOutput(rank, Tail(_TAIL_LINES), log)
-            entry.open_stream(stdout_fd, self._stdout)
-            entry.open_stream(stderr_fd, self._stderr)
-            self._column.add(rank)
-            self._added.append(entry)
-            os.eventfd_write(self._wake, 1)
+        log = None if self._log_dir is None else RankLog(self._log_dir / f"rank-{rank}.log", streams=2)
+        tail = self._tails[rank] = Tail(_TAIL_LINES)
+        for writer, descriptor in ((self._writers[0], stdout_fd), (self._writers[-1], stderr_fd)):
+            writer.add(_RankStream(rank, descriptor, tail, log))
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for writer in self._writers:
+            writer.start()
 
     def tail(self, rank: int) -> list[str]:
-        """Returns the last lines of a rank, both streams in order of arrival; none for one that was never added."""
-        with self._lock:
-            entry = self._ranks.get(rank)
-        return [] if entry is None else entry.tail.lines()
+        """Gives the last lines that a rank has printed, as text."""
+        return self._tails[rank].lines()
 
     def close(self, timeout_seconds: float) -> bool:
-        """Passes on what the ranks have printed until now, and ends the thread.
+        """Passes on what the ranks have printed until now, and ends the threads.
 
         Args:
             timeout_seconds: how long to wait for a terminal that stands still; then the rest is dropped.
 
         Returns:
-            Whether the thread has ended. One inside a write to a terminal that stands still ends with that.
+            Whether the threads have ended. One inside a write to a terminal that stands still ends with that.
         """
-        self._begin_closing(time.monotonic() + timeout_seconds)
-        self._thread.join(timeout_seconds + _JOIN_SECONDS)
-        return not self._thread.is_alive()
+        return self._end(time.monotonic() + timeout_seconds, timeout_seconds + _JOIN_SECONDS)
 
     def drain(self, wait_seconds: float) -> bool:
         """Like `close`, but drops nothing: a reader may be slow. To be repeated, or ended with `close`."""
-        self._begin_closing(math.inf)
-        self._thread.join(wait_seconds)
-        return not self._thread.is_alive()
+        return self._end(math.inf, wait_seconds)
 
-    def _begin_closing(self, deadline: float) -> None:
-        with self._lock:
-            self._deadline = deadline
-            if self._thread.ident is None:
-                self._thread.start()
-            if not self._released:
-                os.eventfd_write(self._wake, 1)
-
-    def _run(self) -> None:
-        while True:
-            deadline = self._deadline
-            self._admit()
-            if deadline is not None and (self._all_done() or time.monotonic() >= deadline):
-                break
-            flowing = [stream for stream in self._streams if stream.screen not in self._blocked]
-            ready = self._selector.select(seconds_to_wait(flowing, deadline))
-            for key, _ in ready:
-                if isinstance(key.data, RankStream):
-                    self._read(key.data)
-                elif isinstance(key.data, Screen):
-                    self._drain(key.data)
-                else:
-                    os.eventfd_read(self._wake)
-            self._show_partial_lines()
-            if deadline is not None:
-                self._end_quiet(flowing, {key.fd for key, _ in ready})
-        self._release()
-
-    def _admit(self) -> None:
-        """Begins to read what add() has handed over."""
-        with self._lock:
-            added, self._added = self._added, []
-        for rank in added:
-            self._streams += rank.streams
-            if rank.log is not None:
-                self._warn(rank.log.write(b""))  # a rank that prints nothing has a log file too
-            for stream in rank.streams:
-                if stream.screen.gone:
-                    self._end(stream)
-                elif stream.screen not in self._blocked:
-                    self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-
-    def _all_done(self) -> bool:
-        return not self._streams and not self._blocked
-
-    def _read(self, stream: RankStream) -> None:
-        # In this round another rank may have blocked the screen, or found that its reader has gone.
-        if stream.screen in self._blocked or stream.screen.gone:
-            return
-        data = stream.read()
-        if data is None:
-            return
-        if not data:
-            self._end(stream)
-            return
-        stream.rank.tail.feed(stream, data)
-        complete = stream.lines.feed(data)
-        stream.due = time.monotonic() + _PARTIAL_LINE_SECONDS if stream.lines.has_rest else None
-        self._pass_on(stream, complete)
-
-    def _show_partial_lines(self) -> None:
-        now = time.monotonic()
-        for stream in list(self._streams):
-            if stream.due is not None and stream.due <= now and stream.screen not in self._blocked:
-                stream.due = None
-                self._pass_on(stream, stream.lines.take_characters())
-
-    def _pass_on(self, stream: RankStream, data: bytes) -> None:
-        """Writes lines to the rank's log and to the screen."""
-        if not data:
-            return
-        if stream.rank.log is not None:
-            self._warn(stream.rank.log.write(data))
-        prefix = self._column.prefix(stream.rank.rank, stream.screen.colour) if self._has_prefix else b""
-        stream.screen.write(self._owner(stream), prefix, data)
-        self._drain(stream.screen)
-
-    def _owner(self, stream: RankStream) -> object:
-        # Without prefixes a rank's stdout may continue what its stderr has begun, as it would without us.
-        return stream if self._has_prefix else stream.rank
-
-    def _warn(self, problem: str | None) -> None:
-        """Tells the first problem with a log: the others will be the same."""
-        if problem is not None:
-            self._tell_once("log", f"warning: {problem}")
-
-    def _tell_once(self, kind: str, text: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            self._stderr.write(self, b"", f"gradsync: {text}\n".encode("utf-8", "replace"))
-            self._drain(self._stderr)
-
-    def _drain(self, screen: Screen) -> None:
-        """Writes on; stops reading the screen's ranks while it cannot take more, and for good when it has gone."""
-        screen.drain()
-        mine = [stream for stream in self._streams if stream.screen is screen]
-        if screen.blocked and screen not in self._blocked:
-            self._blocked.add(screen)
-            self._selector.register(screen.descriptor, selectors.EVENT_WRITE, screen)
-            for stream in mine:
-                self._selector.unregister(stream.descriptor)
-        elif not screen.blocked and screen in self._blocked:
-            self._blocked.discard(screen)
-            self._selector.unregister(screen.descriptor)
-            for stream in mine:
-                self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-        if screen.loss is not None:
-            if screen is self._stdout:  # its ranks only see a pipe that nobody reads
-                self._tell_once("loss", describe_loss(screen.loss))
-            for stream in mine:
-                self._end(stream)
-
-    def _end_quiet(self, flowing: list[RankStream], ready: set[int]) -> None:
-        """While closing: ends the streams that were asked and have nothing more now."""
-        for stream in flowing:
-            if stream.descriptor not in ready:
-                self._end(stream)
-
-    def _end(self, stream: RankStream) -> None:
-        """Ends a stream: it has come to its end, or nobody can see it any more."""
-        if stream not in self._streams:
-            return
-        self._forget(stream)
-        self._pass_on(stream, stream.lines.take_rest())
-        rank = stream.rank
-        if not any(other.rank is rank for other in self._streams):
-            self._end_rank(rank)
-
-    def _end_rank(self, rank: RankOutput) -> None:
-        for stream in rank.streams:
-            # Without prefixes bytes for a file or a pipe pass as they are.
-            if self._has_prefix or stream.screen.is_terminal:
-                stream.screen.end_line(self._owner(stream))
-                self._drain(stream.screen)
-        rank.end()
-
-    def _forget(self, stream: RankStream) -> None:
-        self._streams.remove(stream)
-        with contextlib.suppress(KeyError):  # its screen is blocked
-            self._selector.unregister(stream.descriptor)
-        stream.close()
-
-    def _release(self) -> None:
-        """Lets go of everything; what is left unread belongs to processes that outlive the run, or is dropped."""
-        for stream in list(self._streams):
-            self._forget(stream)
-        for rank in self._ranks.values():
-            rank.end()
-        self._selector.close()
-        with self._lock:
-            self._released = True
-            own_descriptors.discard(self._wake)
-            os.close(self._wake)
+    def _end(self, deadline: float, wait_seconds: float) -> bool:
+        for writer in self._writers:
+            writer.end_by(deadline)
+        until = time.monotonic() + wait_seconds
+        for writer in self._writers:
+            writer.join(max(0.0, until - time.monotonic()))
+        return not any(writer.is_alive() for writer in self._writers)
 
 
-class RankOutput:
-    """What is known of one rank's output.
+class _RankStream:
+    """One stream of one rank: the read end of its pipe, and what is kept of it."""
 
-    Args:
-        rank: the rank.
-        tail: keeps its last lines.
-        log: keeps everything, on request.
-    """
-
-    def __init__(self, rank: int, tail: Tail, log: RankLog | None) -> None:
-        self.rank = rank
-        self.tail = tail
-        self.log = log
-        self.streams: list[RankStream] = []
-
-    def open_stream(self, descriptor: int, screen: Screen) -> None:
-        """Takes over the read end of the next of its streams."""
+    def __init__(self, rank: int, descriptor: int, tail: Tail, log: RankLog | None) -> None:
         os.set_blocking(descriptor, False)
         own_descriptors.add(descriptor)
-        self.streams.append(RankStream(self, descriptor, screen))
-
-    def end(self) -> None:
-        """Notes that nothing more comes."""
-        if self.log is not None:
-            self.log.close()
-
-
-class RankStream:
-    """One stream of one rank.
-
-    Attributes:
-        lines: cuts what comes into lines.
-        due: when to show a line that has not ended.
-    """
-
-    def __init__(self, rank: RankOutput, descriptor: int, screen: Screen) -> None:
         self.rank = rank
         self.descriptor = descriptor
-        self.screen = screen
+        self.tail = tail
+        self.log = log
         self.lines = LineCutter()
-        self.due: float | None = None
+        self.due: float | None = None  # when to show a line that has not ended
 
     def read(self) -> bytes | None:
         """Returns what has come; nothing at the stream's end, None when it was a false alarm."""
@@ -394,17 +186,154 @@ class RankStream:
         own_descriptors.discard(self.descriptor)
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
+        if self.log is not None:
+            self.log.close()
 
 
-def seconds_to_wait(flowing: list[RankStream], deadline: float | None) -> float | None:
-    """Gives how long nothing is to be done when nothing comes."""
-    if deadline is not None and flowing:
-        return 0.0
-    times = [stream.due for stream in flowing if stream.due is not None]
-    if deadline is not None:
-        times.append(deadline)
-    earliest = min(times, default=math.inf)
-    return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
+class _Writer(threading.Thread):
+    """The thread of one screen: reads its ranks' pipes, and waits in its writes.
+
+    Attributes:
+        tells_loss: whether the ranks are told why nothing can be written to the screen any more.
+    """
+
+    def __init__(self, screen: Screen, prefix: bool, tell_once: Callable[[str, str], None]) -> None:
+        super().__init__(name="gradsync output", daemon=True)
+        self._screen = screen
+        self._has_prefix = prefix
+        self._tell_once = tell_once
+        self.tells_loss = False
+        self._streams: list[_RankStream] = []  # those that have not ended
+        self._label_width = 0
+        # poll() takes any descriptor; epoll refuses files, and /dev/null.
+        self._selector = selectors.PollSelector()
+        self._lock = threading.Lock()  # guards the two that follow
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._has_ended = False
+        self._deadline: float | None = None  # once it is to end
+        own_descriptors.add(self._wake)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+
+    def add(self, stream: _RankStream) -> None:
+        """Takes over a stream; before the start."""
+        self._streams.append(stream)
+        self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+        self._label_width = max(self._label_width, len(_label(stream.rank)))
+
+    def end_by(self, deadline: float) -> None:
+        """Has the thread end when nothing more has come, or at the deadline."""
+        with self._lock:
+            self._deadline = deadline
+            if self.ident is None:
+                self.start()
+            if not self._has_ended:
+                os.eventfd_write(self._wake, 1)  # never read: from here on nothing waits
+
+    def run(self) -> None:
+        """Passes lines on until all streams have ended, or the time is up."""
+        for stream in self._streams:
+            self._log(stream, b"")  # a rank that prints nothing has a log file too
+        while (deadline := self._deadline) is None or (self._streams and time.monotonic() < deadline):
+            ready = {key.fd: key.data for key, _ in self._selector.select(self._seconds_to_wait(deadline))}
+            for stream in ready.values():
+                if stream in self._streams:  # else the screen was lost meanwhile
+                    self._read(stream)
+            for stream in list(self._streams):
+                if stream.due is not None and stream.due <= time.monotonic():
+                    stream.due = None
+                    self._pass_on(stream, stream.lines.take_characters())
+                elif deadline is not None and stream.descriptor not in ready:
+                    self._end(stream)  # it was asked, and has nothing more now
+        for stream in list(self._streams):  # unread: of processes that outlive the run, or dropped
+            self._forget(stream)
+        self._selector.close()
+        with self._lock:
+            self._has_ended = True
+            own_descriptors.discard(self._wake)
+            os.close(self._wake)
+
+    def _seconds_to_wait(self, deadline: float | None) -> float | None:
+        if deadline is not None:
+            return 0.0
+        earliest = min((stream.due for stream in self._streams if stream.due is not None), default=None)
+        return None if earliest is None else max(0.0, earliest - time.monotonic())
+
+    def _read(self, stream: _RankStream) -> None:
+        data = stream.read()
+        if data is None:
+            return
+        if not data:
+            self._end(stream)
+            return
+        stream.tail.feed(stream, data)
+        complete = stream.lines.feed(data)
+        stream.due = time.monotonic() + _PARTIAL_LINE_SECONDS if stream.lines.has_rest else None
+        self._pass_on(stream, complete)
+
+    def _pass_on(self, stream: _RankStream, data: bytes) -> None:
+        """Writes lines to the rank's log and to the screen; when that is lost all its streams end."""
+        if not data:
+            return
+        self._log(stream, data)
+        self._screen.write(self._owner(stream), self._prefix(stream.rank), data)
+        if self._screen.loss is not None:
+            if self.tells_loss:
+                self._tell_once("loss", _describe_loss(self._screen.loss))
+            for lost in list(self._streams):
+                self._forget(lost)
+
+    def _log(self, stream: _RankStream, data: bytes) -> None:
+        problem = None if stream.log is None else stream.log.write(data)
+        if problem is not None:  # the first problem with a log: the others will be the same
+            self._tell_once("log", f"warning: {problem}")
+
+    def _end(self, stream: _RankStream) -> None:
+        """Ends a stream that has come to its end."""
+        self._pass_on(stream, stream.lines.take_rest())
+        if stream in self._streams:  # else the screen was lost just now
+            self._forget(stream)
+            is_last = not any(self._owner(other) == self._owner(stream) for other in self._streams)
+            # Without prefixes bytes for a file or a pipe pass as they are.
+            if is_last and (self._has_prefix or self._screen.is_terminal):
+                self._screen.end_line(self._owner(stream))
+
+    def _forget(self, stream: _RankStream) -> None:
+        self._streams.remove(stream)
+        self._selector.unregister(stream.descriptor)
+        stream.close()
+
+    def _owner(self, stream: _RankStream) -> object:
+        # Without prefixes a rank's stdout may continue what its stderr has begun, as it would without us.
+        return stream if self._has_prefix else stream.rank
+
+    def _prefix(self, rank: int) -> bytes:
+        """Gives what each line of a rank begins with, as wide as the widest."""
+        if not self._has_prefix:
+            return b""
+        label = _label(rank)
+        padding = b" " * (self._label_width - len(label) + 1)
+        if not self._screen.colour:
+            return label + padding
+        return b"\x1b[38;5;%dm%s\x1b[0m%s" % (RANK_COLOURS[rank % len(RANK_COLOURS)], label, padding)
+
+
+def _label(rank: int) -> bytes:
+    return b"[rank %d]" % rank
+
+
+def _tell_once_on(screen: Screen) -> Callable[[str, str], None]:
+    """Gives a function that tells of a kind of trouble on a screen, the first time."""
+    told: set[str] = set()
+    lock = threading.Lock()
+
+    def tell_once(kind: str, text: str) -> None:
+        with lock:
+            is_new = kind not in told
+            told.add(kind)
+        if is_new:
+            screen.write(told, b"", f"gradsync: {text}\n".encode("utf-8", "replace"))
+
+    return tell_once
 
 
 class Screen:
@@ -418,8 +347,8 @@ class Screen:
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._sink = _sink_of(stream)
-        self._pending = b""
+        self._write = _write_to(stream)
+        self._lock = threading.Lock()  # the thread of stdout tells on stderr why it has ended
         self._owner: object = None  # who wrote last ...
         self._last_byte = b"\n"  # ... and how it ended
         self._bars: set[object] = set()  # who has a progress bar for its open line
@@ -428,59 +357,38 @@ class Screen:
         self.loss: Exception | None = None
         self._can_erase = self.is_terminal and os.environ.get("TERM") != "dumb"
 
-    @property
-    def gone(self) -> bool:
-        """Whether nothing can be written any more."""
-        return self.loss is not None
-
-    @property
-    def blocked(self) -> bool:
-        """Whether some of what was written still waits."""
-        return bool(self._pending)
-
-    @property
-    def descriptor(self) -> int:
-        """The descriptor to wait on while blocked."""
-        return self._sink.descriptor
-
     def write(self, owner: object, prefix: bytes, data: bytes) -> None:
-        """Writes lines, or a part of one, as much as goes without waiting.
+        """Writes lines, or a part of one, for as long as it takes.
 
         Args:
             owner: whose they are: the part of a line that one left open is continued by the same one only.
             prefix: what each line begins with.
             data: at least one byte.
         """
-        continues = owner is self._owner and self._last_byte not in b"\r\n"
-        lines = begin_lines_with(prefix, data, is_inside_line=continues)
-        if self.gone or not lines:
-            return
-        if owner is not self._owner:
-            self._pending += self._break_before(data)
-        self._pending += lines
-        self._owner, self._last_byte = owner, data[-1:]
-        self._note_bar(owner, data)
-        self.drain()
+        with self._lock:
+            continues = owner is self._owner and self._last_byte not in b"\r\n"
+            lines = begin_lines_with(prefix, data, is_inside_line=continues)
+            if self.loss is not None or not lines:
+                return
+            if owner is not self._owner:
+                lines = self._break_before(data) + lines
+            self._owner, self._last_byte = owner, data[-1:]
+            self._note_bar(owner, data)
+            self._put(lines)
 
     def end_line(self, owner: object) -> None:
         """Ends the line that this one left open, if it stands there still."""
-        if owner is self._owner and self._last_byte != b"\n" and not self.gone:
-            self._pending += b"\n"
-            self._last_byte = b"\n"
-            self.drain()
-        self._bars.discard(owner)
+        with self._lock:
+            if owner is self._owner and self._last_byte != b"\n" and self.loss is None:
+                self._last_byte = b"\n"
+                self._put(b"\n")
+            self._bars.discard(owner)
 
-    def drain(self) -> None:
-        """Writes what waits, as much as goes without waiting."""
-        view = memoryview(self._pending)
-        taken = 0
+    def _put(self, data: bytes) -> None:
         try:
-            while taken < len(view) and (count := self._sink.write(view[taken:])):
-                taken += count
+            self._write(data)
         except Exception as error:  # the reader has gone, the disk is full; the caller's own stream may raise anything
             self.loss = error
-            taken = len(view)
-        self._pending = self._pending[taken:]
 
     def _break_before(self, data: bytes) -> bytes:
         """Gives the newline that keeps an open line of another from being continued or overwritten."""
@@ -501,74 +409,41 @@ class Screen:
             self._bars.discard(owner)
 
 
-class _Sink(Protocol):
-    @property
-    def descriptor(self) -> int: ...
+def _write_to(stream: TextIO | None) -> Callable[[bytes], Any]:
+    """Gives a function that writes all of some bytes to a stream, for as long as it takes."""
+    if stream is None:
+        return len
+    if getattr(stream, "buffer", None) is None:
+        # A notebook's stream may have a descriptor, but that leads to the terminal of its server.
+        return functools.partial(_write_text, stream)
+    descriptor = _descriptor_of(stream)
+    return functools.partial(_write_buffer, stream) if descriptor < 0 else functools.partial(_write_all, descriptor)
 
-    def write(self, data: memoryview) -> int:
-        """Writes some of the data; returns how many bytes, 0 when none goes without waiting."""
 
-
-class _DescriptorSink:
-    """Writes past Python's buffer: a thread that waits inside that would make the interpreter abort at its end."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLOUT)
-        # A descriptor cannot be made non-blocking for us alone. But a pipe that poll() calls writable takes this much.
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        self._most = 1 << 20 if is_file else select.PIPE_BUF
-
-    def write(self, data: memoryview) -> int:
-        if not self._poll.poll(0):
-            return 0
+def _write_all(descriptor: int, data: bytes) -> None:
+    # Past Python's buffer: a thread that waits inside that would make the interpreter abort at its end.
+    rest = memoryview(data)
+    while rest:
         try:
-            return os.write(self.descriptor, data[: self._most])
+            rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:  # somebody has made it non-blocking
-            return 0
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
 
 
-class _NullSink:
-    """Takes everything, as /dev/null does."""
-
-    descriptor = -1  # never blocked
-
-    def write(self, data: memoryview) -> int:
-        return len(data)
+def _write_buffer(stream: TextIO, data: bytes) -> None:
+    stream.flush()
+    stream.buffer.write(data)
+    stream.buffer.flush()
 
 
-class _BytesSink:
-    """Writes to a binary stream in memory, below the text stream of a test or a capture."""
-
-    descriptor = -1  # never blocked
-
-    def __init__(self, stream: TextIO, buffer: BinaryIO) -> None:
-        self._stream = stream
-        self._buffer = buffer
-
-    def write(self, data: memoryview) -> int:
-        self._stream.flush()
-        self._buffer.write(bytes(data))
-        self._buffer.flush()
-        return len(data)
+def _write_text(stream: TextIO, data: bytes) -> None:
+    stream.write(data.decode("utf-8", "replace"))
+    stream.flush()
 
 
-class _TextSink:
-    """Writes to a stream that takes text only, as in notebooks."""
-
-    descriptor = -1  # never blocked
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, data: memoryview) -> int:
-        self._stream.write(str(data, "utf-8", "replace"))
-        self._stream.flush()
-        return len(data)
-
-
-def screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, Screen]:
+def _screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, Screen]:
     """Gives the screens of two streams: one and the same when both go to the same place."""
     for stream in (stdout, stderr):
         # What the launcher itself has printed comes first.
@@ -580,7 +455,7 @@ def screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, S
     return screen, screen if same else Screen(stderr)
 
 
-def describe_loss(error: Exception) -> str:
+def _describe_loss(error: Exception) -> str:
     """Tells why standard output is no longer written to."""
     if isinstance(error, OSError) and error.errno == errno.EPIPE:
         return "the reader of standard output has gone"
@@ -597,29 +472,17 @@ def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ)
     return is_terminal and environment.get("TERM") != "dumb"
 
 
-def _sink_of(stream: TextIO | None) -> _Sink:
-    if stream is None:
-        return _NullSink()
-    buffer = getattr(stream, "buffer", None)
-    if buffer is None:
-        # A notebook's stream may have a descriptor, but that leads to the terminal of its server.
-        return _TextSink(stream)
-    descriptor = _descriptor_of(stream)
-    return _BytesSink(stream, buffer) if descriptor is None else _DescriptorSink(descriptor)
-
-
-def _descriptor_of(stream: TextIO | None) -> int | None:
-    if stream is None:
-        return None
+def _descriptor_of(stream: TextIO | None) -> int:
+    """Gives a stream's descriptor, or -1."""
     try:
-        return stream.buffer.fileno()
+        return -1 if stream is None else stream.buffer.fileno()
     except (AttributeError, OSError, ValueError):
-        return None
+        return -1
 
 
 def _place(stream: TextIO | None) -> tuple[int, int] | None:
     descriptor = _descriptor_of(stream)
-    if descriptor is None:
+    if descriptor < 0:
         return None
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
@@ -697,28 +560,6 @@ class Tail:
         with self._lock:
             lines = [*self._lines, *(_last_state(line) for line in self._open.values())]
         return [line.decode("utf-8", "replace") for line in lines[-self._size :]] if self._size else []
-
-
-class PrefixColumn:
-    """The column at the left that says which rank printed a line: `[rank 0] `, all as wide as the widest."""
-
-    def __init__(self) -> None:
-        self._labels: dict[int, bytes] = {}
-        self._width = 0
-
-    def add(self, rank: int) -> None:
-        """Makes room for a rank."""
-        self._labels[rank] = b"[rank %d]" % rank
-        self._width = max(map(len, self._labels.values()))
-
-    def prefix(self, rank: int, colour: bool) -> bytes:
-        """Gives the prefix of a rank's lines."""
-        label = self._labels[rank]
-        padding = b" " * (self._width - len(label) + 1)
-        if not colour:
-            return label + padding
-        number = RANK_COLOURS[rank % len(RANK_COLOURS)]
-        return b"\x1b[38;5;%dm%s\x1b[0m%s" % (number, label, padding)
 
 
 def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 from collections.abc import Container
 from pathlib import Path
 from typing import BinaryIO
@@ -16,38 +17,45 @@ _ATTEMPT_NAME = re.compile(r"attempt-\d+", re.ASCII)
 
 
 class RankLog:
-    """The log file of one rank: both streams in order of arrival, the bytes as they came.
+    """The log file of one rank: both streams in order of arrival, the bytes as they came. From any thread.
 
     Args:
         path: the file.
+        streams: how many write to it; each closes it once.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, streams: int = 1) -> None:
         self._path = path
+        self._writers = streams
+        self._lock = threading.Lock()
         self._file: BinaryIO | None = None
         self._failed = False
 
     def write(self, data: bytes) -> str | None:
         """Appends; returns what went wrong, once: after that the log is given up."""
-        if self._failed:
+        with self._lock:
+            if self._failed:
+                return None
+            try:
+                if self._file is None:
+                    self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed at the rank's end)
+                left = memoryview(data)
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError as error:
+                self._failed = True
+                return (
+                    f"log file {self._path} cannot be written: {error.strerror}; the logs are incomplete from here on"
+                )
             return None
-        try:
-            if self._file is None:
-                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed at the rank's end)
-            left = memoryview(data)
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            self._failed = True
-            self.close()
-            return f"log file {self._path} cannot be written: {error.strerror}; the logs are incomplete from here on"
-        return None
 
     def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Closes the file, when the last of its streams has ended."""
+        with self._lock:
+            self._writers -= 1
+            if self._writers == 0 and self._file is not None:
+                self._file.close()
+                self._file = None
 
 
 def prepare_log_directory(log_dir: Path, attempt: int | None, ranks_elsewhere: Container[int] = ()) -> Path:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.launching.output import MAX_LINE_BYTES, RANK_COLOURS, LineCutter, PrefixColumn, Tail, begin_lines_with
+from gradsync.launching.output import MAX_LINE_BYTES, RANK_COLOURS, LineCutter, Tail, begin_lines_with
 
 # Bytes in which line ends, and characters of several bytes, whole and cut, are frequent.
 CHUNKS = st.lists(
@@ -106,15 +106,6 @@ def test_tail_of_an_endless_line_is_short():
     for _ in range(100):
         tail.feed("out", b"x" * 65536)
     assert len(tail.lines()[0]) == 4096
-
-
-def test_prefixes_are_as_wide_as_the_widest():
-    column = PrefixColumn()
-    for rank in (0, 10):
-        column.add(rank)
-    assert column.prefix(0, False) == b"[rank 0]  "
-    assert column.prefix(10, False) == b"[rank 10] "
-    assert column.prefix(0, True) == b"\x1b[38;5;%dm[rank 0]\x1b[0m  " % RANK_COLOURS[0]
 
 
 def luminance(number):
