@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import command
@@ -141,6 +142,15 @@ def test_the_exit_code_is_that_of_the_failing_rank(nodes):
     for _, err in ends:
         assert re.search(r"gradsync: node 0 \(\S+ 127.0.0.1\) failed:\n", err)
         assert re.search(r"rank 1 \(pid \d+ on \S+\) failed with exit code 7$", err)
+
+
+def test_a_rank_of_node_0_that_ends_before_it_joins_is_not_awaited(nodes):
+    run, began = nodes(), time.monotonic()
+    run.start_all("absent@0")
+    (_, _), (code, err) = run.end_all()
+    assert time.monotonic() - began < 40  # to join takes 60 s at most
+    assert code == 1
+    assert "rank 0/2 ended with exit code 0 without joining" in err
 
 
 def test_a_node_that_is_done_waits_for_the_others(nodes):

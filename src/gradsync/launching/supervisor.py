@@ -93,6 +93,7 @@ class Supervisor:
     Args:
         job, make_output, notices: see `supervise`.
         signals: an entered inbox; what is put there ends the job.
+        server: of the ranks, where this process runs it for those of other launchers too; it is told of these ones.
         on_news: called, by whoever calls `finish`, with a rank that has begun, reported or ended.
         on_stopping: likewise, when the ranks are first told to stop, or the last one has failed, with whether all that
             is known is that they suffer from a rank which is not among them.
@@ -108,6 +109,7 @@ class Supervisor:
         *,
         make_output: MakeOutput | None = None,
         notices: Notices | None = None,
+        server: RendezvousServer | None = None,
         on_news: Callable[[RankProcess], None] | None = None,
         on_stopping: Callable[[bool], None] | None = None,
     ) -> None:
@@ -119,7 +121,7 @@ class Supervisor:
         self._on_stopping = on_stopping
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
-        self._server: RendezvousServer | None = None  # of this start, while this process hosts it
+        self._server = server  # else that of each start, while this process hosts it
         self._begin()
 
     def _begin(self) -> None:

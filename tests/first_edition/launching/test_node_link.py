@@ -35,7 +35,6 @@ class SilentOther:
 
 def test_after_a_failure_a_silent_launcher_is_waited_for_a_minute_only(monkeypatch):
     monkeypatch.setattr(link, "_REPORT_SECONDS", 0.3)
-    monkeypatch.setattr(link, "_LOOK_EVERY_MILLISECONDS", 20)
     nodes = [SimpleNamespace(node=node, host=f"host{node}", address=f"10.0.0.{node}") for node in range(2)]
     meeting = SimpleNamespace(client=SilentOther(), nodes=nodes, own=nodes[0])
     told = []

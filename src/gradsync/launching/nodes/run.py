@@ -47,7 +47,6 @@ _REPORT_SECONDS = 1.0  # for a terminal that stands still
 _AS_LONG_AS_IT_TAKES_SECONDS = 1e8  # the heartbeats end a wait for a launcher that is gone
 _THREAD_SECONDS = 1.0
 _REPORT_SECONDS = 60.0  # after a failure: more than ranks take that have to be killed
-_LOOK_EVERY_MILLISECONDS = 500
 _NODE_0_LOST = "the rendezvous that it hosts is gone, or this machine is cut off"
 
 
@@ -158,8 +157,16 @@ class _NodeRun:
             link = stack.enter_context(NodeLink(meeting, signals, self._notices))
             job = self._job_of(meeting)
             self._tell_place(meeting, job)
-            stack.enter_context(self._serving(job, ports))
-            outcome = self._supervise(job, meeting, signals, link)
+            supervisor = Supervisor(
+                *(job, signals),
+                make_output=self._make_output,
+                notices=self._notices,
+                server=stack.enter_context(self._serving(job, ports)),
+                on_stopping=link.tell_stopping,
+            )
+            with supervisor:
+                supervisor.start(meeting.restart)
+                outcome = supervisor.finish_start()
             verdict = link.settle(report_of(meeting.own.node, outcome))
         return _End(verdict, meeting.restart, _report(verdict, outcome, meeting))
 
@@ -196,21 +203,13 @@ class _NodeRun:
         )
 
     @contextlib.contextmanager
-    def _serving(self, job: Job, ports: StartPorts | None) -> Iterator[None]:
+    def _serving(self, job: Job, ports: StartPorts | None) -> Iterator[RendezvousServer | None]:
         """Runs the ranks' rendezvous server on node 0, until the ranks of all machines have ended."""
         if ports is None or job.endpoint is None:
-            yield
+            yield None
             return
-        with RendezvousServer(job.world_size, secret=job.endpoint.secret, listener=ports.listener):
-            yield
-
-    def _supervise(self, job: Job, meeting: Meeting, signals: SignalInbox, link: NodeLink) -> Outcome:
-        supervisor = Supervisor(
-            job, signals, make_output=self._make_output, notices=self._notices, on_stopping=link.tell_stopping
-        )
-        with supervisor:
-            supervisor.start(meeting.restart)
-            return supervisor.finish_start()
+        with RendezvousServer(job.world_size, secret=job.endpoint.secret, listener=ports.listener) as server:
+            yield server
 
     def _tell(self, report: str, *, is_last: bool) -> None:
         """Tells why the ranks failed; a terminal that stands still keeps nobody from going, or starting again."""
@@ -265,8 +264,9 @@ class NodeLink:
         self._first_report: NodeReport | None = None  # that it gave at once
         self._loss: NodeReport | None = None
         self._reports: list[NodeReport] = []
-        self._gathered = threading.Event()
-        self._is_over = False
+        self._has_gathered = False
+        self._waking = threading.Lock()
+        self._is_over = False  # then the inbox is about to close
         self._is_incomplete = False  # not all have told how their ranks ended
         self._threads: list[threading.Thread] = []
 
@@ -285,7 +285,8 @@ class NodeLink:
             self._client.abandon()
         for thread in self._threads:
             thread.join(_THREAD_SECONDS)
-        self._is_over = True
+        with self._waking:
+            self._is_over = True
 
     def tell_stopping(self, only_suffers: bool) -> None:
         """Tells the others that the ranks here fail, and end; returns at once.
@@ -304,18 +305,18 @@ class NodeLink:
         interrupted: NodeReport | None = None
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
-        failed_at: float | None = None
-        while not self._gathered.is_set():
-            poll.poll(_LOOK_EVERY_MILLISECONDS)
-            if self._first_node is not None or report.level is not None:
-                failed_at = failed_at or time.monotonic()
-                if time.monotonic() - failed_at >= _REPORT_SECONDS:
-                    self._stop_waiting()
+        deadline: float | None = None
+        while not self._has_gathered:
+            if deadline is None and (self._first_node is not None or report.level is not None):
+                deadline = time.monotonic() + _REPORT_SECONDS
+            poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000.0)
+            if deadline is not None and time.monotonic() >= deadline and not self._has_gathered:
+                self._stop_waiting()
             for number in self._signals.read():
                 if number == signal.SIGTSTP:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 elif number < signal.NSIG and (interrupted is not None or report.is_signalled):
-                    self._gathered.set()
+                    self._has_gathered = True
                 elif number < signal.NSIG:
                     interrupted = self._interrupt(number)
         return self._judge([report, interrupted])
@@ -328,7 +329,7 @@ class NodeLink:
             f"{_REPORT_SECONDS:g} s of a failure; not waiting for it any more"
         )
         self._is_incomplete = True
-        self._gathered.set()
+        self._has_gathered = True
 
     def _interrupt(self, number: int) -> NodeReport:
         """Ends the ranks of the others, where those here have ended already."""
@@ -356,7 +357,9 @@ class NodeLink:
                 self._lose(error)
             return
         self._first_node, self._first_report = word.node, word.report
-        if word.node != self._node:
+        if word.node == self._node:
+            self._wake(NEWS_ELSEWHERE)
+        else:
             self._wake(SUFFERED_ELSEWHERE if word.only_suffers else FAILED_ELSEWHERE)
 
     def _tell_first(self, only_suffers: bool, report: NodeReport | None = None) -> None:
@@ -379,7 +382,7 @@ class NodeLink:
             return
         except GradsyncError as error:
             self._lose(error)
-        self._gathered.set()
+        self._has_gathered = True
         self._wake(NEWS_ELSEWHERE)
 
     def _lose(self, error: GradsyncError) -> None:
@@ -395,8 +398,9 @@ class NodeLink:
         self._wake(FAILED_ELSEWHERE)
 
     def _wake(self, number: int) -> None:
-        if not self._is_over:  # then the inbox is about to close
-            self._signals.put(number)
+        with self._waking:
+            if not self._is_over:
+                self._signals.put(number)
 
     def _run(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="gradsync nodes", daemon=True)
