@@ -33,10 +33,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.bench.crew import Crew, CrewFailed, Start
-from gradsync.bench.measurement import busy_machine
+from gradsync.bench.report import busy_machine
 from measurement import Seconds, provenance, slowest_rank
 from models import gpt2_small, resnet50
+from peers.crew import Crew, CrewFailed, Start
 
 BLOCKS, TURNS, QUICK_BLOCKS, SEED = 15, 2, 2, 5
 RANKS = 2

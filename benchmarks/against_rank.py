@@ -93,7 +93,7 @@ def _step(callback: gs.AllreduceCallback, gradients: list[np.ndarray]) -> None:
 
 
 def main(address: str) -> None:
-    """Does what it is asked until the controller hangs up; see gradsync.bench.crew for what is sent."""
+    """Does what it is asked until the controller hangs up; see peers.crew for what is sent."""
     with Client(address, "AF_UNIX") as connection:
         try:
             rank = Rank()

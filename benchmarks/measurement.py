@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from gradsync.bench import measurement
-from gradsync.bench.measurement import Seconds
+from gradsync.bench import report
+from gradsync.bench.report import Seconds
 
 __all__ = ["Seconds", "provenance", "slowest_rank"]
 
@@ -23,4 +23,4 @@ def provenance(script: str) -> dict[str, Any]:
     Args:
         script: the script's path in the repository.
     """
-    return measurement.provenance(["python", script, *sys.argv[1:]])
+    return report.provenance(["python", script, *sys.argv[1:]])

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 
 from cost_model import Link, best_threshold_bytes, exposed_seconds, ring_seconds
-from gradsync.bench.gradients import gradients_of, total_bytes
-from gradsync.bench.text import megabytes, milliseconds, wrapped
+from gradsync.bench.models import gradients_of, total_bytes
+from gradsync.bench.report import megabytes, milliseconds
 from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
 from gradsync.errors import InvalidArgument
 
@@ -32,12 +33,14 @@ def prediction(size_bytes: int, gpus: int, backward_seconds: float, link: Link) 
         return milliseconds(exposed_seconds(size_bytes, threshold_bytes, backward_seconds, seconds_of))
 
     best = best_threshold_bytes(size_bytes, backward_seconds, seconds_of)
-    return wrapped(
+    return textwrap.fill(
         f"Prediction for {gpus:,} GPUs, not a measurement: a threshold of {megabytes(max(round(best), 1))} would leave "
         f"{exposed(best)} to wait for after a backward pass of {milliseconds(backward_seconds)}; the default of "
         f"{megabytes(DEFAULT_THRESHOLD_BYTES)}, {exposed(min(DEFAULT_THRESHOLD_BYTES, size_bytes))}. "
         f"By one ring over links of {1e6 * link.latency_seconds:.3g} us and {1e-9 / link.seconds_per_byte:.3g} GB/s; "
-        "see docs/scaling.md for what the model leaves out."
+        "see docs/scaling.md for what the model leaves out.",
+        width=79,
+        break_on_hyphens=False,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from gradsync.bench.picture import picture
+from gradsync.bench.report import picture
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {

@@ -138,12 +138,16 @@ def bench_thresholds() -> str:
         "gradsync bench thresholds --model {} -n 2 --backend shm --steps 1 --thresholds 0.0005,1",
         str(GOLDEN / "shapes.json"),
     )
-    return without_numbers("\n\n".join(text.split("\n\n")[:2]))  # the rest depends on what was measured
+    shown = "\n\n".join(text.split("\n\n")[:2])  # the rest depends on what was measured
+    return without_numbers(shown.replace("  <- recommended", ""))
 
 
 def bench_collectives() -> str:
     return without_numbers(
-        run("gradsync bench collectives -c all_reduce,gather,exchange -b 1K -e 1K -n 1 -w 0 --blocks 1 --backend shm")
+        run(
+            "gradsync bench collectives -c all_reduce,gather,exchange -b 1K -e 1K -n 2 --iters 1 -w 0 --blocks 1 "
+            "--backend shm"
+        )
     )
 
 

@@ -32,12 +32,8 @@ ROOM_OF_STRAY = {stray: room for room, strays in STRAYS.items() for stray in str
 # entry that is no longer needed fails the test. Outside, a room is its name: from
 # gradsync.rendezvous import ..., where rendezvous/__init__.py says what others may use.
 INSIDE = {
-    "bench.collectives.cases": "doctor",
-    "bench.collectives.measuring": "doctor",
-    "bench.collectives.operation": "doctor",
     "bench.command": "cli",
-    "bench.crew": "doctor",
-    "bench.rank_starts": "doctor",
+    "bench.report": "doctor",
     "bucketing.bucket_hook": "hooks",
     "bucketing.callback": "adapters bench",
     "bucketing.lists": "adapters hooks",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradsync.bench.crew import Crew, CrewFailed
 from peers.collectives import RANKS
+from peers.crew import Crew, CrewFailed
 from peers.systems import BENCHMARKS, starts
 
 PairFailed = CrewFailed

@@ -1,8 +1,7 @@
 """One rank of one pair: `python -m peers.rank SYSTEM SOCKET`, started by whatever launches ranks of that system.
 
 It connects to the controller, then sleeps in the socket until it is asked for something: a rank that waited inside its
-own library would spin, and the others are measured meanwhile. It sends what gradsync.bench.crew expects, as
-gradsync.bench.crew_member does, which is not there in the environments of the peers.
+own library would spin, and the others are measured meanwhile. It sends what peers.crew expects.
 """
 
 from __future__ import annotations

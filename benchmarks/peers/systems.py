@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradsync.bench.crew import Start
 from peers.collectives import RANKS
 from peers.contenders import GRADSYNC, MPICH, OPENMPI, TORCH
+from peers.crew import Start
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = BENCHMARKS / ".environments"

@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 from gradsync.arguments import check_address
 from gradsync.errors import InvalidArgument
 from gradsync.launchers import (
+    TORCHRUN,
     LauncherVariables,
     Place,
     find_place,
@@ -23,6 +24,7 @@ from gradsync.launchers import (
     read_port,
     step_port,
     value_of,
+    variables_of_mpi,
 )
 
 #: What a backend may be called, wherever one is named.
@@ -244,6 +246,9 @@ DEBUG = Variable(
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: Those that a launcher sets anew for each run, whatever was there before.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, BACKEND, SECRET, SECRET_FILE)
+_OURS = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, (ADDRESS, HOSTED))
+# What torchrun, and our launcher likewise, set beside a rank's place.
+_BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _NO_TLS = (
     "the rendezvous has no TLS any more: unset it, and keep others from listening with a private network or an SSH "
     "tunnel (docs/security.md)"
@@ -426,9 +431,25 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
         InvalidArgument: a variable is malformed, out of range, or lacks its counterpart, or two launchers name
             different places; the text names the variables.
     """
-    ours = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, (ADDRESS, HOSTED))
-    place = find_place(environ, ours)
+    place = find_place(environ, _OURS)
     return None if place is None else _complete(environ, place)
+
+
+def launched_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Returns how many ranks the launcher has started to which this process belongs; None where there is none.
+
+    Raises:
+        InvalidArgument: as `read_environment`.
+    """
+    place = find_place(environ, _OURS)
+    return None if place is None else place.world_size
+
+
+def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables less those by which a launcher tells a process its place."""
+    inherited = {*OF_A_RUN, *TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
+    prefixes = ("TORCHELASTIC_", "SLURM_")
+    return {name: value for name, value in environ.items() if name not in inherited and not name.startswith(prefixes)}
 
 
 def is_launched() -> bool:

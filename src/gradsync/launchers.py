@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -124,6 +125,14 @@ def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
     rank of MPI that the launcher is.
     """
     return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
+
+
+def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns mpiexec's path: the one beside this Python, which a wheel of MPI has brought, or that on the PATH."""
+    import shutil  # here: it takes a millisecond, of each rank's start
+
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec", path=environ.get("PATH"))
 
 
 def hints_of_launcher(environ: Mapping[str, str]) -> list[str]:

@@ -1,6 +1,9 @@
 """`gradsync bench collectives` end to end on small arrays, its table, its picture, and its mistakes."""
 
+import itertools
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,20 @@ import pytest
 from click.testing import CliRunner
 
 import gradsync as gs
+from gradsync.bench.collectives import (
+    IN_PLACE,
+    KINDS,
+    SEPARATE,
+    Case,
+    FormResult,
+    Row,
+    as_dictionary,
+    heading,
+    line_of,
+    plot,
+    refusals,
+)
+from gradsync.bench.report import Seconds
 from gradsync.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
@@ -24,13 +41,104 @@ def bench(*arguments, **variables):
 
 def lines_under(text, collective):
     """The cells of each line below the heading of a collective."""
-    section = text.partition(f"# {collective}\n")[2].partition("\n\n")[0]
-    return [line.split() for line in section.splitlines() if not line.startswith("#")]
+    lines = text.partition(f"# {collective}\n")[2].splitlines()[3:]  # three of headings
+    return [line.split() for line in itertools.takewhile(lambda line: not line.startswith("#"), lines)]
+
+
+def check_every_collective(text, rows):
+    for collective, kind in KINDS.items():
+        lines = lines_under(text, collective)
+        assert [line[0] for line in lines] == ["1024", "4096"]
+        assert [line[3] for line in lines] == ["sum" if kind.reduces else "none"] * 2
+        separate, in_place = lines[0][5:9], lines[0][9:13]
+        assert separate[3] == ("0" if kind.has_separate_target else "-")
+        assert in_place[3] == ("0" if kind.has_in_place else "-")
+    assert "# Out of bounds values : 0 OK" in text
+    assert len(rows) == 2 * len(KINDS)
+    forms = [form for row in rows for form in row["forms"].values() if form["seconds"]]
+    assert all(form["wrong"] == 0 and form["seconds"]["samples"] == 1 for form in forms)
+
+
+ALL = ("-c", "all", "-b", "1K", "-e", "4K", "--iters", 2, "-w", 1, "--blocks", 1)
+
+
+def test_every_collective_is_timed_and_right(tmp_path):
+    out = tmp_path / "out.json"
+    code, text, err = bench(*ALL, "--json", out)
+    assert (code, err) == (0, "")
+    assert text.startswith("# gradsync/shm: 2 ranks, ")
+    check_every_collective(text, json.loads(out.read_text())["rows"])
+
+
+def test_on_device_arrays_too_every_collective_is_right(tmp_path):
+    """With the stand-in for CuPy in place of GPUs: what is timed there means nothing, and is not looked at."""
+    path = os.pathsep.join([str(Path(gs.__file__).parents[1]), str(Path(__file__).parents[1] / "stand_in")])
+    of_gpus = ["-m", "gradsync", "run", "-n", "2", "--no-prefix", "--backend", "nccl", "-m", "gradsync"]
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, *of_gpus, "bench", "collectives", *map(str, ALL), "--backend", "nccl", "--json", str(out)],
+        capture_output=True, text=True, check=False, timeout=100,
+        env=os.environ | {"PYTHONPATH": path, "GRADSYNC_STAND_IN_DEVICES": "2"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("# gradsync/nccl: 2 ranks, ")
+    check_every_collective(done.stdout, json.loads(out.read_text())["rows"])
+
+
+SPOILT = """
+import gradsync.bench.collectives as collectives
+right = collectives.make_call
+def make_call(comm, case, buffers):
+    run = right(comm, case, buffers)
+    def spoil():
+        run()
+        buffers.target[: comm.rank + 1] += 1
+    return spoil
+collectives.make_call = make_call
+from gradsync.cli import main
+main()
+"""
+
+
+def test_wrong_elements_of_all_ranks_are_counted_and_end_the_command_with_1(tmp_path):
+    (tmp_path / "spoilt.py").write_text(SPOILT)
+    run = [sys.executable, "-m", "gradsync", "run", "-n", "2", "--no-prefix", str(tmp_path / "spoilt.py")]
+    options = ["bench", "collectives", "-b", "1K", "-e", "1K", "--iters", "1", "--blocks", "1"]
+    done = subprocess.run([*run, *options], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    [line] = lines_under(done.stdout, "all_reduce")
+    assert (line[8], line[12]) == ("3", "3")
+    assert "# Out of bounds values : 6 FAILED" in done.stdout
+    assert "gradsync: error: 6 elements are wrong: see the lines where #wrong is not 0" in done.stderr
+
+
+def row(collective="all_reduce", microseconds=100.0, wrong=0, op="sum"):
+    case = Case(collective, 262144, "float32", op, 4, 20, 5, checks=True)
+    seconds = Seconds(1e-6 * microseconds, 0.9e-6 * microseconds, 1.2e-6 * microseconds, 3)
+    return Row(case, 4, {SEPARATE: FormResult(seconds, wrong), IN_PLACE: FormResult(None, None, "not here")})
+
+
+def test_the_columns_are_those_of_nccl_tests():
+    names = ["#", "size", "count", "type", "redop", "root"] + ["time", "algbw", "busbw", "#wrong"] * 2
+    assert heading().splitlines()[1].split() == names
+    figures = ["1048576", "262144", "float", "sum", "-1", "128.0", "8.19", "12.29", "3", "-", "-", "-", "-"]
+    assert line_of(row(microseconds=128.0, wrong=3)).split() == figures
+    assert line_of(row("broadcast", op="")).split()[:5] == ["1048576", "262144", "float", "none", "0"]
+    found = as_dictionary(row())["forms"][SEPARATE]
+    assert found["algorithm_bytes_per_second"] == pytest.approx(1048576 / 100e-6)
+    assert found["bus_bytes_per_second"] == pytest.approx(1.5 * 1048576 / 100e-6)
+    assert refusals([row()]) == ["no all_reduce in-place: not here"]
+
+
+def test_a_picture_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot([row(), row("broadcast", op="")], "2 ranks", str(tmp_path / "out.png"))
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_rank_alone_and_an_integer_product_without_a_check():
     code, text, _ = bench(
-        "--backend", "local", "-e", "1K", "-o", "prod", "-d", "int32", "--no-check", "-n", 1, "--blocks", 1
+        "--backend", "local", "-e", "1K", "-o", "prod", "-d", "int32", "--no-check", "--iters", 1, "--blocks", 1
     )
     assert code == 0
     [line] = lines_under(text, "all_reduce")
@@ -39,24 +147,35 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "code", "text"),
     [
-        ("-b 8 -e 64 -f 1", "-f needs to be above 1, got 1"),
-        ("-b 64 -e 8", "-e needs to be at least -b, got 8 and 64 bytes"),
-        ("-b zz", "a size needs to read 8, 64K, 1M or 1G, and be at least a byte; got 'zz'"),
-        ("-b 8 -e 1G -f 1.0000001", "-b, -e and -f make more than 100 sizes: use a larger factor"),
+        ("-b 8 -e 64 -f 1", 2, "-f needs to be above 1, got 1"),
+        ("-b 64 -e 8", 2, "-e needs to be at least -b, got 8 and 64 bytes"),
+        ("-b zz", 2, "a size needs to read 8, 64K, 1M or 1G, and be at least a byte; got 'zz'"),
+        ("-b 8 -e 1G -f 1.0000001", 2, "-b, -e and -f make more than 100 sizes: use a larger factor"),
+        ("-c allreduce", 2, "no collective is called 'allreduce'"),
+        ("-d fp8", 2, "no dtype is called 'fp8'"),
+        ("-o avg", 2, "op must be one of"),
+        ("-o mean -d int32", 1, "mean is not defined for dtype int32"),
+        ("--backend local -n 2", 2, "backend 'local' is for one rank, got -n 2"),
+        ("--backend nccl", 1, "no GPU is visible"),
+        ("--json no/such/out.json", 2, "there is no folder 'no/such'"),
+        ("-p 4", 2, "gradsync bench collectives -p has gone: it is -n, as in every command"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(arguments, text):
+def test_mistakes_are_told_before_anything_runs(monkeypatch, arguments, code, text):
+    monkeypatch.setattr("gradsync.bench.program.launcher", None)
+    monkeypatch.setattr("gradsync.bench.program.count_gpus", lambda: 0)
     done = CliRunner().invoke(main, ["bench", "collectives", *arguments.split()])
-    assert (done.exit_code, text in done.output) == (2, True), done.output
+    assert (done.exit_code, text in done.output) == (code, True), done.output
 
 
 def test_a_rank_that_fails_is_told_on_the_last_line():
     code, _, err = bench("-b", "500G", "-e", "500G", "-n", 2, "--backend", "shm")
     assert code == 1
-    assert err.splitlines()[-1].startswith("gradsync: error: gradsync/shm: asked for prepare: a rank failed: ")
-    assert "MemoryError" in err.splitlines()[-1]
+    assert "MemoryError" in err
+    last = err.splitlines()[-1]
+    assert re.fullmatch(r"gradsync: error: rank \d .* failed with exit code 1, .*; all other ranks were ended", last)
 
 
 LAUNCHED = {
@@ -78,7 +197,7 @@ def test_ranks_have_the_variables_of_the_shell_but_for_those_of_its_launcher(tmp
         f"        print({{name: os.environ[name] for name in {names} if name in os.environ}}, file=file)\n"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(gs.__file__).parents[1])])
-    code, _, err = bench("-e", "1K", "-n", 1, "--blocks", 1, PYTHONPATH=path, **LAUNCHED, **MINE)
+    code, _, err = bench("-e", "1K", "-n", 2, "--iters", 1, "--blocks", 1, PYTHONPATH=path, **LAUNCHED, **MINE)
     assert (code, err) == (0, "")
     ranks = [eval(line) for line in found.read_text().splitlines()]
     assert {each["RANK"] for each in ranks} == {"0", "1"}

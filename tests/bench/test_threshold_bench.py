@@ -1,5 +1,6 @@
 """`gradsync bench thresholds` end to end on tiny gradients, and its mistakes, told before anything runs."""
 
+import importlib.util
 import json
 import os
 import re
@@ -8,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from gradsync.cli import main
 
 
 @pytest.fixture
@@ -31,7 +35,8 @@ def test_a_sweep_over_two_ranks(shapes, tmp_path):
     )
     assert (code, err) == (0, "")
     assert text.startswith("shapes.json: 4 gradients, 3.54 KB\n2 ranks over shm; medians of the slowest rank, 2 steps")
-    for part in ("Not measured: 1 MB", "<- recommended", "Recommended threshold: "):
+    assert "pack only" not in text
+    for part in ("Not measured: 1 MB", "<- recommended", " a step, noise "):
         assert part in text
     result = json.loads(out.read_text())
     assert {"command", "date", "machine", "versions", "settings", "rows"} <= set(result)
@@ -39,9 +44,19 @@ def test_a_sweep_over_two_ranks(shapes, tmp_path):
     assert result["settings"]["measured_backend"] == "shm"
     assert [row["all_reduces"] for row in result["rows"]] == [4, 3]
     for row in result["rows"]:
-        assert row["seconds"]["samples"] == row["pack_only_seconds"]["samples"] == 2
-        assert min(row["seconds"]["median"], row["bus_bytes_per_second"], row["pack_only_share"]) > 0
+        assert (row["seconds"]["samples"], row["pack_only_seconds"]) == (2, None)
+        assert min(row["seconds"]["median"], row["bus_bytes_per_second"]) > 0
     assert result["recommended_threshold_bytes"] in [row["threshold_bytes"] for row in result["rows"]]
+
+
+def test_the_launcher_of_a_job_starts_its_ranks_and_one_of_them_reports(shapes):
+    """As mpiexec and srun would: the command is each of the ranks."""
+    options = ["--model", shapes, "--steps", "1", "--thresholds", "0.0005,1", "-v"]
+    run = [sys.executable, "-m", "gradsync", "run", "-n", "3", "--no-prefix", "-m", "gradsync", "bench", "thresholds"]
+    done = subprocess.run([*run, *options], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("3 ranks over shm") == 1
+    assert "pack only" in done.stdout
 
 
 def test_one_rank_has_no_bus_and_a_limit_ends_it_early(shapes):
@@ -63,8 +78,32 @@ def test_a_terminal_sees_the_table_grow(shapes):
         os.close(terminal)
     assert process.returncode == 0
     assert "round 1 of 2" in live
-    assert "round 2 of 2\r\n\x1b[" in live
+    assert "round 2 of 2" in live
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("--model", "alexnet"), 2, "no model is called 'alexnet'"),
+        (("--model", "none.json"), 2, "the shapes file 'none.json' cannot be read"),
+        (("--model", "bert", "--thresholds", "ten"), 2, "--thresholds needs numbers of megabytes"),
+        (("--model", "bert", "--backend", "local", "-n", "2"), 2, "backend 'local' is for one rank, got -n 2"),
+        (("--model", "bert", "--backend", "nccl"), 1, "backend 'nccl' cannot run here: no GPU is visible"),
+        (("--model", "bert", "--json", "no/such/out.json"), 2, "there is no folder 'no/such'"),
+        (("--model", "bert", "--json", "."), 2, "'.' cannot be written"),
+        (("--model", "bert", "--plot", "out.png"), 1, "pip install 'gradsync[plot]'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(monkeypatch, tmp_path, arguments, code, text):
+    find_spec = importlib.util.find_spec
+    without = lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", without)
+    monkeypatch.setattr("gradsync.bench.program.launcher", None)
+    monkeypatch.setattr("gradsync.bench.program.count_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["bench", "thresholds", *arguments])
+    assert (done.exit_code, text in done.output) == (code, True), done.output
 
 
 def test_a_rank_that_fails_is_told_on_the_last_line(tmp_path):

@@ -1,5 +1,4 @@
-"""The command line of `gradsync bench`: options, and which of them need which; what they do is in threshold_bench.py
-and collectives/command.py.
+"""The command line of `gradsync bench`; what its commands do is in thresholds.py and collectives.py.
 
 Every start of `gradsync` reads this file: it loads little but click.
 """
@@ -17,7 +16,8 @@ _PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshol
 _REMOVED_OPTIONS = {
     "thresholds": dict.fromkeys(("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"), _PREDICT),
     "collectives": {
-        "--compare": "run benchmarks/full_speed.py (all_reduce) or benchmarks/collectives.py of the repository"
+        "-p": "it is -n, as in every command; the calls of a block are --iters",
+        "--compare": "run benchmarks/full_speed.py (all_reduce) or benchmarks/collectives.py of the repository",
     },
 }
 
@@ -60,11 +60,12 @@ def bench() -> None:
 Examples:
   gradsync bench thresholds --model resnet50              two ranks, thresholds from 0.25 to 100 MB
   gradsync bench thresholds --model shapes.json -n 4      your own gradients: callback.dump_shapes("shapes.json")
+  mpiexec -n 4 gradsync bench thresholds --model bert     ranks that a launcher has started: srun and torchrun alike
 
 \b
-A threshold is in MB of 1024**2 bytes. "bus" is the bus bandwidth: 2 (p - 1) / p of the gradients' bytes over the time
-of a step. "pack only" is what packing and splitting the same buckets takes where nothing has to travel; shared memory
-packs gradients on their way, so it may be more than the step; on GPUs it is not measured.
+A threshold is in MB of 1024**2 bytes. With -v, "bus" is the bus bandwidth: 2 (p - 1) / p of the gradients' bytes over
+the time of a step; "pack only" is what packing and splitting the same buckets takes where nothing has to travel. Shared
+memory packs gradients on their way, so it may be more than the step; on GPUs it is not measured.
 """,
 )
 @click.option("--model", required=True, metavar="MODEL", help="resnet50, gpt2, bert, or a file of shapes (.json).")
@@ -76,10 +77,10 @@ packs gradients on their way, so it may be more than the step; on GPUs it is not
 )
 @click.option(
     "--backend",
-    type=click.Choice(("auto", "shm", "nccl", "local")),
+    type=click.Choice(("auto", "shm", "mpi", "nccl", "local")),
     default="auto",
     show_default=True,
-    help="How data moves.",
+    help="How data moves; mpi is started by mpiexec.",
 )
 @click.option("--thresholds", metavar="MB,MB,...", help="What to measure.  [default: 0.25,0.5,1,2,5,10,25,50,100]")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Timings of each threshold.")
@@ -91,15 +92,16 @@ packs gradients on their way, so it may be more than the step; on GPUs it is not
     show_default=True,
     help="Seconds after which fewer steps have to do, but at least 3.",
 )
+@click.option("-v", "--verbose", is_flag=True, help="Also measures packing alone, and shows quartiles and bandwidth.")
 @click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
 @click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
 def thresholds(**options: Any) -> None:
-    """Measures which threshold_bytes synchronises a model's gradients fastest, and recommends one.
+    """Measures which threshold_bytes synchronises a model's gradients fastest, and says how sure that is.
 
-    Ranks are started on this machine. Thresholds take turns, round by round; a round counts with its slowest rank, a
-    threshold with the median of its rounds.
+    Ranks are started on this machine, but where a launcher has started this command as a rank. Thresholds take turns,
+    round by round; a round counts with its slowest rank, a threshold with the median of its rounds.
     """
-    from gradsync.bench.threshold_bench import bench_thresholds
+    from gradsync.bench.thresholds import bench_thresholds
 
     bench_thresholds(**options)
 
@@ -110,8 +112,9 @@ def thresholds(**options: Any) -> None:
     epilog="""\b
 Examples:
   gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 32 MB
-  gradsync bench collectives -c all -p 4 -b 64K -e 64M -f 8
+  gradsync bench collectives -c all -n 4 -b 64K -e 64M -f 8
   gradsync bench collectives -c all_reduce,broadcast --plot out.png --json out.json
+  srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
 
 \b
 Columns and formulas are those of NVIDIA's nccl-tests: algbw is size / time; busbw is algbw times 2 (n - 1) / n for
@@ -123,7 +126,7 @@ The exit code is 1 where elements are wrong.
 )
 @click.option("-c", "--collectives", default="all_reduce", show_default=True, metavar="NAMES", help="all, or a list.")
 @click.option(
-    "-p",
+    "-n",
     "--nprocs",
     type=click.IntRange(min=1),
     help="Number of ranks.  [default: one per GPU with nccl; 2 on the CPU; 1 with local]",
@@ -139,7 +142,6 @@ The exit code is 1 where elements are wrong.
 @click.option("-e", "--end", default="32M", show_default=True, metavar="SIZE", help="Largest size.")
 @click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="From one size to the next.")
 @click.option(
-    "-n",
     "--iters",
     "iterations",
     type=click.IntRange(min=1),
@@ -157,8 +159,8 @@ The exit code is 1 where elements are wrong.
 def collectives(**options: Any) -> None:
     """Times collectives over a range of sizes, checks every result, and shows bandwidths.
 
-    Ranks are started on this machine.
+    Ranks are started on this machine, but where a launcher has started this command as a rank.
     """
-    from gradsync.bench.collectives.command import bench_collectives
+    from gradsync.bench.collectives import bench_collectives
 
     bench_collectives(**options)

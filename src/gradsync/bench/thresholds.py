@@ -1,23 +1,56 @@
-"""What a sweep over thresholds measures, and which threshold follows from it: pure, nothing is run here.
+"""`gradsync bench thresholds`: which threshold_bytes synchronises a model's gradients fastest.
 
-The plan says which thresholds are worth measuring; the rows are made of the ranks' timings; the recommendation is made
-of the rows.
+A program that every rank runs. Thresholds take turns, round by round, on gradients that all share. A round counts with
+its slowest rank, a threshold with the median of its rounds. Every second round goes backwards, so that no threshold
+always follows the same one, and a change in the machine's mood meets all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from gradsync.bench.measurement import Seconds
-from gradsync.bench.text import MEGABYTE
-from gradsync.bucketing.plan import GradientSpec, plan_buckets
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gradsync.bench.models import gradients_of, total_bytes
+from gradsync.bench.program import array_module, count_ranks, run_as_ranks
+from gradsync.bench.report import (
+    MEGABYTE,
+    Seconds,
+    check_outputs,
+    draw_times,
+    megabytes,
+    milliseconds,
+    picture,
+    print_table,
+    provenance,
+    write_json,
+)
+from gradsync.bucketing.callback import AllreduceCallback
+from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, GradientSpec, plan_buckets
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.local import local_communicator
+from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 
 DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
 # A larger threshold costs memory and delays the first all-reduce: it has to be worth more than this.
 TOLERANCE = 0.03
+WARM_UP_ROUNDS = 2
+_FEWEST_ROUNDS = 3  # whatever the limit says: fewer have no median to speak of
+_FLOATING = ("float", "bfloat", "complex")
+
+
+# What is measured.
 
 
 @dataclass(frozen=True)
@@ -35,17 +68,37 @@ class Contender:
     same_buckets: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Timings:
-    """Seconds of each round by the contender's number; each round's are those of its slowest rank.
+class Sweep(NamedTuple):
+    """What all ranks measure.
 
     Attributes:
-        steps: of whole steps: every gradient handed over, every bucket reduced.
-        packs: of the same buckets packed and split without moving data; empty where that is not measured.
+        specs: the gradients of a step, in the order of arrival.
+        contenders: the thresholds.
+        steps: rounds to time.
+        limit_seconds: after which no further round begins.
+        packs: whether packing and splitting the same buckets, without moving data, is timed too.
     """
 
-    steps: Sequence[Sequence[float]]
-    packs: Sequence[Sequence[float]]
+    specs: Sequence[GradientSpec]
+    contenders: Sequence[Contender]
+    steps: int
+    limit_seconds: float
+    packs: bool
+
+
+class Measured(NamedTuple):
+    """What a sweep has found, and on what.
+
+    Attributes:
+        steps: seconds of each round, by contender.
+        packs: likewise of packing alone; empty where that was not measured.
+        backend, device: of the communicator.
+    """
+
+    steps: list[list[float]]
+    packs: list[list[float]]
+    backend: str
+    device: str
 
 
 @dataclass(frozen=True)
@@ -69,6 +122,23 @@ class Row:
     def pack_share(self) -> float | None:
         """Packing alone as a part of the step. Where a backend packs on the way, it may be above 1."""
         return None if self.pack_seconds is None else self.pack_seconds.median / self.seconds.median
+
+    def has(self, threshold_bytes: int) -> bool:
+        """Whether it was measured for this threshold: one with the same buckets stands for it."""
+        return threshold_bytes in (self.contender.threshold_bytes, *self.contender.same_buckets)
+
+    def as_dictionary(self) -> dict[str, object]:
+        """Returns it for JSON; times in seconds."""
+        return {
+            "threshold_bytes": self.contender.threshold_bytes,
+            "same_buckets_threshold_bytes": self.contender.same_buckets,
+            "all_reduces": self.contender.all_reduces,
+            "seconds": vars(self.seconds),
+            "spread": self.seconds.spread,
+            "pack_only_seconds": vars(self.pack_seconds) if self.pack_seconds else None,
+            "pack_only_share": self.pack_share,
+            "bus_bytes_per_second": self.bus_bytes_per_second,
+        }
 
 
 def parse_megabytes(text: str) -> list[int]:
@@ -105,38 +175,254 @@ def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list
     return [Contender(same[0], len(buckets), tuple(same[1:])) for buckets, same in found.items()]
 
 
-def rows_of(contenders: Sequence[Contender], timings: Timings, *, total_bytes: int, ranks: int) -> list[Row]:
-    """Sums up timings; at least one round of them."""
+def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], packs: Sequence[Sequence[float]], ranks: int) -> list[Row]:
+    """Sums up the seconds of at least one round."""
+    size_bytes = total_bytes(list(sweep.specs))
     rows = []
-    for number, contender in enumerate(contenders):
-        seconds = Seconds.of(timings.steps[number])
-        packs = Seconds.of(timings.packs[number]) if timings.packs else None
-        bus = 2 * (ranks - 1) / ranks * total_bytes / seconds.median if seconds.median else math.inf
-        rows.append(Row(contender, seconds, packs, bus))
+    for number, contender in enumerate(sweep.contenders):
+        seconds = Seconds.of(steps[number])
+        bus = 2 * (ranks - 1) / ranks * size_bytes / seconds.median if seconds.median else math.inf
+        rows.append(Row(contender, seconds, Seconds.of(packs[number]) if packs else None, bus))
     return rows
 
 
-def best(rows: Sequence[Row]) -> Row:
-    """Returns the fastest row."""
-    return min(rows, key=lambda row: row.seconds.median)
+# The ranks' program.
 
 
-def recommend(rows: Sequence[Row]) -> Row:
-    """Returns the smallest threshold within TOLERANCE of the fastest."""
-    limit = (1 + TOLERANCE) * best(rows).seconds.median
-    return min((row for row in rows if row.seconds.median <= limit), key=lambda row: row.contender.threshold_bytes)
+def run_sweep(sweep: Sweep) -> Measured:
+    """Runs on each rank, in an initialised group. Rank 0 shows the table so far on stderr, where that is a terminal."""
+    comm = group_or_world(None, "a sweep over thresholds")
+    operations = _operations(sweep, comm)
+    split = len(sweep.contenders)
+    times: list[list[float]] = [[] for _ in operations]
+    console = Console(stderr=True)
+    began = time.perf_counter()
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for number in range(WARM_UP_ROUNDS + sweep.steps):
+            slowest, elapsed_seconds = _round(operations, comm, began, backwards=number % 2 == 1)
+            measured = number + 1 - WARM_UP_ROUNDS
+            if measured > 0:
+                for samples, seconds in zip(times, slowest, strict=True):
+                    samples.append(seconds)
+                if comm.rank == 0 and console.is_terminal:
+                    rows = rows_of(sweep, times[:split], times[split:], comm.world_size)
+                    live.update(Group(table(rows), Text(f"round {measured} of {sweep.steps}")), refresh=True)
+            per_round = elapsed_seconds / (number + 1)
+            if measured >= _FEWEST_ROUNDS and elapsed_seconds + per_round > sweep.limit_seconds:
+                break
+    return Measured(times[:split], times[split:], comm.backend, comm.device)
 
 
-def as_dictionary(row: Row) -> Mapping[str, object]:
-    """Returns a row for JSON; times in seconds."""
-    packs = row.pack_seconds
-    return {
-        "threshold_bytes": row.contender.threshold_bytes,
-        "same_buckets_threshold_bytes": row.contender.same_buckets,
-        "all_reduces": row.contender.all_reduces,
-        "seconds": vars(row.seconds),
-        "spread": row.seconds.spread,
-        "pack_only_seconds": vars(packs) if packs else None,
-        "pack_only_share": row.pack_share,
-        "bus_bytes_per_second": row.bus_bytes_per_second,
-    }
+def _round(
+    operations: Sequence[Callable[[], None]], comm: Communicator, began: float, *, backwards: bool
+) -> tuple[list[float], float]:
+    """Times each operation once; returns the slowest rank's seconds of each, and how long rank 0 has been measuring."""
+    seconds = [0.0] * len(operations)
+    order = range(len(operations))
+    for number in reversed(order) if backwards else order:
+        comm.barrier()
+        started = time.perf_counter()
+        operations[number]()
+        seconds[number] = time.perf_counter() - started
+    # Rank 0's clock decides for all when to stop: each rank's own would have them differ.
+    by_rank = comm.objects.all_gather((seconds, time.perf_counter() - began))
+    return [max(each) for each in zip(*(seconds for seconds, _ in by_rank), strict=True)], by_rank[0][1]
+
+
+def _operations(sweep: Sweep, comm: Communicator) -> list[Callable[[], None]]:
+    """Returns the steps of all contenders, and then their packing alone, where that is wanted and can be measured."""
+    xp, wait = array_module(comm)
+    gradients = [_gradient(xp, spec, comm.rank) for spec in sweep.specs]
+    method = "mean" if all(spec.dtype.startswith(_FLOATING) for spec in sweep.specs) else "sum"
+    groups: list[Communicator] = [comm]
+    if sweep.packs and xp is np:  # what packs on a GPU is part of its communicator
+        groups.append(local_communicator(force_packing=True))
+    return [
+        _step(AllreduceCallback(method, group, threshold_bytes=contender.threshold_bytes), gradients, wait)
+        for group in groups
+        for contender in sweep.contenders
+    ]
+
+
+def _step(callback: AllreduceCallback, gradients: Sequence[Any], wait: Callable[[], None]) -> Callable[[], None]:
+    def step() -> None:
+        with callback.backward():
+            futures = [callback(number, gradient) for number, gradient in enumerate(gradients)]
+        for future in futures:
+            future.result()
+        wait()
+
+    return step
+
+
+def _gradient(xp: Any, spec: GradientSpec, rank: int) -> Any:
+    """Makes a gradient whose values stay in range however often it is reduced: means settle, sums of zeros are zero."""
+    if spec.dtype == "bfloat16":
+        import ml_dtypes
+
+        return xp.full(spec.shape, rank, ml_dtypes.bfloat16)
+    return xp.full(spec.shape, rank if spec.dtype.startswith(_FLOATING) else 0, spec.dtype)
+
+
+# The command.
+
+
+def bench_thresholds(
+    *,
+    model: str,
+    nprocs: int | None,
+    backend: str,
+    thresholds: str | None,
+    steps: int,
+    limit_seconds: float,
+    verbose: bool,
+    json_path: str | None,
+    plot_path: str | None,
+) -> None:
+    """Measures, prints and writes what the options ask for, which are those of the command.
+
+    Raises:
+        InvalidArgument, BackendUnavailable: before anything runs.
+        GradsyncError: a rank failed; nothing is written.
+    """
+    settings = dict(locals())
+    ranks = count_ranks(nprocs, backend)
+    check_outputs(json_path, plot_path)
+    made = provenance(["gradsync", *sys.argv[1:]])
+    specs = gradients_of(model)
+    contenders = plan_sweep(specs, parse_megabytes(DEFAULT_MEGABYTES if thresholds is None else thresholds))
+    sweep = Sweep(specs, contenders, steps, limit_seconds, verbose)
+    measured = run_as_ranks(run_sweep, sweep, nprocs=nprocs, backend=backend)
+    if measured is None:  # another rank, or mpiexec, reports
+        return
+    rows, rounds = rows_of(sweep, measured.steps, measured.packs, ranks), len(measured.steps[0])
+    name = Path(model).name
+    where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} over {measured.backend}"
+    print(f"{name}: {len(specs)} gradients, {megabytes(total_bytes(specs))}")
+    on = "" if measured.device == "cpu" else f" on {measured.device} and its like"
+    less = f" of {steps}, for --time-limit {limit_seconds:g} s was reached" if rounds < steps else ""
+    print(f"{where}{on}; medians of the slowest rank, {rounds} steps each{less}\n")
+    print_table(table(rows, verbose=verbose))
+    print("\n" + "\n".join(filter(None, (same_buckets(rows), rising_counts(rows), recommendation(rows)))))
+    if plot_path is not None:
+        plot(rows, f"{name}: {where}", plot_path)
+        print(f"drawn in {plot_path}")
+    settings |= {"gradients": len(specs), "total_bytes": total_bytes(specs), "ranks": ranks}
+    settings |= {"rounds": rounds, "measured_backend": measured.backend, "device": measured.device}
+    chosen = recommended(rows).contender.threshold_bytes
+    result = {"rows": [row.as_dictionary() for row in rows], "recommended_threshold_bytes": chosen}
+    write_json(json_path, made, {"settings": settings, **result})
+
+
+# What a person reads.
+
+
+def alike(rows: Sequence[Row]) -> Sequence[Row]:
+    """Returns the fastest row, with those around it that take as long, as far as noise and TOLERANCE can tell."""
+    fastest = min(rows, key=lambda row: row.seconds.median)
+    limit = fastest.seconds.median * (1 + max(TOLERANCE, fastest.seconds.spread))
+    first = last = rows.index(fastest)
+    while first > 0 and rows[first - 1].seconds.median <= limit:
+        first -= 1
+    while last + 1 < len(rows) and rows[last + 1].seconds.median <= limit:
+        last += 1
+    return rows[first : last + 1]
+
+
+def recommended(rows: Sequence[Row]) -> Row:
+    """Returns the row to take: the default's where that does, else the smallest threshold that does."""
+    found = alike(rows)
+    return next((row for row in found if row.has(DEFAULT_THRESHOLD_BYTES)), found[0])
+
+
+def recommendation(rows: Sequence[Row]) -> str:
+    """Returns which thresholds do, how sure that is, and how to write the recommended one."""
+    found = alike(rows)
+    times = [row.seconds.median for row in found]
+    noise = min(found, key=lambda row: row.seconds.median).seconds
+    took = f"{milliseconds(min(times))}" + (f" to {milliseconds(max(times))}" if len(found) > 1 else "")
+    sure = f"{took} a step, noise {milliseconds(noise.upper_quartile - noise.lower_quartile)}"
+    low, high = (megabytes(row.contender.threshold_bytes) for row in (found[0], found[-1]))
+    if len(rows) == 1:
+        return f"Nothing to choose: all thresholds make the same {rows[0].contender.all_reduces} bucket(s). {sure}."
+    if len(found) == len(rows):
+        which = "Any of these thresholds does"
+    elif found[-1] is rows[-1]:
+        which = f"Any threshold from {low} does"
+    else:
+        which = f"Any threshold from {low} to {high} does" if len(found) > 1 else f"Take {low}"
+    chosen = recommended(rows)
+    if chosen.has(DEFAULT_THRESHOLD_BYTES):
+        return f"{which}: {sure}. So the default ({megabytes(DEFAULT_THRESHOLD_BYTES)}) is right."
+    return f"{which}: {sure}. gs.AllreduceCallback(threshold_bytes={_as_code(chosen.contender.threshold_bytes)})"
+
+
+def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
+    """Returns the rows under headings; verbose with the quartiles, the bus bandwidth, and packing alone."""
+    more = ("quartiles", "bus", "pack only", "of step") if verbose else ()
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("threshold", "step", "all-reduces", *more, ""):
+        found.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    chosen = recommended(rows)
+    for row in rows:
+        threshold, bus = row.contender.threshold_bytes, row.bus_bytes_per_second
+        cells = [megabytes(threshold), milliseconds(row.seconds.median), str(row.contender.all_reduces)]
+        if verbose:
+            lower = milliseconds(row.seconds.lower_quartile).removesuffix(" ms")
+            cells += [
+                f"{lower}-{milliseconds(row.seconds.upper_quartile)}",
+                f"{bus / 1e9:.3g} GB/s" if bus and math.isfinite(bus) else "-",
+                milliseconds(row.pack_seconds.median) if row.pack_seconds else "-",
+                f"{100 * row.pack_share:.0f} %" if row.pack_share is not None else "-",
+            ]
+        found.add_row(*cells, "<- recommended" if row is chosen and len(rows) > 1 else "")
+    return found
+
+
+def same_buckets(rows: Sequence[Row]) -> str:
+    """Returns which thresholds were not measured, because a smaller one makes the same buckets; "" if none."""
+    return "\n".join(
+        f"Not measured: {', '.join(map(megabytes, row.contender.same_buckets))}; "
+        f"the buckets are those of {megabytes(row.contender.threshold_bytes)}."
+        for row in rows
+        if row.contender.same_buckets
+    )
+
+
+def rising_counts(rows: Sequence[Row]) -> str:
+    """Returns why a larger threshold makes more buckets, where one does; else ""."""
+    counts = [row.contender.all_reduces for row in rows]
+    if counts == sorted(counts, reverse=True):
+        return ""
+    return "A larger threshold can make more buckets: one is closed where the next gradient would not fit any more."
+
+
+def _as_code(size_bytes: int) -> str:
+    for unit, factor in (("1024**2", MEGABYTE), ("1024", 1024)):
+        if size_bytes % factor == 0:
+            return f"{size_bytes // factor} * {unit}"
+    return str(size_bytes)
+
+
+def plot(rows: Sequence[Row], title: str, path: str) -> None:
+    """Writes a PNG: the time of a step over the threshold, quartiles as bars.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    thresholds = [row.contender.threshold_bytes / MEGABYTE for row in rows]
+    chosen = recommended(rows).contender.threshold_bytes
+    with picture(path, 8, 5) as figure:
+        axes = figure.add_subplot()
+        label = "step (median, quartiles)"
+        draw_times(axes, thresholds, [row.seconds for row in rows], 1e-3, marker="o", capsize=3, label=label)
+        axes.axvline(chosen / MEGABYTE, color="tab:green", linestyle=":", label=f"recommended: {megabytes(chosen)}")
+        axes.set_xscale("log")
+        axes.set_xticks(thresholds, [f"{threshold:.3g}" for threshold in thresholds], minor=False)
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("threshold of a bucket (MiB)")
+        axes.set_ylabel("time per step (ms)")
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+        axes.legend()

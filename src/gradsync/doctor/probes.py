@@ -13,10 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradsync.bench.rank_starts import without_launcher
+from gradsync.environment import without_launcher
 from gradsync.errors import GradsyncError
 
 _LONGEST_TEXT = 4000
@@ -35,24 +35,43 @@ def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float
         commands["mpiexec"] = [mpiexec, "--version"]
     if nvidia_smi is not None:
         commands["topology"] = [nvidia_smi, "topo", "-m"]
-    environ = without_launcher()
     started: dict[str, subprocess.Popen[str] | OSError] = {}
     for name, command in commands.items():
         try:
-            started[name] = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # so that what it has started ends with it, as where it is a script
-            )
+            started[name] = _start(command)
         except OSError as error:
             started[name] = error
     deadline = time.monotonic() + deadline_seconds
     return {name: _answer(name, process, deadline, deadline_seconds) for name, process in started.items()}
+
+
+def call(command: Sequence[str], deadline_seconds: float) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a session of its own and without a launcher's variables.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it has not ended by the deadline; it was killed, with what it had started.
+    """
+    with _start(command) as process:
+        try:
+            out, err = process.communicate(timeout=deadline_seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=without_launcher(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that what it has started ends with it, as where it is a script
+    )
 
 
 def _answer(

@@ -8,19 +8,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradsync.bench.report import print_table
 from gradsync.doctor.finding import Status
 from gradsync.doctor.report import Report
 from gradsync.doctor.trials import Trial
 
 _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.UNUSABLE: "dim", Status.BROKEN: "bold red"}
-_LOG_WIDTH = 120  # where no terminal tells its own
 
 
 def show(report: Report, console: Console | None = None) -> None:
     """Prints a report."""
     console = console or Console(highlight=False, soft_wrap=False)
-    if not console.is_terminal:
-        console.width = _LOG_WIDTH
     lines = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     lines.add_column(no_wrap=True)
     lines.add_column(no_wrap=True)
@@ -35,19 +33,11 @@ def show(report: Report, console: Console | None = None) -> None:
         lines.add_section()
         for row in _trial_rows(report.trials):
             lines.add_row(*row)
-    _print_without_trailing_blanks(console, lines)
+    print_table(lines, console)
     console.print()
     console.print(
         Text(report.verdict(), "bold green" if report.is_well else "bold red"), Text(f"({report.seconds:.1f} s)", "dim")
     )
-
-
-def _print_without_trailing_blanks(console: Console, lines: Table) -> None:
-    """Prints a table, whose rows rich fills up to its width, so that a report pastes well into a mail."""
-    for line in console.render_lines(lines, pad=False):
-        text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
-        text.rstrip()
-        console.print(text, soft_wrap=True)
 
 
 def _trial_rows(trials: Sequence[Trial]) -> list[tuple[Text, str, Text]]:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.rank_starts import find_mpiexec
 from gradsync.communicators.shared_memory.segment import create_segment
 from gradsync.doctor.probes import ask_all
 from gradsync.errors import GradsyncError
+from gradsync.launchers import find_mpiexec
 from gradsync.machine import addresses, usable_cores
 
 _NAME_SECONDS = 1.0

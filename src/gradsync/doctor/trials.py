@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from gradsync.bench.collectives.cases import Case
-from gradsync.bench.collectives.measuring import start
-from gradsync.bench.collectives.operation import IN_PLACE, Prepared
-from gradsync.bench.crew import Crew, CrewFailed, Patience
 from gradsync.doctor.finding import Finding, Status
+from gradsync.doctor.probes import call
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.machine import count_gpus
 
 BACKENDS = ("local", "shm", "mpi", "nccl")
-_COUNT = 4 * 1024**2  # of float32: 16 MB
-_ITERATIONS, _WARM_UP, _BLOCKS = 5, 2, 3
-_END_SECONDS = 2.0
+_OPTIONS = ("-b", "16M", "-e", "16M", "--iters", "5", "-w", "2", "--blocks", "3")
 
 
 @dataclass(frozen=True)
@@ -52,23 +51,16 @@ def try_backend(backend: str, here: Surroundings, findings: Sequence[Finding], d
         backend: one of BACKENDS.
         here: the facts.
         findings: of the checks.
-        deadline_seconds: for the ranks to start, and once more for them to answer.
+        deadline_seconds: for all of it; then its processes are killed.
     """
     reason = why_not(backend, here, findings)
     if reason is not None:
         return Trial(backend, None, 0, reason)
     ranks = _ranks(backend, here)
     began = time.monotonic()
-    try:
-        with tempfile.TemporaryDirectory(prefix="gradsync-doctor-") as folder:
-            trial = _run(backend, ranks, folder, deadline_seconds)
-    except CrewFailed as error:
-        words = error.summary.removeprefix(f"gradsync/{backend}: ").replace("gradsync.errors.", "")
-        advice = f"see all of it: gradsync bench collectives --backend {backend} -e 1K"
-        trial = Trial(backend, False, ranks, words, advice)
-    except Exception as error:  # whatever is broken is a line of the doctor's
-        trial = Trial(backend, False, ranks, f"{type(error).__name__}: {error}")
-    return Trial(**{**vars(trial), "seconds": time.monotonic() - began})
+    with tempfile.TemporaryDirectory(prefix="gradsync-doctor-") as folder:
+        trial = _run(backend, ranks, f"{folder}/result.json", deadline_seconds)
+    return replace(trial, seconds=time.monotonic() - began)
 
 
 def why_not(backend: str, here: Surroundings, findings: Sequence[Finding]) -> str | None:
@@ -89,28 +81,37 @@ def _ranks(backend: str, here: Surroundings) -> int:
     return 1 if backend == "local" else 2
 
 
-def _run(backend: str, ranks: int, folder: str, deadline_seconds: float) -> Trial:
-    case = Case("all_reduce", _COUNT, "float32", "sum", ranks, _ITERATIONS, _WARM_UP, checks=True)
-    patience = Patience(deadline_seconds, deadline_seconds, _END_SECONDS)
-    with start(backend, folder, ranks, patience) as crew:
-        prepared: list[Prepared] = crew.ask("prepare", case, IN_PLACE)
-        wrong = sum(rank.wrong or 0 for rank in prepared)
-        if wrong:
-            return Trial(backend, False, ranks, f"{wrong:,} elements of the result are wrong", "please report this")
-        seconds = min(_slowest(crew, block) for block in range(_BLOCKS))
-    size_bytes = case.count * 4
-    bus = size_bytes / seconds * case.kind.bus_factor(ranks)
+def _run(backend: str, ranks: int, output: str, deadline_seconds: float) -> Trial:
+    """Has `gradsync bench collectives` time 16 MB in a process of its own: what is broken may crash or hang."""
+    options = ["--backend", backend, "-n", str(ranks), "--json", output, *_OPTIONS]
+    try:
+        done = call([sys.executable, "-m", "gradsync", "bench", "collectives", *options], deadline_seconds)
+    except OSError as error:
+        return Trial(backend, False, ranks, f"{type(error).__name__}: {error}")
+    except subprocess.TimeoutExpired:
+        return Trial(backend, False, ranks, f"no answer within {deadline_seconds:.0f} s", _advice(backend))
+    if done.returncode and not os.path.exists(output):
+        return Trial(backend, False, ranks, _cause(done), _advice(backend))
+    with open(output, encoding="utf-8") as file:
+        [row] = json.load(file)["rows"]
+    forms = row["forms"].values()
+    if wrong := sum(form["wrong"] or 0 for form in forms):
+        return Trial(backend, False, ranks, f"{wrong:,} elements of the result are wrong", "please report this")
     if ranks == 1:
-        alone = (
-            "works with one rank"
-            if backend == "local"
-            else "works with one rank; there is one GPU, and each rank needs its own"
-        )
-        return Trial(backend, True, ranks, alone)
+        alone = "" if backend == "local" else "; there is one GPU, and each rank needs its own"
+        return Trial(backend, True, ranks, f"works with one rank{alone}")
+    seconds = min(form["seconds"]["median"] for form in forms)
+    bus = max(form["bus_bytes_per_second"] for form in forms)
     text = f"works: 16 MB in {1e3 * seconds:.3g} ms between {ranks} ranks, {bus / 1e9:.3g} GB/s"
     return Trial(backend, True, ranks, text, bus_bytes_per_second=bus)
 
 
-def _slowest(crew: Crew, block: int) -> float:
-    answers: list[Any] = crew.ask("time", IN_PLACE, _ITERATIONS, _WARM_UP if block == 0 else 0)
-    return max(map(float, answers))
+def _advice(backend: str) -> str:
+    return f"see all of it: gradsync bench collectives --backend {backend} -e 1K"
+
+
+def _cause(done: subprocess.CompletedProcess[str]) -> str:
+    """Returns what the ranks say of their end: the last line of a traceback, or the command's own error."""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    of_ranks = [line for line in lines[:-1] if re.match(r"[\w.]*(?:Error|Exception|[A-Z]\w+): ", line)]
+    return (of_ranks or lines)[-1].removeprefix("gradsync: error: ").replace("gradsync.errors.", "")

@@ -5,70 +5,50 @@ import time
 
 import pytest
 
-from gradsync.bench.crew import Crew, Start
 from gradsync.doctor import trials
 from gradsync.doctor.finding import ok, unusable
+from gradsync.doctor.probes import call
 from gradsync.doctor.report import Report
 from gradsync.doctor.surroundings import Surroundings
 from gradsync.doctor.trials import Trial, try_backend, why_not
 
-ADDRESS_LAST = "import sys, time; from multiprocessing.connection import Client; c = Client(sys.argv[1], 'AF_UNIX'); "
 WELL = [ok("Python", "3.12")]
 
 
-def crew_of(source):
-    """Starts ranks of this source in place of real ones."""
+def in_place_of_the_bench(monkeypatch, source):
+    """Has the doctor run this source in place of `gradsync bench collectives`; `output` is where its JSON goes."""
+    code = f"import json, os, sys, time; output = sys.argv[sys.argv.index('--json') + 1]\n{source}"
 
-    def start(_contender, folder, ranks, patience):
-        starts = [Start([sys.executable, "-c", ADDRESS_LAST + source])]
-        return Crew(
-            "gradsync/shm", folder, lambda address: [with_address(s, address) for s in starts], 1, patience=patience
-        )
+    def run(command, seconds):
+        return call([sys.executable, "-c", code, *command[3:]], seconds)
 
-    return start
-
-
-def with_address(start, address):
-    return Start([*start.command, address])
-
-
-def hello(rest):
-    return f"c.send(('hello', {{'rank': 0, 'pid': __import__('os').getpid(), 'versions': {{}}}})); {rest}"
+    monkeypatch.setattr(trials, "call", run)
 
 
 @pytest.mark.parametrize(
     ("source", "limit_seconds", "text"),
     [
         ("time.sleep(60)", 1.0, "no answer within 1 s"),
-        (hello("c.recv(); time.sleep(60)"), 1.0, "no answer within 1 s"),
-        (hello("c.recv(); sys.exit('out of luck')"), 60.0, "a rank is gone: out of luck"),
-        ("c.send(('failure', 'Traceback\\nOSError: no memory'))", 60.0, "a rank failed: OSError: no memory"),
+        ("os.fork(); time.sleep(60)", 1.0, "no answer within 1 s"),
+        ("sys.exit('gradsync: error: rank 1 failed with exit code 1')", 60.0, "rank 1 failed with exit code 1"),
+        ("sys.exit('OSError: no memory\\ngradsync: error: rank 1 failed')", 60.0, "OSError: no memory"),
+        ("os.kill(os.getpid(), 11)", 60.0, "exit code -11"),
     ],
 )
 def test_ranks_that_hang_or_die_are_a_line_in_time(monkeypatch, source, limit_seconds, text):
-    monkeypatch.setattr(trials, "start", crew_of(source))
+    in_place_of_the_bench(monkeypatch, source)
     began = time.monotonic()
     trial = try_backend("shm", Surroundings(), WELL, limit_seconds)
-    assert trial.works is False
-    assert text in trial.text
+    assert (trial.works, trial.text) == (False, text)
     assert "gradsync bench collectives --backend shm" in trial.advice
     assert time.monotonic() - began < 30
 
 
 def test_a_wrong_result_does_not_work(monkeypatch):
-    prepared = "from gradsync.bench.collectives.operation import Prepared; c.recv(); "
-    answer = prepared + "c.send(('answer', Prepared(7))); c.poll(60)"
-    monkeypatch.setattr(trials, "start", crew_of(hello(answer)))
+    rows = '{"rows": [{"forms": {"out-of-place": {"wrong": 3}, "in-place": {"wrong": 4}}}]}'
+    in_place_of_the_bench(monkeypatch, f"open(output, 'w').write({rows!r}); sys.exit(1)")
     trial = try_backend("shm", Surroundings(), WELL, 20.0)
     assert (trial.works, trial.text) == (False, "7 elements of the result are wrong")
-
-
-def test_what_crashes_in_the_doctor_itself_is_a_line(monkeypatch):
-    def start(*_arguments):
-        raise MemoryError("none left")
-
-    monkeypatch.setattr(trials, "start", start)
-    assert try_backend("shm", Surroundings(), WELL, 1.0).text == "MemoryError: none left"
 
 
 @pytest.mark.parametrize(

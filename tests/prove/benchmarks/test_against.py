@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 import against
 from against import NEW, OLD, Ratio, verdict_of
-from gradsync.bench.crew import CrewFailed
+from peers.crew import CrewFailed
 
 ROOT = Path(__file__).parents[3]
 

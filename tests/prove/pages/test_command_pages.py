@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from gradsync.bench.collectives.kinds import KINDS
+from gradsync.bench.collectives import KINDS
 from gradsync.cli import main
 from gradsync.doctor.checks import CHECKS
 from gradsync.doctor.finding import Status

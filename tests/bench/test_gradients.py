@@ -6,8 +6,7 @@ import math
 import pytest
 
 import gradsync as gs
-from gradsync.bench.gradients import gradients_of, total_bytes
-from gradsync.bench.models import MODELS
+from gradsync.bench.models import MODELS, gradients_of, total_bytes
 
 
 @pytest.mark.parametrize("model", MODELS)

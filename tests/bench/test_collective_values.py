@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 
 import gradsync as gs
-from gradsync.bench.collectives.cases import Case, parse_dtype, parse_size, plan_cases, sizes_between
-from gradsync.bench.collectives.kinds import KINDS, kinds_of
-from gradsync.bench.collectives.values import count_wrong, expected_of, source_of
+from gradsync.bench.collectives import (
+    KINDS,
+    Case,
+    count_wrong,
+    expected_of,
+    kinds_of,
+    parse_dtype,
+    parse_size,
+    plan_cases,
+    sizes_between,
+    source_of,
+)
 from gradsync.reduction import dtype_of
 
 CASE = Case("all_reduce", 5000, "float32", "sum", 4, 20, 5, checks=True)

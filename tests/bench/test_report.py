@@ -1,8 +1,8 @@
-"""Samples are summed up by their quartiles; a result says where and how it was made."""
+"""Samples are summed up by their quartiles; a result says where and how it was made; numbers keep three digits."""
 
 import pytest
 
-from gradsync.bench.measurement import Seconds, provenance
+from gradsync.bench.report import MEGABYTE, Seconds, megabytes, milliseconds, provenance
 
 
 def test_timings_are_summed_up_by_their_quartiles():
@@ -21,3 +21,9 @@ def test_a_result_says_where_and_how_it_was_made():
     assert made["command"] == "gradsync bench 'a file.json'"
     assert made["machine"]["usable_cores"] >= 1
     assert set(made["versions"]) == {"python", "numpy", "gradsync"}
+
+
+def test_numbers_keep_three_digits():
+    sizes = [megabytes(x * MEGABYTE) for x in (0.01, 0.25, 97.49, 999.4, 1234.5)]
+    assert sizes == ["10.2 KB", "0.25 MB", "97.5 MB", "999 MB", "1,234 MB"]
+    assert [milliseconds(x) for x in (1e-5, 0.0123456, 12.3456)] == ["0.01 ms", "12.3 ms", "12,346 ms"]

@@ -1,0 +1,771 @@
+"""`gradsync bench collectives`: each collective over a range of sizes, in the columns of NVIDIA's nccl-tests.
+
+A program that every rank runs, as nccl-tests is: under the launcher that the command starts itself, or under mpiexec,
+srun or torchrun. Rank 0 prints. Sizes, layouts in place and factors of the bandwidths are those of nccl-tests, so that
+figures can be laid beside its own. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount
+and *GetBw of src/*.cu.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradsync.bench.program import array_module, count_ranks, run_as_ranks
+from gradsync.bench.report import (
+    Seconds,
+    busy_machine,
+    check_outputs,
+    draw_times,
+    picture,
+    provenance,
+    tick_times,
+    write_json,
+)
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.world import group_or_world
+from gradsync.errors import GradsyncError, InvalidArgument, UnsupportedDtype
+from gradsync.machine import usable_cores
+from gradsync.reduction import ReduceOp, check_operation, dtype_of
+
+Array = npt.NDArray[Any]
+
+ROOT = 0
+
+ALL_REDUCE, REDUCE, REDUCE_SCATTER = "all_reduce", "reduce", "reduce_scatter"
+BROADCAST, ALL_GATHER, GATHER, SCATTER = "broadcast", "all_gather", "gather", "scatter"
+ALL_TO_ALL, EXCHANGE = "all_to_all", "exchange"
+
+SEPARATE, IN_PLACE = FORMS = "out-of-place", "in-place"
+
+#: nccl-tests' names of dtypes, and NumPy's.
+DTYPES = {
+    **{name: name for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64")},
+    **{"half": "float16", "float": "float32", "double": "float64", "bfloat16": "bfloat16"},
+    **{name: name for name in ("float16", "float32", "float64", "int16", "uint16")},
+}
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_MOST_SIZES = 100
+
+
+# What is timed.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One collective.
+
+    Attributes:
+        name: of the method.
+        reduces: whether it takes an operator.
+        rooted: whether one rank is its root.
+        source_parts, target_parts: what a rank gives and gets: "n" parts, one for each rank, or "1".
+        bus_ring: whether (n - 1) / n of the bytes pass a link; else all of them do.
+        bus_passes: how often they do: twice in an all-reduce.
+        has_separate_target: whether there is a form with source and target apart.
+        has_in_place: whether there is a form in place.
+    """
+
+    name: str
+    reduces: bool = False
+    rooted: bool = False
+    source_parts: str = "1"
+    target_parts: str = "1"
+    bus_ring: bool = False
+    bus_passes: int = 1
+    has_separate_target: bool = True
+    has_in_place: bool = True
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the size is cut into a part for each rank."""
+        return "n" in (self.source_parts, self.target_parts)
+
+    def bus_factor(self, ranks: int) -> float:
+        """Returns the bus bandwidth by the algorithm bandwidth: size over time."""
+        return self.bus_passes * ((ranks - 1) / ranks if self.bus_ring else 1.0)
+
+    def count(self, size_bytes: int, itemsize: int, ranks: int) -> int:
+        """Returns the elements of a part, at least one: of the whole, or of what a rank has of it."""
+        return max(size_bytes // itemsize // (ranks if self.is_dealt else 1), 1)
+
+    def size_bytes(self, count: int, itemsize: int, ranks: int) -> int:
+        """Returns the bytes of the larger of source and target, which is what counts as the size."""
+        return count * itemsize * (ranks if self.is_dealt else 1)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(ALL_REDUCE, reduces=True, bus_ring=True, bus_passes=2),
+        Kind(ALL_GATHER, target_parts="n", bus_ring=True),
+        Kind(REDUCE_SCATTER, reduces=True, source_parts="n", bus_ring=True),
+        Kind(ALL_TO_ALL, source_parts="n", target_parts="n", bus_ring=True),
+        Kind(BROADCAST, rooted=True, has_separate_target=False),
+        Kind(REDUCE, reduces=True, rooted=True),
+        Kind(GATHER, rooted=True, target_parts="n", bus_ring=True),
+        Kind(SCATTER, rooted=True, source_parts="n", bus_ring=True),
+        Kind(EXCHANGE, has_in_place=False),
+    )
+}
+
+
+def kinds_of(names: str) -> list[Kind]:
+    """Returns the collectives of "all", or of a list as "all_reduce,broadcast".
+
+    Raises:
+        InvalidArgument: no collective has that name.
+    """
+    if names == "all":
+        return list(KINDS.values())
+    wanted = [name.strip().replace("-", "_") for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in KINDS:
+            raise InvalidArgument(f"no collective is called {name!r}: use all, or some of {', '.join(KINDS)}")
+    if not wanted:
+        raise InvalidArgument(f"name at least one collective: all, or some of {', '.join(KINDS)}")
+    return [KINDS[name] for name in dict.fromkeys(wanted)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Attributes:
+        collective: its name.
+        count: elements of a part, see Kind.
+        dtype: NumPy's name.
+        op: of a reduction; "" for others.
+        ranks: how many.
+        iterations, warm_up: calls of a block that are timed, and calls before them.
+        checks: whether results are compared with those of NumPy.
+    """
+
+    collective: str
+    count: int
+    dtype: str
+    op: str
+    ranks: int
+    iterations: int
+    warm_up: int
+    checks: bool
+
+    @property
+    def kind(self) -> Kind:
+        """What the collective is."""
+        return KINDS[self.collective]
+
+
+def parse_size(text: str) -> int:
+    """Returns a size in bytes of "8", "64K" or "1.5M", in units of 1024 as nccl-tests has them.
+
+    Raises:
+        InvalidArgument: it is none, or below a byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size_bytes < 1:
+        raise InvalidArgument(f"a size needs to read 8, 64K, 1M or 1G, and be at least a byte; got {text!r}")
+    return size_bytes
+
+
+def sizes_between(begin: int, end: int, factor: float) -> list[int]:
+    """Returns the sizes from `begin` on, each `factor` times the one before, up to `end`.
+
+    Raises:
+        InvalidArgument: the end is before the beginning, the factor is not above 1, or there are too many.
+    """
+    if end < begin:
+        raise InvalidArgument(f"-e needs to be at least -b, got {end} and {begin} bytes")
+    if begin == end:
+        return [begin]
+    if factor <= 1:
+        raise InvalidArgument(f"-f needs to be above 1, got {factor:g}")
+    sizes: list[int] = []
+    size = float(begin)
+    while size <= end:
+        sizes.append(round(size))
+        size *= factor
+        if len(sizes) > _MOST_SIZES:
+            raise InvalidArgument(f"-b, -e and -f make more than {_MOST_SIZES} sizes: use a larger factor")
+    return sorted(set(sizes))
+
+
+def parse_dtype(text: str) -> str:
+    """Returns NumPy's name of a dtype.
+
+    Raises:
+        InvalidArgument: there is none of that name.
+    """
+    if text not in DTYPES:
+        raise InvalidArgument(f"no dtype is called {text!r}: use one of {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) -> list[Case]:
+    """Returns the cases of a collective, one for each size that makes arrays of another length.
+
+    Args:
+        kind: the collective.
+        sizes: in bytes, ascending.
+        itemsize: bytes of an element.
+        template: with all that does not depend on the collective or the size.
+    """
+    counts = dict.fromkeys(kind.count(size, itemsize, template.ranks) for size in sizes)
+    op = template.op if kind.reduces else ""
+    return [replace(template, collective=kind.name, count=count, op=op) for count in counts]
+
+
+# What ranks put in, and what has to come out.
+
+# A prime: the pattern comes back at another place of every cache line, so that misplaced data shows.
+_PERIOD = 1009
+_EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
+_UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def source_of(case: Case, rank: int) -> Array:
+    """Returns what a rank gives: small whole numbers, others by rank and by place; never more than a dtype holds."""
+    return np.resize(_period(case, rank), case.count * (case.ranks if case.kind.source_parts == "n" else 1))
+
+
+def _period(case: Case, rank: int) -> Array:
+    """Returns what a source repeats; for products 1 and 2, so that those of a few ranks stay exact."""
+    most = 2 if case.op == "prod" else 8
+    return np.random.default_rng(rank).integers(1, most + 1, _PERIOD).astype(dtype_of(case.dtype))
+
+
+def expected_of(case: Case, rank: int) -> Array | None:
+    """Returns what a rank has to get; None where it gets nothing."""
+    if case.kind.rooted and case.collective in (REDUCE, GATHER) and rank != ROOT:
+        return None
+    if case.collective == BROADCAST:
+        return source_of(case, ROOT)
+    if case.collective == EXCHANGE:
+        return source_of(case, (rank - 1) % case.ranks)
+    if case.collective == SCATTER:
+        return _part(source_of(case, ROOT), case, rank)
+    if case.kind.reduces:
+        return _expected_reduction(case, rank)
+    sources = [source_of(case, other) for other in range(case.ranks)]
+    if case.collective == ALL_TO_ALL:
+        sources = [_part(source, case, rank) for source in sources]
+    elif case.collective not in (ALL_GATHER, GATHER):
+        raise ValueError(case.collective)
+    return np.concatenate(sources)
+
+
+def _expected_reduction(case: Case, rank: int) -> Array:
+    """Reduces what the sources repeat, and repeats that."""
+    period = _reduced([_period(case, other) for other in range(case.ranks)], case.op)
+    if case.collective == REDUCE_SCATTER:
+        return _part(np.resize(period, case.count * case.ranks), case, rank)
+    return np.resize(period, case.count)
+
+
+def _part(array: Array, case: Case, rank: int) -> Array:
+    return array[rank * case.count : (rank + 1) * case.count]
+
+
+def _reduced(sources: Sequence[Array], op: str) -> Array:
+    """Reduces in float64 where values are floating, else in the dtype itself: integers wrap as they do there."""
+    dtype = sources[0].dtype
+    wide = dtype if dtype.kind in "iu" else np.dtype(np.float64)
+    total = sources[0].astype(wide)
+    for source in sources[1:]:
+        total = _UFUNCS[op](total, source.astype(wide))
+    if op == "mean":
+        total = total / len(sources)
+    return total.astype(dtype)
+
+
+def count_wrong(case: Case, result: Array | None, rank: int) -> int:
+    """Returns how many elements of a result are not what this rank has to get; all of them where there is none.
+
+    Means, and what has 16 bits, may be off by one rounding for each rank; all else is exact.
+    """
+    expected = expected_of(case, rank)
+    if expected is None:
+        return 0
+    if result is None or result.shape != expected.shape or result.dtype != expected.dtype:
+        return int(expected.size)
+    if case.dtype not in _EPSILON or not case.op or (case.op != "mean" and expected.dtype.itemsize > 2):
+        return int(np.count_nonzero(result != expected))
+    tolerance = case.ranks * _EPSILON[case.dtype]
+    found, wanted = result.astype(np.float64), expected.astype(np.float64)
+    return int(np.count_nonzero(~(np.abs(found - wanted) <= tolerance * np.abs(wanted))))
+
+
+# One form of a case on one rank.
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The arrays of one form on one rank.
+
+    Attributes:
+        source: what the rank gives; None where it gives nothing.
+        target: what it gets into; None where it gets nothing. It may be, or be part of, the source, and the other way
+            round.
+    """
+
+    source: Any
+    target: Any
+
+
+Empty = Callable[[int, str], Any]  # empty(elements, dtype) returns an array of the device
+
+
+def make_buffers(rank: int, empty: Empty, case: Case, form: str) -> Buffers:
+    """Makes the arrays of a rank, as nccl-tests lays them out.
+
+    In place, what is gathered comes from its own part of the target, and what is dealt out goes to its own part of the
+    source. Only the root has the large array of a rooted collective, and the result of a reduction to it.
+    """
+    return _make_separate(rank, empty, case) if form == SEPARATE else _make_in_place(rank, empty, case)
+
+
+def _make_separate(rank: int, empty: Empty, case: Case) -> Buffers:
+    is_root = rank == ROOT
+    source_count = case.count * (case.ranks if case.kind.source_parts == "n" else 1)
+    target_count = case.count * (case.ranks if case.kind.target_parts == "n" else 1)
+    gives = is_root or case.collective != SCATTER
+    gets = is_root or case.collective not in (REDUCE, GATHER)
+    return Buffers(
+        empty(source_count, case.dtype) if gives else None,
+        empty(target_count, case.dtype) if gets else None,
+    )
+
+
+def _make_in_place(rank: int, empty: Empty, case: Case) -> Buffers:
+    if case.kind.source_parts == case.kind.target_parts:
+        array = empty(case.count * (case.ranks if case.kind.is_dealt else 1), case.dtype)
+        return Buffers(array, array)
+    gathers = case.kind.target_parts == "n"
+    if case.kind.rooted and rank != ROOT:
+        part = empty(case.count, case.dtype)
+        return Buffers(part, None) if gathers else Buffers(None, part)
+    whole = empty(case.count * case.ranks, case.dtype)
+    part = whole[rank * case.count : (rank + 1) * case.count]
+    return Buffers(part, whole) if gathers else Buffers(whole, part)
+
+
+def make_call(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], object]:
+    """Returns what runs the collective once on these arrays."""
+    source, target, op = buffers.source, buffers.target, case.op
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    in_place = source is target  # as one writes it then: without out=
+    return {
+        ALL_REDUCE: lambda: comm.all_reduce(source, op) if in_place else comm.all_reduce(source, op, out=target),
+        REDUCE: lambda: comm.reduce(source, op, ROOT, out=None if in_place else target),
+        REDUCE_SCATTER: lambda: comm.reduce_scatter(source, op, out=target),
+        BROADCAST: lambda: comm.broadcast(source, ROOT),
+        ALL_GATHER: lambda: comm.all_gather(source, out=target),
+        GATHER: lambda: comm.gather(source, ROOT, out=target),
+        SCATTER: lambda: comm.scatter(source, ROOT, out=target),
+        ALL_TO_ALL: lambda: comm.all_to_all(source, out=target),
+        EXCHANGE: lambda: comm.exchange(source, dest=after, out=target, source=before),
+    }[case.collective]
+
+
+@dataclass(frozen=True)
+class FormResult:
+    """One form, out of place or in place.
+
+    Attributes:
+        seconds: of a call: over the blocks, each the mean of its iterations on its slowest rank; None where the form is
+            not offered.
+        wrong: elements that differ from NumPy's result, on all ranks together; None where that was not checked.
+        refusal: why it is not offered.
+    """
+
+    seconds: Seconds | None = None
+    wrong: int | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        case: what was timed.
+        itemsize: bytes of an element.
+        forms: by name.
+    """
+
+    case: Case
+    itemsize: int
+    forms: Mapping[str, FormResult]
+
+    @property
+    def size_bytes(self) -> int:
+        """What counts as the size."""
+        return self.case.kind.size_bytes(self.case.count, self.itemsize, self.case.ranks)
+
+    def algorithm_bytes_per_second(self, form: str) -> float | None:
+        """Returns the size over the time; None where there is no time."""
+        seconds = self.forms[form].seconds
+        return self.size_bytes / seconds.median if seconds else None
+
+    def bus_bytes_per_second(self, form: str) -> float | None:
+        """Returns what each link has carried at least. Source: nccl-tests, doc/PERFORMANCE.md."""
+        found = self.algorithm_bytes_per_second(form)
+        return None if found is None else found * self.case.kind.bus_factor(self.case.ranks)
+
+    def best_bus_bytes_per_second(self) -> float | None:
+        """Returns that of the faster form."""
+        found = [self.bus_bytes_per_second(form) for form in self.forms]
+        return max((value for value in found if value is not None), default=None)
+
+
+def wrong_in_all(rows: Sequence[Row]) -> int:
+    """Returns how many elements were wrong in all forms of all rows."""
+    return sum(form.wrong or 0 for row in rows for form in row.forms.values())
+
+
+def as_dictionary(row: Row) -> dict[str, Any]:
+    """Returns a row for JSON; times in seconds, bandwidths in bytes per second."""
+    return {
+        "collective": row.case.collective,
+        "size_bytes": row.size_bytes,
+        "count": row.case.count,
+        "dtype": row.case.dtype,
+        "op": row.case.op or None,
+        "ranks": row.case.ranks,
+        "forms": {
+            name: {
+                "seconds": vars(form.seconds) if form.seconds else None,
+                "algorithm_bytes_per_second": row.algorithm_bytes_per_second(name),
+                "bus_bytes_per_second": row.bus_bytes_per_second(name),
+                "wrong": form.wrong,
+                "not_offered_because": form.refusal or None,
+            }
+            for name, form in row.forms.items()
+        },
+    }
+
+
+# The ranks' program.
+
+
+class Wanted(NamedTuple):
+    """What all ranks measure.
+
+    Attributes:
+        cases: by collective.
+        itemsize: bytes of an element.
+        blocks: of each form; the median counts.
+    """
+
+    cases: list[list[Case]]
+    itemsize: int
+    blocks: int
+
+
+class Measured(NamedTuple):
+    """What came out, and over what."""
+
+    rows: list[Row]
+    backend: str
+    cupy: str
+
+
+def measure(wanted: Wanted) -> Measured:
+    """Runs on each rank, in an initialised group; rank 0 prints each line as it comes."""
+    comm = group_or_world(None, "a measurement of collectives")
+    xp, _ = array_module(comm)
+
+    def tell(text: str) -> None:
+        if comm.rank == 0:
+            print(text, flush=True)
+
+    of_blocks = f"the median of {wanted.blocks} blocks of {wanted.cases[0][0].iterations} calls"
+    ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
+    tell(f"# gradsync/{comm.backend}: {ranks}, {usable_cores()} cores on this machine")
+    tell(f"# a time is that of the slowest rank: {of_blocks}, after {wanted.cases[0][0].warm_up} to warm up")
+    if busy := busy_machine():
+        tell(f"# {busy}")
+    rows: list[Row] = []
+    for of_collective in wanted.cases:
+        tell(f"#\n# {of_collective[0].collective}\n{heading()}")
+        for case in of_collective:
+            rows.append(_measure_case(comm, case, wanted))
+            tell(line_of(rows[-1]))
+    return Measured(rows, comm.backend, "" if xp is np else str(xp.__version__))
+
+
+def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
+    exists = {SEPARATE: case.kind.has_separate_target, IN_PLACE: case.kind.has_in_place}
+    refusal = _refusal(case)
+    timers = {form: _Timer(comm, case, form) for form in FORMS if exists[form] and not refusal}
+    wrong = {form: timer.count_wrong() for form, timer in timers.items()}
+    samples: dict[str, list[float]] = {form: [] for form in timers}
+    for block in range(wanted.blocks):
+        # The first block warms up as it was asked to; what later ones need is to wake.
+        warm_up = case.warm_up if block == 0 else min(1, case.warm_up)
+        for form, timer in timers.items():
+            samples[form].append(timer.time(warm_up))
+    forms = {form: FormResult(refusal=refusal or f"{case.collective} has no such form") for form in FORMS}
+    forms |= {form: FormResult(Seconds.of(samples[form]), wrong[form]) for form in timers}
+    return Row(case, wanted.itemsize, forms)
+
+
+def _refusal(case: Case) -> str:
+    """Returns why the operator is not offered for the dtype; "" where it is."""
+    try:
+        if case.op:
+            check_operation(ReduceOp.parse(case.op), dtype_of(case.dtype))
+    except UnsupportedDtype as error:
+        return str(error)
+    return ""
+
+
+class _Timer:
+    """One form of a case: its arrays, and what runs it. All ranks call the same methods in the same order."""
+
+    def __init__(self, comm: Communicator, case: Case, form: str) -> None:
+        self._comm, self._case = comm, case
+        self._xp, self._wait = array_module(comm)
+        self._buffers = make_buffers(comm.rank, self._empty, case, form)
+        self._run = make_call(comm, case, self._buffers)
+
+    def _empty(self, elements: int, dtype: str) -> Any:
+        return self._xp.zeros(elements, dtype_of(dtype))  # every page touched
+
+    def count_wrong(self) -> int | None:
+        """Runs it twice, as the second time may take another path; returns the wrong elements of all ranks."""
+        wrong = max(self._count_wrong() for _ in range(2))
+        by_rank = self._comm.objects.all_gather(wrong)
+        return sum(by_rank) if self._case.checks else None
+
+    def _count_wrong(self) -> int:
+        source, target = self._buffers.source, self._buffers.target
+        self._clear()
+        if source is not None:
+            source[...] = self._xp.asarray(source_of(self._case, self._comm.rank))
+        self._wait()
+        self._comm.barrier()
+        self._run()
+        self._wait()
+        if not self._case.checks:
+            return 0
+        on_host = target if target is None or self._xp is np else self._xp.asnumpy(target)
+        return count_wrong(self._case, on_host, self._comm.rank)
+
+    def time(self, warm_up: int) -> float:
+        """Returns the seconds of one call, of `iterations` in a row: those of the slowest rank."""
+        self._clear()  # zero: the only value that no reduction in place makes larger
+        for _ in range(warm_up):
+            self._run()
+        self._wait()
+        self._comm.barrier()
+        began = time.perf_counter()
+        for _ in range(self._case.iterations):
+            self._run()
+        self._wait()
+        seconds = (time.perf_counter() - began) / self._case.iterations
+        return float(max(self._comm.objects.all_gather(seconds)))
+
+    def _clear(self) -> None:
+        for array in (self._buffers.target, self._buffers.source):  # one may be, or hold, the other
+            if array is not None:
+                array[...] = 0
+
+
+# The command.
+
+
+def bench_collectives(
+    *,
+    collectives: str,
+    nprocs: int | None,
+    backend: str,
+    begin: str,
+    end: str,
+    factor: float,
+    iterations: int,
+    warm_up: int,
+    blocks: int,
+    op: str,
+    dtype: str,
+    checks: bool,
+    json_path: str | None,
+    plot_path: str | None,
+) -> None:
+    """Measures, prints and writes what the options ask for, which are those of the command.
+
+    Raises:
+        InvalidArgument, BackendUnavailable: before anything runs.
+        GradsyncError: a rank failed, or results are wrong.
+    """
+    settings = dict(locals())
+    kinds = kinds_of(collectives)
+    operation, name = ReduceOp.parse(op), parse_dtype(dtype)
+    if name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
+        raise InvalidArgument("NumPy knows bfloat16 with: pip install ml_dtypes")
+    ranks = count_ranks(nprocs, backend)
+    check_outputs(json_path, plot_path)
+    if any(kind.reduces for kind in kinds):
+        check_operation(operation, dtype_of(name))
+    template = Case("", 0, name, operation.value, ranks, iterations, warm_up, checks)
+    itemsize = dtype_of(name).itemsize
+    sizes = sizes_between(parse_size(begin), parse_size(end), factor)
+    made = provenance(["gradsync", *sys.argv[1:]])
+    cases = [plan_cases(kind, sizes, itemsize, template) for kind in kinds]
+    measured = run_as_ranks(measure, Wanted(cases, itemsize, blocks), nprocs=nprocs, backend=backend)
+    if measured is None:  # another rank, or mpiexec, reports
+        return
+    rows = measured.rows
+    wrong = wrong_in_all(rows)
+    for line in refusals(rows):
+        print(f"# {line}")
+    print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    if (gigabytes := average_bus_gigabytes(rows)) is not None:
+        print(f"# Avg bus bandwidth    : {gigabytes:.4g} GB/s")
+    if plot_path is not None:
+        operator = f", {op}" if any(kind.reduces for kind in kinds) else ""
+        what = f"gradsync/{measured.backend}, {ranks} ranks, {name}{operator}"
+        plot(rows, f"{what}; the faster of out-of-place and in-place; bars are quartiles", plot_path)
+        print(f"drawn in {plot_path}")
+    if measured.cupy:
+        made["versions"]["cupy"] = measured.cupy
+    settings |= {"ranks": ranks, "measured_backend": measured.backend}
+    write_json(json_path, made, {"settings": settings, "rows": [as_dictionary(row) for row in rows]})
+    if wrong:
+        raise GradsyncError(f"{wrong} elements are wrong: see the lines where #wrong is not 0")
+
+
+# The table, in the columns of nccl-tests, and a picture.
+
+#: As nccl-tests names types; NumPy's own names where it has none.
+_TYPES = {"float16": "half", "float32": "float", "float64": "double"}
+_WIDTHS = (12, 12, 8, 6, 6)
+_FORM_WIDTHS = (9, 7, 7, 6)
+
+
+def heading() -> str:
+    """Returns the three lines above the figures, as nccl-tests prints them."""
+    form_width = sum(_FORM_WIDTHS) + len(_FORM_WIDTHS)
+    over = " " * (sum(_WIDTHS) + len(_WIDTHS))
+    names = _line(_WIDTHS, ("size", "count", "type", "redop", "root"))
+    units = _line(_WIDTHS, ("(B)", "(elements)", "", "", ""))
+    for form in FORMS:
+        over += form.center(form_width)
+        names += _line(_FORM_WIDTHS, ("time", "algbw", "busbw", "#wrong"))
+        units += _line(_FORM_WIDTHS, ("(us)", "(GB/s)", "(GB/s)", ""))
+    return "\n".join(f"#{line}".rstrip() for line in (over, names, units))
+
+
+def line_of(row: Row) -> str:
+    """Returns a row under that heading."""
+    case = row.case
+    root = str(ROOT) if case.kind.rooted else "-1"
+    cells = (str(row.size_bytes), str(case.count), _TYPES.get(case.dtype, case.dtype), case.op or "none", root)
+    text = _line(_WIDTHS, cells)
+    for form in FORMS:
+        text += _line(_FORM_WIDTHS, _form_cells(row, form))
+    return f" {text}"
+
+
+def _form_cells(row: Row, form: str) -> tuple[str, ...]:
+    result: FormResult = row.forms[form]
+    algorithm, bus = row.algorithm_bytes_per_second(form), row.bus_bytes_per_second(form)
+    if result.seconds is None or algorithm is None or bus is None:
+        return ("-", "-", "-", "-")
+    wrong = "N/A" if result.wrong is None else str(result.wrong)
+    return (_short(1e6 * result.seconds.median), f"{algorithm / 1e9:.2f}", f"{bus / 1e9:.2f}", wrong)
+
+
+def _short(microseconds: float) -> str:
+    """Returns a time in at most seven characters, as far as it goes."""
+    digits = 2 if microseconds < 100 else 1 if microseconds < 1e4 else 0
+    return f"{microseconds:.{digits}f}"
+
+
+def _line(widths: Sequence[int], cells: Sequence[str]) -> str:
+    return "".join(f" {cell:>{width}}" for width, cell in zip(widths, cells, strict=True))
+
+
+def refusals(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each collective that is not offered, and why; forms that do not exist are left out."""
+    found: dict[tuple[str, str], None] = {}
+    for row in rows:
+        for form, result in row.forms.items():
+            exists = row.case.kind.has_separate_target if form == SEPARATE else row.case.kind.has_in_place
+            if result.refusal and exists:
+                found[f"{row.case.collective} {form}", result.refusal] = None
+    return [f"no {what}: {reason}" for what, reason in found]
+
+
+def average_bus_gigabytes(rows: Sequence[Row]) -> float | None:
+    """Returns the mean of all bus bandwidths, in 1e9 bytes/s, as nccl-tests sums a run up; None where there is none."""
+    found = [bus / 1e9 for row in rows for form in FORMS if (bus := row.bus_bytes_per_second(form)) is not None]
+    return sum(found) / len(found) if found else None
+
+
+_WIDTH, _ROW_HEIGHT = 9.0, 2.9
+
+
+def plot(rows: Sequence[Row], title: str, path: str) -> None:
+    """Writes a PNG: a line of two panels for each collective; bars are quartiles over the blocks.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    collectives = list(dict.fromkeys(row.case.collective for row in rows))
+    with picture(path, _WIDTH, 0.6 + _ROW_HEIGHT * len(collectives), 150) as figure:
+        panels = figure.subplots(len(collectives), 2, squeeze=False)
+        for collective, (of_time, of_bandwidth) in zip(collectives, panels, strict=True):
+            _draw(of_time, of_bandwidth, [row for row in rows if row.case.collective == collective])
+            _label(of_time, collective, "time (µs)")
+            _label(of_bandwidth, collective, "bus bandwidth (GB/s)")
+            of_time.set_yscale("log")
+            tick_times(of_time)
+            of_bandwidth.set_ylim(bottom=0)
+        for axes in panels[-1]:
+            axes.set_xlabel("size (bytes)")
+        figure.align_ylabels()
+        figure.suptitle(title, fontsize="medium")
+
+
+def _draw(of_time: Any, of_bandwidth: Any, rows: Sequence[Row]) -> None:
+    timed = [(row, seconds) for row in rows if (seconds := _fastest(row)) is not None]
+    if not timed:
+        return
+    sizes = [row.size_bytes for row, _ in timed]
+    common: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.3, "label": "gradsync"}
+    draw_times(of_time, sizes, [seconds for _, seconds in timed], 1e-6, capsize=2, elinewidth=0.8, **common)
+    buses = [(row.best_bus_bytes_per_second() or 0.0) / 1e9 for row, _ in timed]
+    of_bandwidth.plot(sizes, buses, **common)
+
+
+def _fastest(row: Row) -> Seconds | None:
+    found = [form.seconds for form in row.forms.values() if form.seconds is not None]
+    return min(found, key=lambda seconds: seconds.median, default=None)
+
+
+def _label(axes: Any, collective: str, quantity: str) -> None:
+    axes.set_xscale("log", base=4)
+    axes.xaxis.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda value, _position: _size_label(value))
+    axes.set_title(collective, fontsize="small", loc="left")
+    axes.set_ylabel(quantity)
+    axes.grid(alpha=0.3, which="major")
+
+
+def _size_label(size_bytes: float) -> str:
+    """Returns a size as short as an axis needs it: 64, 4K, 16M."""
+    for unit, factor in (("G", 1024**3), ("M", 1024**2), ("K", 1024)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:g}{unit}"
+    return f"{size_bytes:g}"

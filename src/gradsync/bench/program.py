@@ -1,0 +1,121 @@
+"""A measurement is a program that every rank runs: under a launcher that is there already, or under one started here.
+
+`gradsync bench ...` starts ranks on this machine: with its own launcher, or with mpiexec for backend "mpi". Where the
+command itself is a rank (mpiexec -n 4 gradsync bench ..., srun, torchrun, gradsync run), it measures with the others.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+import gradsync as gs
+from gradsync.communicators.communicator import Communicator
+from gradsync.environment import launched_world_size, without_launcher
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RankFailed
+from gradsync.launchers import find_mpiexec
+from gradsync.launching.launcher import launcher
+from gradsync.machine import blas_thread_variables, count_gpus
+
+_Wanted = TypeVar("_Wanted")
+_Result = TypeVar("_Result")
+
+_RANKS_WITHOUT_GPU = 2
+# Open MPI refuses to run as root, which is what one is in a container, and more ranks than cores.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
+    """Returns NumPy or CuPy, whichever the communicator's arrays are of, and what waits for the device's work."""
+    if communicator.device == "cpu":
+        return np, lambda: None
+    import cupy
+
+    cupy.cuda.Device(int(communicator.device.partition(":")[2] or 0)).use()
+    return cupy, lambda: cupy.cuda.get_current_stream().synchronize()
+
+
+def count_ranks(nprocs: int | None, backend: str) -> int:
+    """Returns how many ranks measure: those that a launcher has started, or those that are to be started.
+
+    Raises:
+        InvalidArgument, BackendUnavailable: so many cannot be, or the backend cannot run here.
+    """
+    if (launched := _launched_ranks(nprocs)) is not None:
+        return launched
+    on_gpus = backend == "nccl" or (backend == "auto" and count_gpus() > 1)
+    ranks = nprocs or (1 if backend == "local" else count_gpus() if on_gpus else _RANKS_WITHOUT_GPU)
+    if backend == "nccl" and count_gpus() == 0:
+        raise BackendUnavailable("backend 'nccl' cannot run here: no GPU is visible; use 'shm' on one host")
+    if backend == "mpi" and find_mpiexec() is None:
+        raise BackendUnavailable("backend 'mpi' needs mpiexec on the PATH: pip install mpi4py mpich")
+    if backend == "local" and ranks != 1:
+        raise InvalidArgument(f"backend 'local' is for one rank, got -n {ranks}")
+    return ranks
+
+
+def run_as_ranks(
+    program: Callable[[_Wanted], _Result], wanted: _Wanted, *, nprocs: int | None, backend: str
+) -> _Result | None:
+    """Runs a program on all ranks, each in an initialised group, and returns what it returned on rank 0.
+
+    Args:
+        program: a function of a module.
+        wanted: its argument; pickled.
+        nprocs: as the command was told.
+        backend: likewise.
+
+    Returns:
+        None where another process reports: this is another rank than 0, or mpiexec has started the ranks.
+
+    Raises:
+        GradsyncError: a rank failed; its traceback is on stderr.
+    """
+    if _launched_ranks(nprocs) is not None:
+        with gs.init_process_group(backend) as comm:
+            result = program(wanted)
+            return result if comm.rank == 0 else None
+    ranks = count_ranks(nprocs, backend)
+    # A shell that a launcher has started hands its variables on, and ranks would take themselves for those of it.
+    for name in set(os.environ) - set(without_launcher()):
+        del os.environ[name]
+    if backend == "mpi":
+        _run_under_mpiexec(ranks)
+        return None
+    try:
+        return launcher(program, n_gpus=ranks, backend=backend)(wanted)[0]
+    except RankFailed as error:
+        # The command tells errors on one line, which a traceback is not made for.
+        print(error.traceback_text, file=sys.stderr)
+        raise GradsyncError(str(error).partition("\n")[0]) from None
+
+
+def _launched_ranks(nprocs: int | None) -> int | None:
+    """Returns how many ranks a launcher has started this process among; None where ranks are to be started here."""
+    try:
+        launched = launched_world_size()
+    except InvalidArgument:
+        if nprocs is None:
+            raise
+        return None  # what a shell is left with of a job; who asks for ranks means ranks of this machine
+    return launched if nprocs is None or nprocs == launched else None
+
+
+def _run_under_mpiexec(ranks: int) -> None:
+    """Starts this very command as so many ranks."""
+    environ = os.environ | blas_thread_variables(ranks) | _OPEN_MPI
+    command = [str(find_mpiexec()), "-n", str(ranks), sys.executable, "-m", "gradsync", *sys.argv[1:]]
+    sys.stdout.flush()
+    done = subprocess.run(command, env=environ, check=False)
+    if done.returncode:
+        raise GradsyncError(f"{command[0]} ended with exit code {done.returncode}: see above")

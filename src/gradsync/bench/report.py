@@ -1,0 +1,210 @@
+"""What measurements share: samples summed up, the machine they come from, units, and the files that they write.
+
+Only what draws imports matplotlib, which the extra `plot` brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import gradsync
+from gradsync.errors import BackendUnavailable, InvalidArgument
+from gradsync.machine import usable_cores
+
+MEGABYTE = 1024**2
+_LOG_WIDTH = 120  # where no terminal tells its own
+_QUIET_LOAD = 0.5  # per core, from what others do
+_FEW_DECADES = 1e4  # between which three ticks each have room
+
+
+def busy_machine() -> str:
+    """Returns what to say before a measurement where something else runs on this machine; "" where it does not."""
+    load = os.getloadavg()[0]
+    if load <= _QUIET_LOAD * usable_cores():
+        return ""
+    return f"this machine is busy (load average {load:.1f}): the timings tell of that too"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The distribution of repeated timings."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Seconds:
+        """Sums up timings in seconds, at least one."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0], 1)
+        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, lower, upper, len(samples))
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles, as a part of the median."""
+        return (self.upper_quartile - self.lower_quartile) / self.median if self.median else 0.0
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.median:.3g} ms"
+
+
+def provenance(command: Sequence[str]) -> dict[str, Any]:
+    """Returns where, when and how a result was made.
+
+    Args:
+        command: that makes it, word by word.
+    """
+    return {
+        "command": shlex.join(command),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "cpu": _field("/proc/cpuinfo", "model name"),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "kernel": platform.release(),
+            "load_average_before": os.getloadavg()[0],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "gradsync": gradsync.__version__,
+        },
+    }
+
+
+def _field(path: str, name: str) -> str:
+    """Returns the first value of that name in a file of `name : value` lines."""
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return "unknown"
+
+
+def megabytes(size_bytes: float) -> str:
+    """Returns a size in units of 1024**2 bytes, small ones of 1024 or 1, with three digits or all before the point."""
+    if size_bytes < 1024:
+        return f"{size_bytes:.0f} B"
+    if size_bytes < MEGABYTE / 10:
+        return f"{size_bytes / 1024:.3g} KB"
+    value = size_bytes / MEGABYTE
+    return f"{value:,.0f} MB" if value >= 1000 else f"{value:.3g} MB"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a time in milliseconds, with three digits or all that stand before the point."""
+    value = 1e3 * seconds
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Prints a table without the blanks up to its width, so that it pastes well into a mail.
+
+    Args:
+        table: to print.
+        console: where; by default standard output.
+    """
+    console = console or Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    for line in console.render_lines(table, pad=False):
+        text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+
+
+# Files.
+
+
+def check_outputs(json_path: str | None, plot_path: str | None) -> None:
+    """Refuses a file that could not be written, after all has been measured for it.
+
+    Raises:
+        InvalidArgument: it cannot be.
+        BackendUnavailable: there is nothing to draw a picture with.
+    """
+    for path in filter(None, (json_path, plot_path)):
+        folder = os.path.dirname(path) or "."
+        if not os.path.isdir(folder):
+            raise InvalidArgument(f"{path!r} cannot be written: there is no folder {folder!r}")
+        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise InvalidArgument(f"{path!r} cannot be written")
+    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BackendUnavailable("--plot needs matplotlib: pip install 'gradsync[plot]'")
+
+
+def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -> None:
+    """Writes a result with where, when and how it was made, and says so; nothing where no file was asked for.
+
+    Args:
+        path: of the file.
+        made: what `provenance` gave before anything was measured.
+        result: the rest.
+    """
+    if path is None:
+        return
+    made["machine"]["load_average_after"] = os.getloadavg()[0]
+    Path(path).write_text(json.dumps({**made, **result}, indent=2) + "\n")
+    print(f"written to {path}")
+
+
+def tick_times(axes: Any) -> None:
+    """Puts ticks on the logarithmic time axis of a drawn panel: 1, 2 and 5 where decades alone would be too few."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW_DECADES * low else (1.0,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+@contextlib.contextmanager
+def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 120) -> Iterator[Any]:
+    """Gives a figure to draw in, and writes it as PNG.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and sets nothing for the process
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure
+    figure.savefig(path, format="png", dpi=dots_per_inch)
+
+
+def draw_times(axes: Any, at: Sequence[float], times: Sequence[Seconds], unit_seconds: float, **style: Any) -> None:
+    """Draws a line of medians, with bars from quartile to quartile.
+
+    Args:
+        axes: to draw on.
+        at: where each time stands.
+        times: as many.
+        unit_seconds: of the axis: 1e-3 draws milliseconds.
+        style: of the line, for matplotlib.
+    """
+    medians = [each.median / unit_seconds for each in times]
+    below = [(each.median - each.lower_quartile) / unit_seconds for each in times]
+    above = [(each.upper_quartile - each.median) / unit_seconds for each in times]
+    axes.errorbar(at, medians, yerr=[below, above], **style)

@@ -1,0 +1,202 @@
+"""`gradsync bench thresholds`: the plan of a sweep, the ranks' program, and the sentence that comes of it."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradsync as gs
+from gradsync.bench.models import gradients_of
+from gradsync.bench.report import MEGABYTE, Seconds
+from gradsync.bench.thresholds import (
+    DEFAULT_MEGABYTES,
+    Contender,
+    Row,
+    Sweep,
+    parse_megabytes,
+    plan_sweep,
+    plot,
+    recommendation,
+    recommended,
+    rising_counts,
+    rows_of,
+    run_sweep,
+    same_buckets,
+)
+from gradsync.bucketing.plan import GradientSpec, plan_buckets
+from gradsync.bucketing.shapes_file import itemsize_of
+
+
+def specs(*sizes):
+    return [GradientSpec(f"#{i}", (size,), "float32", 4) for i, size in enumerate(sizes)]
+
+
+def row(threshold, milliseconds, all_reduces=1, noise=0.0):
+    low, high = 1e-3 * (milliseconds - noise / 2), 1e-3 * (milliseconds + noise / 2)
+    return Row(Contender(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, 9), None, 0.0)
+
+
+def test_thresholds_are_read_in_megabytes_ascending_and_once():
+    assert parse_megabytes("10, 0.25,10,1,") == [MEGABYTE // 4, MEGABYTE, 10 * MEGABYTE]
+
+
+def test_the_default_goes_from_a_quarter_to_a_hundred():
+    defaults = parse_megabytes(DEFAULT_MEGABYTES)
+    assert (defaults[0], defaults[-1]) == (MEGABYTE // 4, 100 * MEGABYTE)
+    assert 10 * MEGABYTE in defaults
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("1,ten", "got 'ten'"),
+        ("inf", "got 'inf'"),
+        ("nan", "got 'nan'"),
+        ("-1", "at least one byte each, got -1 MB"),
+        ("0", "at least one byte each"),
+        (" , ", "at least one number"),
+    ],
+)
+def test_wrong_thresholds_are_told(text, told):
+    with pytest.raises(gs.InvalidArgument, match=told):
+        parse_megabytes(text)
+
+
+def test_of_thresholds_with_the_same_buckets_the_smallest_is_measured():
+    # Two gradients of 400 bytes: together from 800 bytes on.
+    assert plan_sweep(specs(100, 100), [100, 400, 800, 4000]) == [
+        Contender(100, 2, (400,)),
+        Contender(800, 1, (4000,)),
+    ]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1), st.lists(st.integers(1, 1000), min_size=1, unique=True).map(sorted))
+def test_every_threshold_is_measured_or_stands_beside_one_with_as_many_buckets(sizes, thresholds):
+    contenders = plan_sweep(specs(*sizes), thresholds)
+    assert sorted(t for c in contenders for t in (c.threshold_bytes, *c.same_buckets)) == thresholds
+    for contender in contenders:
+        for threshold in (contender.threshold_bytes, *contender.same_buckets):
+            assert len(plan_buckets(specs(*sizes), threshold)) == contender.all_reduces
+
+
+def test_rows_have_medians_bandwidth_and_the_share_of_packing():
+    sweep = Sweep(specs(250), [Contender(1, 7), Contender(2, 3)], 3, 1.0, True)
+    steps, packs = [[1.0, 3.0, 2.0], [4.0, 4.0, 4.0]], [[0.5, 0.5, 0.5], [6.0, 6.0, 6.0]]
+    first, second = rows_of(sweep, steps, packs, ranks=4)
+    assert first.seconds.median == 2.0
+    assert first.bus_bytes_per_second == 2 * 3 / 4 * 1000 / 2.0
+    assert (first.pack_share, second.pack_share) == (0.25, 1.5)
+    assert first.as_dictionary()["seconds"]["lower_quartile"] == 1.5
+    assert first.as_dictionary()["pack_only_seconds"]["median"] == 0.5
+
+
+def test_without_packing_there_is_no_share_and_one_rank_has_no_bus():
+    [only] = rows_of(Sweep(specs(250), [Contender(1, 7)], 1, 1.0, False), [[2.0]], [], ranks=1)
+    assert (only.pack_seconds, only.pack_share, only.bus_bytes_per_second) == (None, None, 0)
+    assert only.as_dictionary()["pack_only_seconds"] is None
+
+
+# What a person reads: one sentence, and how sure it is.
+
+DEFAULT = 10 * MEGABYTE
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        # The figures of the complaint: 25, 50 and 100 MB do alike, and nobody needs to choose among them.
+        (
+            [row(MEGABYTE, 37.9), row(25 * MEGABYTE, 31.8), row(50 * MEGABYTE, 31.7), row(100 * MEGABYTE, 32.1)],
+            "Any threshold from 25 MB does: 31.7 ms to 32.1 ms a step, noise 0 ms. "
+            "gs.AllreduceCallback(threshold_bytes=25 * 1024**2)",
+        ),
+        (
+            [row(MEGABYTE, 20.0), row(DEFAULT, 10.0), row(25 * MEGABYTE, 10.1), row(100 * MEGABYTE, 12.0)],
+            "Any threshold from 10 MB to 25 MB does: 10 ms to 10.1 ms a step, noise 0 ms. "
+            "So the default (10 MB) is right.",
+        ),
+        (
+            [row(MEGABYTE // 4, 20.0), row(1234, 10.0), row(25 * MEGABYTE, 12.0)],
+            "Take 1.21 KB: 10 ms a step, noise 0 ms. gs.AllreduceCallback(threshold_bytes=1234)",
+        ),
+        (
+            [row(MEGABYTE // 4, 10.0, noise=5.0), row(MEGABYTE, 14.0), row(DEFAULT, 13.0)],
+            "Any of these thresholds does: 10 ms to 14 ms a step, noise 5 ms. So the default (10 MB) is right.",
+        ),
+        ([row(MEGABYTE, 10.0, 54)], "Nothing to choose: all thresholds make the same 54 bucket(s). 10 ms a step"),
+    ],
+)
+def test_one_sentence_says_which_thresholds_do_and_how_sure_that_is(rows, told):
+    assert recommendation(rows).startswith(told)
+
+
+def test_the_default_is_recommended_where_it_does_else_the_smallest_that_does():
+    rows = [row(MEGABYTE, 10.2), row(DEFAULT, 10.1), row(25 * MEGABYTE, 10.0)]
+    assert recommended(rows) is rows[1]
+    assert recommended([rows[0], rows[2]]) is rows[0]
+    standing_for_it = replace(rows[2], contender=Contender(5 * MEGABYTE, 1, (DEFAULT,)))
+    assert recommended([rows[0], standing_for_it]) is standing_for_it
+
+
+def test_what_was_not_measured_and_rising_counts_are_explained():
+    first = replace(row(MEGABYTE // 4, 1.0, 45), contender=Contender(MEGABYTE // 4, 45, (MEGABYTE // 2,)))
+    assert same_buckets([first]) == "Not measured: 0.5 MB; the buckets are those of 0.25 MB."
+    assert same_buckets([row(1, 1.0)]) == ""
+    assert rising_counts([first, row(MEGABYTE, 1.0, 48)]).startswith("A larger threshold can make more buckets")
+    assert rising_counts([first, row(MEGABYTE, 1.0, 45)]) == ""
+
+
+def test_counts_do_rise_and_fall():
+    """ResNet-50's gradients make more buckets of 1 MB than of 0.5 MB."""
+    gradients = gradients_of("resnet50")
+    assert len(plan_buckets(gradients, MEGABYTE)) > len(plan_buckets(gradients, MEGABYTE // 2))
+
+
+def test_a_picture_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot([row(MEGABYTE, 10.0), row(DEFAULT, 9.0)], "resnet50: 2 ranks over shm", str(tmp_path / "out.png"))
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The ranks' program, where it is not the command's: on a GPU (here the stand-in's), and over all dtypes.
+
+ON_GPUS = """
+from gradsync.bench.thresholds import Sweep, plan_sweep, run_sweep
+from gradsync.bucketing.plan import GradientSpec
+from gradsync.launching.launcher import launcher
+
+if __name__ == "__main__":
+    specs = [GradientSpec(f"#{i}", (100,), "float32", 4) for i in range(5)]
+    sweep = Sweep(specs, plan_sweep(specs, [400, 1000]), 2, 5.0, True)
+    for measured in launcher(run_sweep, n_gpus=2, backend="nccl")(sweep):
+        print(measured.backend, measured.device, [len(samples) for samples in measured.steps], measured.packs)
+"""
+
+
+def test_a_sweep_over_two_gpus_has_no_packing_alone(tmp_path):
+    (tmp_path / "sweep.py").write_text(ON_GPUS)
+    path = os.pathsep.join([str(Path(gs.__file__).parents[1]), str(Path(__file__).parents[1] / "stand_in")])
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "sweep.py")],
+        env=os.environ | {"PYTHONPATH": path, "GRADSYNC_STAND_IN_DEVICES": "2"},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "nccl cuda:0 [2, 2] []\nnccl cuda:1 [2, 2] []\n"
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "bfloat16", "complex64"), ("int8", "uint64", "float32")])
+def test_every_dtype_can_be_measured(dtypes):
+    if "bfloat16" in dtypes:
+        pytest.importorskip("ml_dtypes")
+    of_dtypes = [GradientSpec(dtype, (3, 4), dtype, itemsize_of(dtype)) for dtype in dtypes]
+    with gs.init_process_group("local"):
+        measured = run_sweep(Sweep(of_dtypes, plan_sweep(of_dtypes, [1000, 2000]), 1, 0.0, True))
+    assert (measured.backend, measured.device) == ("local", "cpu")
+    # Each dtype fills one bucket, so both thresholds make the same ones.
+    assert [len(samples) for samples in (*measured.steps, *measured.packs)] == [1, 1]
