@@ -30,7 +30,7 @@ from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
-_REAPED_LATER = 8  # so many launches may have ended and not been dropped, between two looks of the thread
+_LEFT_TO_WATCHER = 8  # so many launches may have ended and not been dropped, until the thread looks again
 _SUSPICIOUS_AFTER_SECONDS = 1.0  # when a running collective makes the thread ask whether a rank has closed
 
 
@@ -88,16 +88,16 @@ class Watched:
         if error is not None:
             launch.fail(error)
             _call_back(launch)
-        self.reap(_REAPED_LATER)
+        if len(self._running) > _LEFT_TO_WATCHER:
+            self.reap(_LEFT_TO_WATCHER)
 
-    def reap(self, later: int = 0) -> None:
-        """Drops launches that have ended, and their memory; a stream ends them in order.
+    def reap(self, left: int = 0) -> None:
+        """Drops launches that have ended, and their memory, until no more than so many are left.
 
-        Args:
-            later: where no more than this are left after the first, the thread may drop them: each look costs.
+        A stream ends them in order.
         """
         running = self._running
-        while running:
+        while len(running) > left:
             try:
                 head = running[0]
             except IndexError:  # another thread was faster
@@ -111,8 +111,6 @@ class Watched:
             if head.error is not None and isinstance(head.error, NcclError):
                 self._device_failure = head.error
             _call_back(head)
-            if len(running) <= later:
-                return
 
     def fail_launches(self, error: BaseException) -> None:
         """Fails every launch that has not ended, and those that are still to come."""

@@ -164,18 +164,23 @@ def device_state(device_id: int) -> DeviceState:
 
 def current_device_id() -> int:
     """Returns the number of this thread's device."""
-    all_devices()
-    return getattr(_chosen, "device_id", 0)
+    return current_device().device_id
 
 
 def current_device() -> DeviceState:
     """Returns this thread's device."""
-    return device_state(current_device_id())
+    if _is_dead:
+        raise CUDARuntimeError(INITIALIZATION_ERROR)
+    try:
+        return _chosen.device
+    except AttributeError:
+        choose_device(0)
+        return _chosen.device
 
 
 def choose_device(device_id: int) -> None:
     """Makes a device this thread's."""
-    _chosen.device_id = device_state(device_id).device_id
+    _chosen.device = device_state(device_id)
 
 
 def _die_in_fork() -> None:

@@ -71,6 +71,8 @@ class Capture:
     @classmethod
     def spoils(cls) -> bool:
         """Whether a call that this thread makes, and that no capture allows, has ended a capture by that."""
+        if not cls.running:
+            return False
         mine = threading.get_ident()
         spoilt = [c for c in list(cls.running) if c._mode == GLOBAL or (c._mode == THREAD_LOCAL and c._thread == mine)]
         for capture in spoilt:
@@ -122,6 +124,8 @@ class WorkQueue:
 
     def is_capturing(self) -> bool:
         """Returns whether work is captured; raises where that has been spoilt, or what waits for this is capturing."""
+        if not Capture.running and self.capture is None:  # nearly always
+            return False
         if self.capture is not None and not self.capture.is_valid:
             raise CUDARuntimeError(CAPTURE_INVALIDATED)
         if self is self.device.null_queue and any(q.is_blocking for c in Capture.running for q in c.queues):
