@@ -256,7 +256,8 @@ def disagree(comm: Any, kit_name: str) -> list[tuple[str, int | None, str]]:
             assert not error.broken
             assert set(error.descriptions) == set(range(comm.world_size))
             assert error.descriptions[0] != error.descriptions[1]
-            assert all((result == (comm.world_size + 1) / 2).all() for result in step())
+            for result in step():  # NCCL's mean adds up thirds
+                np.testing.assert_allclose(result, (comm.world_size + 1) / 2, rtol=1e-6)
             told.append((how, error.index, str(error).partition(":")[2]))
     return told
 
