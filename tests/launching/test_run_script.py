@@ -7,6 +7,8 @@ import sys
 import command
 import pytest
 
+from gradsync.launching.outcome import Outcome
+
 RUN = ("run", "--no-prefix", "-n", 2)
 
 
@@ -309,3 +311,23 @@ def test_no_open_files_left_is_one_line_that_says_what_to_do(tmp_path):
     killed, error = err.splitlines()
     assert re.fullmatch(r"gradsync: killing \d ranks", killed)  # nobody had asked them to end
     assert re.fullmatch(r"gradsync: error: rank \d cannot be started: Too many open files; .*ulimit -n.*", error)
+
+
+def test_what_ranks_find_that_nobody_has_set_is_told_once_on_request(tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    script = command.write_script(tmp_path, "import os; print(os.environ['OPENBLAS_NUM_THREADS'])")
+    env |= {"OMP_NUM_THREADS": "3", "GRADSYNC_LOG": "info"}
+    code, out, err = command.run("run", "--no-prefix", "-n", 2, script, env=env)
+    (told,) = [line for line in err.splitlines() if "ranks find, unless you set them yourself: " in line]
+    assert code == 0
+    assert f" OPENBLAS_NUM_THREADS={out.split()[0]} " in told
+    assert "OMP_NUM_THREADS" not in told
+
+
+@pytest.mark.parametrize(("options", "is_told"), [((), True), (("-n", 16), False)])
+def test_a_large_number_of_ranks_that_nobody_has_named_is_told(tmp_path, monkeypatch, options, is_told):
+    monkeypatch.setattr("gradsync.launching.run.default_process_count", lambda: 16)
+    monkeypatch.setattr("gradsync.launching.run.supervise", lambda *_, **__: Outcome(()))
+    code, _, err = command.refused("run", *options, command.write_script(tmp_path, ""))
+    assert code == 0
+    assert ("starting 16 ranks, one for each GPU or usable core; -n takes another number" in err) == is_told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from gradsync.launchers import variables_of_mpi
 from gradsync.launching.job import Job, Network
 from gradsync.machine import address_towards, blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
+
+_log = logging.getLogger("gradsync")
 
 # As CUDA_VISIBLE_DEVICES takes them: a number, a UUID or its beginning, a MIG instance in either notation.
 _GPU = re.compile(r"\d+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-fA-F-]+|MIG-GPU-[0-9a-fA-F-]+/\d+/\d+")
@@ -66,6 +69,15 @@ def rank_environment(
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)
     return _nccl_variables(job) | kept | blas | dict(job.variables) | _torchrun_variables(job, rank, restart) | own
+
+
+def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
+    """Tells on the log what the ranks find in their environment that nobody has set, beside who they are."""
+    environment.configure_logging(environ)
+    added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
+    names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
+    if names:
+        _log.info("ranks find, unless you set them yourself: %s", names)
 
 
 def _nccl_variables(job: Job) -> dict[str, str]:

@@ -27,6 +27,7 @@ from gradsync.machine import count_gpus, default_process_count
 if TYPE_CHECKING:
     from gradsync.launching.nodes.meeting import NodeOptions
 
+_MANY_RANKS = 8  # more than somebody who names no number may expect
 _REPORT_SECONDS = 1.0  # for a terminal that stands still to take the report of a failure before a restart
 
 
@@ -68,6 +69,8 @@ def run_command(
     target = (module_target if as_module else script_target)(script, arguments)
     devices = None if gpus is None else parse_gpus(gpus)
     n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
+    if nprocs is None and devices is None and n_ranks > _MANY_RANKS:
+        notices.tell(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n takes another number")
     if devices is not None:
         if count_gpus() == 0:
             notices.tell(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {gpus} has no effect")

@@ -25,7 +25,7 @@ from gradsync.launching.job import Job
 from gradsync.launching.out_of_memory import OomWatch
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.output import Notices
-from gradsync.launching.rank_environment import rank_environment
+from gradsync.launching.rank_environment import log_added_variables, rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 from gradsync.rendezvous.secret_files import Endpoint
@@ -160,6 +160,8 @@ class Supervisor:
         """
         check_variables()
         job = self._job
+        if restart == 0:
+            log_added_variables(job)
         if job.n_ranks > _RANKS_BEFORE_SERVER:
             from gradsync.rendezvous.sockets import raise_limit  # here: few ranks have room, and start-up counts
 
