@@ -144,3 +144,40 @@ def differ_in_passes(comm: Any, kit_name: str) -> None:
     with sync.backward():
         future = sync("p", kit.put(np.ones(3)))  # what was added up went with the step
     assert (kit.get(future.result()) == comm.world_size).all()
+
+
+def add_up_with_uneven_batches(comm: Any, kit_name: str) -> None:
+    """Inside join() ranks without batches shadow steps that have local passes; the mean counts the others."""
+    kit = make_kit(comm, kit_name)
+    sync = gs.AllreduceCallback("mean", comm)
+    with sync.join() as joined:
+        for step in range(2 + comm.rank):
+            with sync.accumulate():
+                sync("p", kit.put(np.full(3, 10.0 * comm.rank)))
+            with sync.backward():
+                future = sync("p", kit.put(np.full(3, 1.0 + comm.rank)))
+            ranks = [rank for rank in range(comm.world_size) if step < 2 + rank]
+            wanted = sum(11.0 * rank + 1 for rank in ranks) / len(ranks)
+            np.testing.assert_allclose(kit.get(future.result()), np.full(3, wanted), rtol=1e-12)
+    assert joined.last_rank == comm.world_size - 1
+
+
+def add_up_before_a_hook(comm: Any, kit_name: str) -> None:
+    kit, n, seen = make_kit(comm, kit_name), comm.world_size, []
+
+    def hook(bucket: Any) -> Any:
+        seen.append(bucket.names)
+        return bucket.communicator.asynchronous.all_reduce(bucket.flat, "sum")
+
+    sync = gs.AllreduceCallback("sum", comm)
+    sync.register_hook(hook)
+    for _ in range(3):
+        for _ in range(2):
+            with sync.accumulate():
+                sync("p", kit.put(np.ones(3)))
+        assert not seen
+        with sync.backward():
+            future = sync("p", kit.put(np.ones(3)))
+        assert (kit.get(future.result()) == 3 * n).all()
+        assert seen == [("p",)]
+        seen.clear()

@@ -160,3 +160,13 @@ def test_complex_and_infinite_values_add_up_without_warnings(sync: Any, caplog: 
     assert np.isnan(futures[0].result()).all()
     assert (futures[1].result() == 1 + 2j).all()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2, 3), *on(STAND_IN, 2), *on(GPU, 2)])
+def test_ranks_without_batches_shadow_steps_with_local_passes(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.add_up_with_uneven_batches, place.kit)
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)])
+def test_a_hook_gets_the_sums(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.add_up_before_a_hook, place.kit)
