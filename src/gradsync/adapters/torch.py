@@ -8,21 +8,38 @@ change (state_dict() has no prefix), and all that happens happens in the backwar
 evaluation on one rank, is nobody else's business.
 
 CUDA tensors go to NCCL through DLPack; that has not been run on a GPU yet.
+
+Autograd calls a hook for each parameter whose gradient it has accumulated, and a callback when the whole pass has
+ended, before loss.backward() returns. A pass that ends with an exception never calls that; but autograd drops it then,
+which tells as much, at once, so that the other ranks do not wait.
+
+PyTorch holds the hooks of parameters where Python's garbage collection does not look: what a hook leads to by strong
+references is never collected. So nothing below Synchronised refers to the module itself but weakly. Its parts are held:
+one that refers back to it keeps it, until Synchronised.unwrap().
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from gradsync.adapters import without
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.join import Join
+from gradsync.bucketing.lists import broadcast_named
+from gradsync.bucketing.plan import list_of_names
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
-from gradsync.errors import InvalidArgument
+from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient
+from gradsync.reduction import dtype_of
 
 try:
     import torch
@@ -31,9 +48,7 @@ except ModuleNotFoundError as error:
         raise
     raise without("PyTorch", "torch") from error
 
-from gradsync.adapters.torch_backward import BackwardPasses
-from gradsync.adapters.torch_module import BufferBroadcast, ParameterWatch, broadcast_state
-from gradsync.adapters.torch_tensors import dtype_name_of
+_BFLOAT16 = "bfloat16"  # PyTorch and NumPy exchange it as 16 bits of no meaning
 
 # Where the module lives on and its Synchronised does not, it goes on being synchronised.
 _passes_by_module: WeakKeyDictionary[torch.nn.Module, BackwardPasses] = WeakKeyDictionary()
@@ -239,3 +254,380 @@ def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[
                 f"({communicator.backend}) works; {name} is on {parameter.device}"
             )
     return wanted
+
+
+# -- Its backward passes ---------------------------------------------------------------------------------------------
+
+
+class BackwardPasses:
+    """Has autograd hand over the gradients of parameters, until it is collected: the hooks do not keep it alive.
+
+    Args:
+        parameters: by name, in the order in which their gradients are expected; the callback knows them already.
+        frozen: parameters that need no gradient, likewise.
+        callback: what gets them.
+        communicator: the callback's.
+        in_buckets: whether gradients live in the buckets.
+        may_miss: whether a pass may bring no gradient for some, on all ranks or on some.
+        check: called at the end of each pass that is synchronised; what it raises all ranks hear of.
+        at_end: called at the end of each pass that was synchronised.
+
+    Attributes:
+        is_synchronising: whether gradients are handed over; else they stay local.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        frozen: dict[str, torch.nn.Parameter],
+        callback: AllreduceCallback,
+        communicator: Communicator,
+        *,
+        in_buckets: bool,
+        may_miss: bool,
+        check: Callable[[], None],
+        at_end: Callable[[], None],
+    ) -> None:
+        self.is_synchronising = True
+        self._parameters = parameters
+        self._frozen = frozen
+        self._callback = callback
+        self._communicator = communicator
+        self._may_miss = may_miss
+        self._check = check
+        self._at_end = at_end
+        self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
+        self._views = {name: tensor_of(array) for name, array in self._arrays.items()}
+        self._come: set[str] = set()
+        self._come_locally: set[str] = set()  # in passes since the last that was synchronised
+        self._kept: dict[str, torch.Tensor] = {}  # earlier gradients in the buckets, which this pass may leave alone
+        self._failed: BaseException | None = None
+        self._pass: weakref.ref[_Pass] | None = None  # autograd holds it
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(_hear, weakref.ref(self), name))
+            for name, parameter in parameters.items()
+        ]
+        self._remove = weakref.finalize(self, _remove_all, hooks)
+        self._remove.atexit = False
+
+    def remove(self) -> None:
+        """Takes the hooks away; the gradients stay where they are."""
+        self._remove()
+
+    def accumulated(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Hears from autograd that a parameter's gradient is there."""
+        if not self._is_under_way():
+            self._begin()
+        if not self.is_synchronising:
+            self._come_locally.add(name)
+            return
+        try:
+            self._hand_over(name, parameter)
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _is_under_way(self) -> bool:
+        # Not where hand-over may fail: the error is kept, its traceback holds that frame, and the pass would never be
+        # deleted, nor another one begin.
+        one = None if self._pass is None else self._pass()
+        return one is not None and not one.is_over
+
+    def _begin(self) -> None:
+        one = _Pass(self)
+        self._pass = weakref.ref(one)
+        self._come.clear()
+        self._failed = None
+        torch.autograd.Variable._execution_engine.queue_callback(one)
+
+    @torch.no_grad()
+    def _hand_over(self, name: str, parameter: torch.nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:  # an earlier hook, which is not ours, has taken it
+            raise InvalidArgument(
+                f"{self._communicator.label}: the gradient of {name!r} was taken away by another hook"
+            )
+        if gradient.is_conj() or gradient.is_neg():  # autograd leaves it at a note that it is to be conjugated
+            gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
+        self._come.add(name)
+        view = self._views.get(name)
+        with on_stream_of_torch(self._communicator):
+            if view is None:
+                self._callback(name, array_of(gradient))
+                return
+            if gradient is not view:
+                self._check_unchanged(name, gradient, view)
+                view.copy_(gradient)
+                parameter.grad = view
+            self._callback(name, self._arrays[name])
+
+    def _check_unchanged(self, name: str, gradient: torch.Tensor, view: torch.Tensor) -> None:
+        if (gradient.shape, gradient.dtype, gradient.device) != (view.shape, view.dtype, view.device):
+            raise InvalidArgument(
+                f"{self._communicator.label}: the gradient of {name!r} is {gradient.dtype}{list(gradient.shape)} on "
+                f"{gradient.device}, and was {view.dtype}{list(view.shape)} on {view.device} when the module was "
+                "wrapped: convert or move it before"
+            )
+        array_of(gradient)  # refuses what is no plain tensor
+
+    def end(self) -> None:
+        """Ends a pass: reduces what is left, and leaves the results where optimisers look for them."""
+        if not self.is_synchronising:
+            self._callback.flush()  # counts the local pass
+            return
+        with on_stream_of_torch(self._communicator):
+            used = self._flush()
+            if used is not None:
+                self._take_filled(used)
+        self._come_locally.clear()
+        self._at_end()
+
+    def _flush(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """Reduces what is left; returns what _complete() does, where parameters may be missing."""
+        try:
+            with self._callback.backward():
+                self._check_frozen()
+                self._check()
+                return self._complete() if self._may_miss else None
+        except MissingGradient as error:
+            missing = [name for name in self._parameters if name not in self._come]
+            raise MissingGradient(
+                f"{self._communicator.label}: the backward pass made no gradient for {list_of_names(missing)}, on any "
+                "rank: where that is meant, wrap the module with find_unused_parameters=True; where it is "
+                "checkpointed, use_reentrant=False lets autograd make all of them in one pass"
+            ) from error
+
+    def abandon(self) -> None:
+        """Ends a pass that was left by an exception: the others are told, unless all have it or the pass was local."""
+        if not self.is_synchronising:
+            return
+        failed = self._failed or GradientCancelled("autograd did not come to the end of the backward pass")
+        self._failed = None
+        try:
+            with suppress(BaseException), self._callback.backward():
+                raise failed
+        finally:
+            del failed  # whose traceback holds this frame
+
+    def _check_frozen(self) -> None:
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise InvalidArgument(
+                f"{self._communicator.label}: {list_of_names(thawed)} needed no gradient when the module was wrapped, "
+                "and would not be synchronised: unwrap() it, and wrap it again"
+            )
+
+    def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Hands over what earlier, local passes have left; returns which parameters have a gradient on this rank.
+
+        A gradient that was there before them has been reduced already.
+        """
+        for name, parameter in self._parameters.items():
+            if name in self._come_locally and name not in self._come and parameter.grad is not None:
+                self._hand_over(name, parameter)
+        # Their places in the buckets are filled with zeros.
+        self._kept = {
+            name: view.clone()
+            for name, view in self._views.items()
+            if name not in self._come and self._parameters[name].grad is view
+        }
+        return np.array([name in self._come for name in self._parameters], np.uint8)
+
+    def _take_filled(self, used: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Gives parameters that other ranks have used the result; those that none has keep what they had."""
+        self._communicator.all_reduce(used, "max")
+        is_used = dict(zip(self._parameters, used, strict=True))
+        for name, result in self._callback.filled.items():
+            if is_used[name]:
+                self._parameters[name].grad = self._views[name] if name in self._views else tensor_of(result)
+            elif name in self._kept:
+                self._views[name].copy_(self._kept[name])
+        self._kept.clear()
+
+
+def _hear(passes: weakref.ref[BackwardPasses], name: str, parameter: torch.nn.Parameter) -> None:
+    """The hook of a parameter."""
+    alive = passes()
+    if alive is not None:
+        alive.accumulated(name, parameter)
+
+
+def _remove_all(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+class _Pass:
+    """One backward pass: called at its end; where it has none, deleted without having been called."""
+
+    def __init__(self, passes: BackwardPasses) -> None:
+        self._passes: BackwardPasses | None = passes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not; the traceback of its error may hold it for long."""
+        return self._passes is None
+
+    def __call__(self) -> None:
+        passes, self._passes = self._passes, None
+        if passes is not None:
+            passes.end()
+
+    def __del__(self) -> None:
+        passes, self._passes = self._passes, None  # first: a traceback may keep this alive, and the pass is over
+        if passes is not None:
+            passes.abandon()
+
+
+# -- What may change about it ----------------------------------------------------------------------------------------
+
+
+class ParameterWatch:
+    """Notices parameters that came to a module after it was wrapped: in a layer that was replaced, or added.
+
+    Args:
+        module: the module.
+        known: its parameters, with those that need no gradient.
+        communicator: for its name in errors.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, known: Iterable[torch.nn.Parameter], communicator: Communicator
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._known = {id(parameter): parameter for parameter in known}  # alive: else another may get its id
+        self._communicator = communicator
+        self._note(module)
+
+    def check(self) -> None:
+        """Costs microseconds while the module consists of the same objects.
+
+        Raises:
+            InvalidArgument: a parameter needs a gradient, and came later.
+        """
+        if sum(map(len, self._registers)) == len(self._members) and all(
+            map(is_, chain.from_iterable(self._registers), self._members)
+        ):
+            return
+        module = self._module()
+        if module is None:
+            return
+        late = [
+            name
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._known
+        ]
+        if late:
+            raise InvalidArgument(
+                f"{self._communicator.label}: {list_of_names(late)} came to the module after it was wrapped, and would "
+                "not be synchronised: unwrap() it, and wrap it again"
+            )
+        self._note(module)
+
+    def _note(self, module: torch.nn.Module) -> None:
+        """Takes down of which objects it consists: of the registers of each part, as they are now and will be."""
+        self._registers = [
+            register.values() for part in module.modules() for register in (part._parameters, part._modules)
+        ]
+        self._members = [*chain.from_iterable(self._registers)]
+
+
+class BufferBroadcast:
+    """Has the buffers of a module become those of rank 0.
+
+    Args:
+        module: the module.
+        communicator: of the ranks.
+        is_on: whether it does.
+
+    Attributes:
+        is_on: see above.
+    """
+
+    def __init__(self, module: torch.nn.Module, communicator: Communicator, *, is_on: bool) -> None:
+        self._module = weakref.ref(module)
+        self._communicator = communicator
+        self.is_on = is_on
+
+    def __call__(self) -> None:
+        """Does it; a collective."""
+        module = self._module()
+        if self.is_on and module is not None:
+            broadcast_state("Synchronised, buffers", module.named_buffers(), 0, self._communicator)
+
+
+def broadcast_state(
+    what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
+) -> None:
+    """Copies the root's tensors into those of all ranks, where there are any; see broadcast_tensors."""
+    tensors = list(named)
+    if tensors and communicator.world_size > 1:
+        broadcast_tensors(what, tensors, root, communicator)
+
+
+# -- Tensors as arrays -----------------------------------------------------------------------------------------------
+
+
+def dtype_name_of(tensor: torch.Tensor) -> str:
+    """Returns e.g. "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def array_of(tensor: torch.Tensor) -> Any:
+    """Returns what a communicator takes for a tensor: on the CPU a NumPy array, elsewhere what speaks DLPack.
+
+    Raises:
+        InvalidArgument: a sparse tensor, or one whose values lie in memory conjugated or negated.
+    """
+    if tensor.layout is not torch.strided:
+        raise InvalidArgument(
+            f"a gradient of layout {tensor.layout} cannot be synchronised: make the module with sparse=False"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidArgument("a tensor that is a conjugate, or a negative, of another's memory: use resolve_conj()")
+    plain = tensor.detach()
+    if plain.device.type != "cpu":
+        return plain
+    if dtype_name_of(plain) == _BFLOAT16:
+        return plain.view(torch.int16).numpy().view(dtype_of(_BFLOAT16))
+    return plain.numpy()
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """Returns an array, NumPy's or CuPy's, as a tensor."""
+    if not isinstance(array, np.ndarray):
+        return torch.from_dlpack(array)
+    if array.dtype.name == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def broadcast_tensors(
+    what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
+) -> None:
+    """Copies the root's tensors into those of all ranks, in place, as one collective.
+
+    Autograd is told: a tensor that a graph still needs as it was makes the backward pass say so.
+
+    Raises:
+        PlanMismatch: the ranks' tensors differ in names, shapes or dtypes; nothing was sent.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collective.
+    """
+    tensors = dict(named)
+    with on_stream_of_torch(communicator):
+        natives = [(name, communicator.native_array(array_of(each), name)) for name, each in tensors.items()]
+        broadcast_named(what, natives, root, communicator)
+    if communicator.rank != root:
+        for tensor in tensors.values():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def on_stream_of_torch(communicator: Communicator) -> AbstractContextManager[Any]:
+    """Makes PyTorch's current stream that of CuPy, whose order gradsync keeps to; on the CPU there is none."""
+    if communicator.device == "cpu":
+        return nullcontext()
+    import cupy
+
+    stream = torch.cuda.current_stream()
+    external: AbstractContextManager[Any] = cupy.cuda.ExternalStream(stream.cuda_stream, stream.device.index)
+    return external
