@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 from gradsync.launching.nodes import run as link
-from gradsync.launching.nodes.run import FirstWord, report_of
+from gradsync.launching.nodes.run import NodeReport, report_of
 from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.signals import SignalInbox
 
@@ -14,7 +14,7 @@ class SilentOther:
 
     def __init__(self):
         self._closed = threading.Event()
-        self._values = {"first": FirstWord(1, False).to_bytes()}
+        self._values = {"first": NodeReport(1, 0).to_bytes()}
 
     def get(self, key, *, from_rank=None, timeout_seconds):
         while key not in self._values:

@@ -8,7 +8,7 @@ import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.diagnostics.dump import FORMAT
-from gradsync.launching.nodes.run import FirstWord, NodeReport
+from gradsync.launching.nodes.run import NodeReport
 from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame
@@ -36,7 +36,7 @@ def seeds() -> dict[str, list[bytes]]:
         "client_handshake": [challenge[:-32] + bytes(32), hello],
         "server_core": [b"".join(msgpack.packb(step) for step in script)],
         "node_words": [
-            FirstWord(1, True, NodeReport(1, 0, "failed")).to_bytes(),
+            NodeReport(1, 0, "failed").to_bytes(),
             NodeReport(1).to_bytes(),
             json.dumps(record).encode(),
         ],

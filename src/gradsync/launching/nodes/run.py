@@ -294,7 +294,8 @@ class NodeLink:
         Args:
             only_suffers: whether that is because of a rank on another machine, as far as is known.
         """
-        self._run(lambda: self._tell_first(only_suffers))
+        word = NodeReport(self._node, _SUFFERING if only_suffers else 0)
+        self._run(lambda: self._tell_first(word))
 
     def settle(self, report: NodeReport) -> Verdict:
         """Tells how the ranks here have ended, and waits until all others have told it too, or one is lost.
@@ -335,7 +336,7 @@ class NodeLink:
         """Ends the ranks of the others, where those here have ended already."""
         report = signal_report(self._node, number)
         self._notices.tell("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
-        self._run(lambda: self._tell_first(False, report))
+        self._run(lambda: self._tell_first(report))
         return report
 
     def _judge(self, own: list[NodeReport | None]) -> Verdict:
@@ -349,29 +350,32 @@ class NodeLink:
         """Waits until a launcher says that its ranks fail, or is gone."""
         try:
             told = self._client.get("first", timeout_seconds=_AS_LONG_AS_IT_TAKES_SECONDS)
-            word = FirstWord.from_bytes(told)
+            word = NodeReport.from_bytes(told)
         except CommunicatorClosed:
             return
         except GradsyncError as error:
             if self._client.has_failed():  # else the others are done, and have left
                 self._lose(error)
             return
-        self._first_node, self._first_report = word.node, word.report
+        self._first_node, self._first_report = word.node, word if word.how else None
         if word.node == self._node:
             self._wake(NEWS_ELSEWHERE)
         else:
             self._wake(SUFFERED_ELSEWHERE if word.only_suffers else FAILED_ELSEWHERE)
 
-    def _tell_first(self, only_suffers: bool, report: NodeReport | None = None) -> None:
-        """Says that the ranks here fail, unless a launcher has said so before: one is enough to end all."""
-        word = FirstWord(self._node, only_suffers, report)
+    def _tell_first(self, word: NodeReport) -> None:
+        """Says that the ranks here fail, unless a launcher has said so before: one is enough to end all.
+
+        Args:
+            word: with what happened, in words, from a launcher whose ranks have ended already.
+        """
         with contextlib.suppress(GradsyncError):  # who listens hears of it
             self._client.set("first", word.to_bytes(), replace=False)
 
     def _gather(self, report: NodeReport) -> None:
         try:
             if report.level is not None:
-                self._tell_first(report.only_suffers)
+                self._tell_first(NodeReport(self._node, report.level))
             self._client.set(f"report/{self._node}", report.to_bytes())
             for record in self._nodes:
                 told = self._client.get(
@@ -459,49 +463,6 @@ class NodeReport:
             return from_told(cls, data)
         except ValueError as error:
             raise RendezvousError(f"the report of another launcher cannot be read: {error}; {SAME_VERSION}") from None
-
-
-@dataclass(frozen=True)
-class FirstWord:
-    """That a launcher's ranks fail, as the first one of a run to see that tells the others.
-
-    Attributes:
-        node: the machine's number.
-        only_suffers: whether that is because of a rank on another machine, as far as is known.
-        report: where it is told at once, of a launcher whose ranks have ended.
-    """
-
-    node: int
-    only_suffers: bool
-    report: NodeReport | None = None
-
-    def to_bytes(self) -> bytes:
-        """Returns what `from_bytes` takes."""
-        report = "" if self.report is None else self.report.to_bytes().decode()
-        return json.dumps({"node": self.node, "only_suffers": self.only_suffers, "report": report}).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> FirstWord:
-        """Returns what another launcher has told.
-
-        Raises:
-            RendezvousError: that is no such word.
-        """
-        try:
-            told = from_told(_ToldWord, data)
-        except ValueError as error:
-            raise RendezvousError(f"the word of another launcher cannot be read: {error}; {SAME_VERSION}") from None
-        report = NodeReport.from_bytes(told.report.encode()) if told.report else None
-        return cls(told.node, told.only_suffers, report)
-
-
-@dataclass(frozen=True)
-class _ToldWord:
-    """The same as it travels, with the report as text."""
-
-    node: int
-    only_suffers: bool
-    report: str
 
 
 def report_of(node: int, outcome: Outcome) -> NodeReport:
