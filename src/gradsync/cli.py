@@ -212,9 +212,10 @@ GRADSYNC_BACKEND in the environment asks for a backend as --backend does. Nothin
     type=click.FloatRange(min=0, min_open=True),
     default=8.0,
     show_default=True,
-    help="Seconds that each trial may take to start, and to answer.",
+    help="Seconds that each trial may take.",
 )
 @click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce of each backend.")
+@click.option("-v", "--verbose", is_flag=True, help="Show also what is fine.")
 def doctor(**options: Any) -> None:
     """Looks at this machine, runs an all-reduce of two ranks over each backend, and says what to do."""
     try:

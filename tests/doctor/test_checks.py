@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gradsync.doctor.checks import CHECKS
-from gradsync.doctor.finding import Status
-from gradsync.doctor.report import examine
-from gradsync.doctor.surroundings import Interface, Package, Surroundings
+from gradsync.doctor.checks import CHECKS, Status
+from gradsync.doctor.command import examine
+from gradsync.doctor.facts import Facts, Interface, Package
 from gradsync.environment import BACKENDS
 
 GIGABYTE = 1024**3
@@ -45,7 +44,7 @@ def healthy(tmp_path):
         "sys/devices/system/clocksource/clocksource0/available_clocksource": "tsc hpet",
     }
     write(tmp_path, files)
-    return Surroundings(
+    return Facts(
         root=tmp_path,
         packages=packages("cupy-cuda12x", "nvidia-nccl-cu12", "mpi4py"),
         answers={
@@ -247,9 +246,7 @@ def test_what_libraries_answer_is_judged(healthy, name, answer, what, status, te
 
 
 def test_without_a_gpu_nothing_is_wrong(tmp_path):
-    here = Surroundings(
-        root=tmp_path, answers={"numpy": {"version": "2.4.6"}, "cupy": {"error": "No module named 'cupy'"}}
-    )
+    here = Facts(root=tmp_path, answers={"numpy": {"version": "2.4.6"}, "cupy": {"error": "No module named 'cupy'"}})
     found = findings(here)
     assert found["driver"].status is found["CuPy"].status is Status.UNUSABLE
     assert (found["driver"].advice, found["CuPy"].advice) == ("", "")
@@ -311,4 +308,4 @@ def test_a_check_that_fails_is_a_line(healthy):
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_no_check_stumbles_over_a_machine_that_tells_nothing(check, tmp_path):
-    assert isinstance(check(Surroundings(root=tmp_path / "nowhere")), list)
+    assert isinstance(check(Facts(root=tmp_path / "nowhere")), list)

@@ -13,8 +13,7 @@ import pytest
 
 from gradsync.bench.collectives import KINDS
 from gradsync.cli import main
-from gradsync.doctor.checks import CHECKS
-from gradsync.doctor.finding import Status
+from gradsync.doctor.checks import CHECKS, Status
 
 ROOT = Path(__file__).parents[3]
 DOCTOR, BENCHMARKS = ((ROOT / "docs" / name).read_text() for name in ("doctor.md", "benchmarks.md"))

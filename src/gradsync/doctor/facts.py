@@ -61,8 +61,8 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The facts.
+class Facts:
+    """The facts about a machine.
 
     Attributes:
         environ: variables.
@@ -123,14 +123,14 @@ class Surroundings:
         return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
 
 
-def look_around(deadline_seconds: float) -> Surroundings:
+def look_around(deadline_seconds: float) -> Facts:
     """Collects the facts about this machine; what cannot be found out is left as if it were not there.
 
     Args:
         deadline_seconds: for all probes together.
     """
     mpiexec = find_mpiexec()
-    return Surroundings(
+    return Facts(
         environ=dict(os.environ),
         system=sys.platform,
         machine=platform.machine(),

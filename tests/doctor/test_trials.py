@@ -5,12 +5,11 @@ import time
 
 import pytest
 
-from gradsync.doctor import trials
-from gradsync.doctor.finding import ok, unusable
+from gradsync.doctor import command as doctor_command
+from gradsync.doctor.checks import ok, unusable
+from gradsync.doctor.command import Report, Trial, try_backend, why_not
+from gradsync.doctor.facts import Facts
 from gradsync.doctor.probes import call
-from gradsync.doctor.report import Report
-from gradsync.doctor.surroundings import Surroundings
-from gradsync.doctor.trials import Trial, try_backend, why_not
 
 WELL = [ok("Python", "3.12")]
 
@@ -22,7 +21,7 @@ def in_place_of_the_bench(monkeypatch, source):
     def run(command, seconds):
         return call([sys.executable, "-c", code, *command[3:]], seconds)
 
-    monkeypatch.setattr(trials, "call", run)
+    monkeypatch.setattr(doctor_command, "call", run)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def in_place_of_the_bench(monkeypatch, source):
 def test_ranks_that_hang_or_die_are_a_line_in_time(monkeypatch, source, limit_seconds, text):
     in_place_of_the_bench(monkeypatch, source)
     began = time.monotonic()
-    trial = try_backend("shm", Surroundings(), WELL, limit_seconds)
+    trial = try_backend("shm", Facts(), WELL, limit_seconds)
     assert (trial.works, trial.text) == (False, text)
     assert "gradsync bench collectives --backend shm" in trial.advice
     assert time.monotonic() - began < 30
@@ -47,7 +46,7 @@ def test_ranks_that_hang_or_die_are_a_line_in_time(monkeypatch, source, limit_se
 def test_a_wrong_result_does_not_work(monkeypatch):
     rows = '{"rows": [{"forms": {"out-of-place": {"wrong": 3}, "in-place": {"wrong": 4}}}]}'
     in_place_of_the_bench(monkeypatch, f"open(output, 'w').write({rows!r}); sys.exit(1)")
-    trial = try_backend("shm", Surroundings(), WELL, 20.0)
+    trial = try_backend("shm", Facts(), WELL, 20.0)
     assert (trial.works, trial.text) == (False, "7 elements of the result are wrong")
 
 
@@ -62,7 +61,7 @@ def test_a_wrong_result_does_not_work(monkeypatch):
     ],
 )
 def test_what_cannot_work_is_not_tried(tmp_path, backend, findings, reason):
-    assert why_not(backend, Surroundings(root=tmp_path), findings) == reason
+    assert why_not(backend, Facts(root=tmp_path), findings) == reason
 
 
 def tried(**works):

@@ -1,0 +1,589 @@
+"""What the doctor looks at: each check takes the facts, and returns its lines."""
+
+from __future__ import annotations
+
+import enum
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradsync import environment
+from gradsync.communicators.nccl.library import version_text
+from gradsync.doctor.facts import CUPY_PACKAGES, Facts, Package
+from gradsync.errors import InvalidArgument
+from gradsync.launchers import read_port
+from gradsync.machine import BLAS_VARIABLES, count_gpus, visible_gpus
+
+
+class Status(str, enum.Enum):
+    """How a finding counts."""
+
+    OK = "ok"
+    WARNING = "warning"
+    UNUSABLE = "not usable here"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line.
+
+    Attributes:
+        what: was looked at, in a word or two.
+        status: BROKEN where ranks cannot start or meet at all, whatever the backend.
+        text: what was found.
+        advice: what to do; "" where there is nothing to do.
+    """
+
+    what: str
+    status: Status
+    text: str
+    advice: str = ""
+
+
+def ok(what: str, text: str) -> Finding:
+    """Returns a line on what is in order."""
+    return Finding(what, Status.OK, text)
+
+
+def warning(what: str, text: str, advice: str) -> Finding:
+    """Returns a line on what works badly, or only partly."""
+    return Finding(what, Status.WARNING, text, advice)
+
+
+def unusable(what: str, text: str, advice: str = "") -> Finding:
+    """Returns a line on what some backend needs and is not here."""
+    return Finding(what, Status.UNUSABLE, text, advice)
+
+
+def broken(what: str, text: str, advice: str) -> Finding:
+    """Returns a line on what keeps every run from working."""
+    return Finding(what, Status.BROKEN, text, advice)
+
+
+_OLDEST_PYTHON, _OLDEST_NUMPY = (3, 10), (2, 1)
+
+
+def check_python(here: Facts) -> list[Finding]:
+    """Python's version; Linux on x86-64, which shared memory needs."""
+    version, path = here.python
+    text = f"{version} on {here.system} {here.machine}, {path}"
+    if _numbers(version)[:2] < _OLDEST_PYTHON:
+        return [broken("Python", text, "gradsync needs Python 3.10 or newer: make a venv of a newer one")]
+    if here.system != "linux":
+        return [broken("Python", text, "ranks run on Linux only: use Linux, on Windows WSL2, or a container")]
+    if here.machine not in ("x86_64", "AMD64"):
+        return [unusable("Python", text, "shared memory needs x86-64: use --backend mpi, or nccl with GPUs")]
+    return [ok("Python", text)]
+
+
+def check_numpy(here: Facts) -> list[Finding]:
+    """NumPy's version, and whether it loads; msgpack, which the rendezvous speaks."""
+    answer = here.answers.get("numpy", {"error": "it was not asked"})
+    if "error" in answer:
+        return [broken("NumPy", f"it does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")]
+    if "msgpack_error" in answer:
+        return [
+            broken("msgpack", f"it does not load: {answer['msgpack_error']}", "pip install --force-reinstall msgpack")
+        ]
+    version = answer["version"]
+    if _numbers(version)[:2] < _OLDEST_NUMPY:
+        return [warning("NumPy", f"{version}; gradsync needs 2.1 or newer", "pip install --upgrade 'numpy>=2.1'")]
+    return [ok("NumPy", version)]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:2]
+    return tuple(int(part) if part.isdigit() else 0 for part in parts)
+
+
+_MEGABYTE = 1024**2
+_ENOUGH_BYTES = 256 * _MEGABYTE  # Docker gives 64 MB
+_COLLAPSE_SINCE = (6, 1)  # Linux, with MADV_COLLAPSE
+
+
+def check_anonymous_memory(here: Facts) -> list[Finding]:
+    """Whether a memfd can be made, and whether it can lie on huge pages."""
+    if here.memory_error:
+        return [broken("shared memory", f"memfd: {here.memory_error}", "free memory, or raise the container's limit")]
+    return [ok("shared memory", f"memfd works; {_huge_pages(here)}")]
+
+
+def _huge_pages(here: Facts) -> str:
+    setting = here.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled") or ""
+    chosen = re.search(r"\[(\w+)\]", setting)
+    if chosen is not None and chosen[1] in ("always", "advise", "within_size", "force"):
+        return f"huge pages by the system's setting ({chosen[1]})"
+    release = re.match(r"(\d+)\.(\d+)", here.kernel)
+    if release and (int(release[1]), int(release[2])) >= _COLLAPSE_SINCE and (chosen is None or chosen[1] != "deny"):
+        return "huge pages on request"
+    return "no huge pages (slower by up to a third from 100 MB on)"
+
+
+def check_shared_memory_folder(here: Facts) -> list[Finding]:
+    """The size of /dev/shm."""
+    what = "/dev/shm"
+    if here.shared_memory_bytes is None:
+        return [unusable(what, "there is none: MPI and NCCL need it, shm does not", "mount -t tmpfs tmpfs /dev/shm")]
+    size_bytes, free_bytes = here.shared_memory_bytes
+    text = f"{_shown(size_bytes)}, {_shown(free_bytes)} free"
+    if size_bytes < _ENOUGH_BYTES:
+        advice = "start the container with --shm-size=1g (or --ipc=host); as root: mount -o remount,size=1g /dev/shm"
+        return [
+            warning(what, f"{text}: too small for NCCL, and for MPI with large arrays; shm does not need it", advice)
+        ]
+    if free_bytes < _ENOUGH_BYTES // 4:
+        return [warning(what, f"{text}: NCCL and MPI may find no room", "see what fills it: ls -l /dev/shm")]
+    return [ok(what, text)]
+
+
+def _shown(size_bytes: int) -> str:
+    if size_bytes >= 1024 * _MEGABYTE:
+        return f"{size_bytes / 1024 / _MEGABYTE:.1f} GB"
+    return f"{size_bytes / _MEGABYTE:.0f} MB" if size_bytes >= _MEGABYTE else f"{size_bytes // 1024} KB"
+
+
+def check_threads(here: Facts) -> list[Finding]:
+    """Whether ranks have a core each, and whether thread settings ask for more cores than there are."""
+    cores = "1 core" if here.cores == 1 else f"{here.cores} cores"
+    found = {name: here.environ[name] for name in BLAS_VARIABLES if here.environ.get(name)}
+    malformed = [name for name, value in found.items() if not _thread_counts(value)]
+    settings = ", ".join(f"{name}={value}" for name, value in found.items())
+    if malformed:
+        return [warning("cores", f"{cores}; {settings}: no number of threads", f"unset {' '.join(malformed)}")]
+    too_many = [name for name, value in found.items() if max(_thread_counts(value)) > here.cores]
+    if too_many:
+        text = f"{cores}, but {settings}: each rank starts more threads than there are cores"
+        return [warning("cores", text, f"unset {' '.join(too_many)}: gradsync run shares the cores among its ranks")]
+    if here.cores == 1:
+        text = "1 core: two ranks take turns on it, and each collective waits for a turn"
+        return [warning("cores", text, "use -n 1, or give the container more: docker run --cpus=4")]
+    return [ok("cores", f"{cores}; {settings or 'gradsync run shares them among its ranks (OMP_NUM_THREADS)'}")]
+
+
+def _thread_counts(value: str) -> list[int]:
+    """Returns the threads of "4", or of "4,2" for nested regions; nothing where it is neither."""
+    parts = value.strip().split(",")
+    return [int(part) for part in parts] if all(part.strip().isdigit() and int(part) > 0 for part in parts) else []
+
+
+_GIGABYTE = 1024**3
+_LITTLE_MEMORY_BYTES = 1 * _GIGABYTE
+
+
+def check_container(here: Facts) -> list[Finding]:
+    """What control groups leave of cores and memory."""
+    what = "container" if is_container(here) else "control group"
+    cores, memory_bytes = _cores_allowed(here), _memory_allowed(here)
+    limits = [f"{cores:.1f} cores"] if cores is not None else []
+    limits += [f"{memory_bytes / _GIGABYTE:.1f} GB of memory"] if memory_bytes is not None else []
+    text = f"limited to {' and '.join(limits)}" if limits else "no limit of cores or memory"
+    if cores is not None and cores < here.cores - 0.5:
+        text += f", though {here.cores} cores are shown: more ranks than that are paused in turns"
+        return [warning(what, text, f"start at most {max(int(cores), 1)} ranks, or give it more: docker run --cpus=N")]
+    if memory_bytes is not None and memory_bytes < _LITTLE_MEMORY_BYTES:
+        return [warning(what, f"{text}: the kernel ends ranks that need more", "give it more: docker run --memory=8g")]
+    return [ok(what, text)]
+
+
+def is_container(here: Facts) -> bool:
+    """Whether this looks like the inside of one."""
+    if any((here.root / name).exists() for name in (".dockerenv", "run/.containerenv")):
+        return True
+    groups = here.read("/proc/1/cgroup") or ""
+    return any(word in groups for word in ("docker", "kubepods", "containerd", "lxc"))
+
+
+def _group(here: Facts) -> str:
+    """Returns the path of this process's group in the second version's one tree."""
+    for line in (here.read("/proc/self/cgroup") or "").splitlines():
+        if line.startswith("0::"):
+            return line.removeprefix("0::").strip().rstrip("/")
+    return ""
+
+
+def _of_group(here: Facts, name: str) -> str | None:
+    """Returns a setting of this process's group, or of the one at the top, which is a container's own."""
+    return here.read(f"/sys/fs/cgroup{_group(here)}/{name}") or here.read(f"/sys/fs/cgroup/{name}")
+
+
+def _cores_allowed(here: Facts) -> float | None:
+    quota, _, period = (_of_group(here, "cpu.max") or "").partition(" ")
+    if not quota:  # the first version
+        quota = here.read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or ""
+        period = here.read("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or ""
+    if not (quota.isdigit() and period.isdigit() and int(period)):
+        return None
+    return int(quota) / int(period)
+
+
+def _memory_allowed(here: Facts) -> int | None:
+    text = _of_group(here, "memory.max") or here.read("/sys/fs/cgroup/memory/memory.limit_in_bytes") or ""
+    if not text.isdigit() or int(text) >= 1 << 60:  # the first version writes a huge number for none
+        return None
+    return int(text)
+
+
+_ENOUGH_FILES, _WANTED_FILES = 256, 4096
+_ENOUGH_LOCKED_BYTES = 1024**3
+
+
+def check_limits(here: Facts) -> list[Finding]:
+    """What `ulimit` allows."""
+    soft, hard = here.limits.get("open files", (-1, -1))
+    files = "any number of" if soft < 0 else f"{soft:,}"
+    if 0 <= soft < _ENOUGH_FILES:
+        can_raise = hard < 0 or hard >= _WANTED_FILES
+        advice = f"ulimit -n {_WANTED_FILES}" if can_raise else f"as root: prlimit --pid $$ --nofile={_WANTED_FILES}"
+        return [warning("limits", f"{soft} open files: the launcher needs some for each of its ranks", advice)]
+    locked, _ = here.limits.get("locked memory", (-1, -1))
+    has_rdma = (here.root / "sys/class/infiniband").is_dir() and any((here.root / "sys/class/infiniband").iterdir())
+    if has_rdma and 0 <= locked < _ENOUGH_LOCKED_BYTES:
+        text = f"{locked // 1024:,} KB of locked memory: InfiniBand and RoCE fail, or fall back to TCP"
+        return [warning("limits", text, "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1")]
+    return [ok("limits", f"{files} open files{'; locked memory is enough for RDMA' if has_rdma else ''}")]
+
+
+_FEWEST_PORTS = 1000
+_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def check_network(here: Facts) -> list[Finding]:
+    """Loopback, the interfaces, the host's own name."""
+    if here.loopback_error:
+        advice = "as root: ip link set lo up; a sandbox may forbid sockets"
+        return [broken("network", f"no port of 127.0.0.1 can be listened at: {here.loopback_error}", advice)]
+    outward = [each for each in here.interfaces if each.is_up and each.address and not each.address.startswith("127.")]
+    shown = ", ".join(f"{each.name} {each.address}" for each in outward) or "loopback only: for ranks of this machine"
+    for name in _INTERFACE_VARIABLES:
+        missing = _missing_interfaces(here.environ.get(name, ""), [each.name for each in here.interfaces])
+        if missing:
+            return [
+                warning("network", f"{shown}; {name} names {', '.join(missing)}, which is not here", f"unset {name}")
+            ]
+    if here.host_error:
+        text = f"{shown}; the host's own name {here.host!r} has no address ({here.host_error})"
+        return [
+            warning(
+                "network",
+                text,
+                f"several machines: --node-address; as root: echo '127.0.1.1 {here.host}' >> /etc/hosts",
+            )
+        ]
+    return [ok("network", shown)]
+
+
+def _missing_interfaces(value: str, present: list[str]) -> list[str]:
+    """Returns the names in a list as NCCL takes it that begin no interface's name; "=eth0" is that very one."""
+    if value.startswith("^"):
+        return []
+    exact = value.startswith("=")
+    names = [name.strip() for name in value.removeprefix("=").split(",") if name.strip()]
+    return [n for n in names if not any(p == n if exact else p.startswith(n.partition(":")[0]) for p in present)]
+
+
+def check_ports(here: Facts) -> list[Finding]:
+    """Ports that the kernel gives out, and one that MASTER_PORT asks for."""
+    text = here.read("/proc/sys/net/ipv4/ip_local_port_range") or ""
+    low, _, high = text.partition("\t")
+    known = low.strip().isdigit() and high.strip().isdigit()
+    if known and int(high) - int(low) < _FEWEST_PORTS:
+        advice = "as root: sysctl net.ipv4.ip_local_port_range='32768 60999'"
+        return [warning("ports", f"the kernel gives out only {int(high) - int(low) + 1} of them", advice)]
+    try:
+        read_port(here.environ, "MASTER_PORT")
+    except InvalidArgument as error:
+        return [broken("ports", str(error), "unset MASTER_PORT")]
+    return [ok("ports", f"free ones from {int(low):,} to {int(high):,}" if known else "free ones can be had")]
+
+
+_INSTALL = "on one machine: pip install mpi4py mpich; on a cluster: load its MPI, then pip install mpi4py"
+_MARKS = {"Open MPI": ("open mpi", "openrte", "prte", "open-mpi"), "MPICH": ("hydra", "mpich"), "Intel": ("intel",)}
+
+
+def check_mpi(here: Facts) -> list[Finding]:
+    """Whether ranks can be started and joined over MPI."""
+    if here.package("mpi4py") is None and here.answers.get("mpi", {}).get("version") is None:
+        return [unusable("MPI", "mpi4py is not installed: only the backend mpi needs it", _INSTALL)]
+    answer = here.answers.get("mpi", {"error": "it was not asked"})
+    if "error" in answer:
+        return [unusable("MPI", f"mpi4py is installed, but does not load: {_first_line(answer)}", _INSTALL)]
+    loaded = f"mpi4py {answer['version']} over {answer['library']}"
+    if here.mpiexec is None:
+        advice = "put that MPI's bin folder on the PATH (module load ...), or: pip install mpich"
+        return [unusable("MPI", f"{loaded}, but there is no mpiexec to start ranks with", advice)]
+    theirs, ours = _vendor(here.answers.get("mpiexec", {}).get("text", "")), _vendor(answer["library"])
+    if theirs and ours and theirs != ours and {theirs, ours} != {"MPICH", "Intel"}:
+        text = f"{loaded}, but {here.mpiexec} is that of {theirs}: each rank would believe to be alone"
+        return [warning("MPI", text, f"use the mpiexec of {ours}: put its bin folder first on the PATH")]
+    return [ok("MPI", f"{loaded}; {here.mpiexec}")]
+
+
+def _first_line(answer: Any) -> str:
+    return str(answer["error"]).strip().splitlines()[0][:200]
+
+
+def _vendor(text: str) -> str:
+    """Returns whose MPI a text speaks of; "" where it does not tell."""
+    lower = text.lower()
+    if "intel" in lower:
+        return "Intel"
+    return next((vendor for vendor, marks in _MARKS.items() if any(mark in lower for mark in marks)), "")
+
+
+# As `nvidia-smi topo -m` marks them.
+_LINKS = {
+    "NV": "NVLink",
+    "PIX": "one PCIe switch",
+    "PXB": "PCIe switches",
+    "PHB": "PCIe",
+    "NODE": "PCIe",
+    "SYS": "PCIe between sockets",
+}
+
+
+def check_driver(here: Facts) -> list[Finding]:
+    """Whether the driver is there, and its version."""
+    if not here.has_gpu:
+        text = "no NVIDIA GPU found: only the backend nccl needs one"
+        advice = "a container sees GPUs with: docker run --gpus all" if here.has_nvidia_smi else ""
+        return [unusable("driver", text, advice)]
+    version = re.search(
+        r"(?:Kernel Module|NVRM version).*?(\d+\.\d+(?:\.\d+)?)", here.read("/proc/driver/nvidia/version") or ""
+    )
+    driver = here.answers.get("cupy", {}).get("driver")
+    text = version[1] if version else "it does not tell its version"
+    if driver:
+        text += f", good for CUDA up to {cuda_version(driver)}"
+    return [ok("driver", text)]
+
+
+def check_gpus(here: Facts) -> list[Finding]:
+    """Which GPUs this process may use, and how they are linked."""
+    if not here.has_gpu:
+        return []
+    visible = visible_gpus(here.environ)
+    if visible == ():
+        value = here.environ["CUDA_VISIBLE_DEVICES"]
+        return [unusable("GPUs", f"CUDA_VISIBLE_DEVICES={value!r} hides all of them", "unset CUDA_VISIBLE_DEVICES")]
+    count = count_gpus(here.environ, str(here.root / "dev"))
+    devices: list[dict[str, Any]] = here.answers.get("cupy", {}).get("devices", [])
+    if not devices:
+        return [ok("GPUs", f"{count} by their device files; CuPy has to load to tell more")]
+    names = sorted({device["name"] for device in devices})
+    text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB; {_links(here, devices)}"
+    if visible is not None and len(devices) < len(visible):
+        text += f"; CUDA_VISIBLE_DEVICES={here.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)}"
+        return [warning("GPUs", text, "name GPUs that are there: nvidia-smi -L lists them")]
+    if len(devices) > 1 and not all(len(device["peers"]) == len(devices) - 1 for device in devices):
+        text += "; not all reach each other's memory, so that NCCL goes through the host's"
+        return [
+            warning("GPUs", text, "virtual machines: give all GPUs of one switch; check with: nvidia-smi topo -p2p r")
+        ]
+    return [ok("GPUs", text)]
+
+
+def _links(here: Facts, devices: list[dict[str, Any]]) -> str:
+    if len(devices) < 2:
+        return "one alone"
+    lines = here.answers.get("topology", {}).get("text", "").splitlines()
+    words = {word for line in lines if re.match(r"\s*GPU\d+\s", line) for word in line.split()[1 : len(devices) + 1]}
+    kinds = sorted({name for word in words for mark, name in _LINKS.items() if word.startswith(mark)})
+    return f"linked by {' and '.join(kinds)}" if kinds else "nvidia-smi does not tell how they are linked"
+
+
+def cuda_version(number: int) -> str:
+    """Returns CUDA's version number as people write it: 12090 is 12.9."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+_OLDEST_CUPY = 14
+
+
+def check_cupy(here: Facts) -> list[Finding]:
+    """Whether CuPy can be used for NCCL."""
+    installed = installed_packages(here)
+    answer = here.answers.get("cupy", {"error": "it was not asked"})
+    if has_several(here):
+        return [_several(here, installed)]
+    if not installed and "file" not in answer:
+        return [
+            unusable("CuPy", "not installed: only the backend nccl needs it", _install(here) if here.has_gpu else "")
+        ]
+    if "error" in answer:
+        name = installed[0].name if installed else "cupy"
+        return [unusable("CuPy", f"{name} does not load: {answer['error']}", f"pip install --force-reinstall {name}")]
+    if not _owns(installed, answer["file"]):
+        text = f"{answer['version']} from {answer['file']}, which no installed package has put there"
+        advice = "what it says of GPUs may be made up: take its folder off PYTHONPATH"
+        return [warning("CuPy", text, advice)]
+    name = f"{installed[0].name} {answer['version']}"
+    if int(answer["version"].partition(".")[0]) < _OLDEST_CUPY:
+        advice = f"pip uninstall -y {installed[0].name}; then {_install(here)}"
+        return [unusable("CuPy", f"{name}; gradsync needs CuPy {_OLDEST_CUPY} or newer", advice)]
+    return [_loaded(here, name, answer)]
+
+
+def installed_packages(here: Facts) -> list[Package]:
+    """Returns the packages that bring `cupy`."""
+    return [package for package in here.packages if package.name in CUPY_PACKAGES]
+
+
+def has_several(here: Facts) -> bool:
+    """Whether more than one does."""
+    return len(installed_packages(here)) > 1
+
+
+def _several(here: Facts, installed: list[Package]) -> Finding:
+    names = " ".join(package.name for package in installed)
+    shown = ", ".join(f"{package.name} {package.version}" for package in installed)
+    text = f"{len(installed)} packages put their files in one folder: {shown}; what is loaded is a mixture"
+    if not here.has_gpu:
+        return warning("CuPy", text, f"pip uninstall -y {names}; then install the one for your driver")
+    return warning("CuPy", text, f"pip uninstall -y {names}; then {_install(here)}")
+
+
+def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
+    runtime = f"{name}, CUDA runtime {cuda_version(answer['runtime'])}" if "runtime" in answer else name
+    if not here.has_gpu:
+        text = f"{runtime}; there is no NVIDIA driver here, so it has nothing to run on"
+        return unusable("CuPy", text, "beside a GPU: install NVIDIA's driver; for a container: docker run --gpus all")
+    if "count" not in answer:
+        error = answer.get("count_error", "it does not say why")
+        return unusable(
+            "CuPy", f"{runtime}; it sees no GPU: {error}", "compare nvidia-smi's driver with the CUDA that CuPy is for"
+        )
+    driver = answer.get("driver", 0)
+    if "runtime" in answer and driver and driver // 1000 < answer["runtime"] // 1000:
+        text = f"{runtime}, but the driver is good for CUDA {cuda_version(driver)} only"
+        return warning("CuPy", text, f"pip uninstall -y {name.split()[0]}; then {_install(here)}, or update the driver")
+    if "nvrtc" not in answer:
+        return unusable("CuPy", f"{runtime}; no NVRTC to compile kernels with", f"{_install(here)}: [ctk] brings it")
+    return ok("CuPy", runtime)
+
+
+def _install(here: Facts) -> str:
+    """Returns what to type, for the driver's CUDA where that is known."""
+    driver = here.answers.get("cupy", {}).get("driver", 0)
+    if driver:
+        return f"pip install 'gradsync[cuda{13 if driver >= 13000 else 12}]'"
+    return "pip install 'gradsync[cuda12]' (cuda13 where nvidia-smi shows CUDA 13)"
+
+
+def _owns(installed: list[Package], file: str) -> bool:
+    return any(Path(file).is_relative_to(package.folder) for package in installed)
+
+
+def check_nccl(here: Facts) -> list[Finding]:
+    """Which libnccl CuPy has loaded."""
+    answer: Any = here.answers.get("cupy", {})
+    if "file" not in answer:
+        return []  # CuPy's own line says what to do
+    if here.environ.get("NCCL_COMM_BLOCKING") == "0":
+        return [
+            unusable("NCCL", "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with", "unset NCCL_COMM_BLOCKING")
+        ]
+    found = answer.get("nccl")
+    wanted = _wheel(here)
+    if not found or not found.get("available"):
+        error = answer.get("nccl_error", "CuPy could not load libnccl.so.2")
+        return [unusable("NCCL", error, f"pip install {wanted}")]
+    text = f"{version_text(found['version'])} from {found['path']}, CuPy was built with {version_text(found['build'])}"
+    if not found["path"].startswith("/"):
+        return [warning("NCCL", f"{text}: no libnccl is in memory, so this is not NVIDIA's", "see CuPy's line")]
+    if found["version"] // 10000 != found["build"] // 10000:
+        return [warning("NCCL", f"{text}: another major version", f"pip install --upgrade {wanted}")]
+    others = [package.name for package in here.packages if package.name.startswith("nvidia-nccl")]
+    if others and wanted not in others and not has_several(here):
+        return [warning("NCCL", f"{text}; installed is {', '.join(others)}, for another CUDA", f"pip install {wanted}")]
+    return [ok("NCCL", text)]
+
+
+def _wheel(here: Facts) -> str:
+    """Returns the name of the wheel of NCCL that fits the CuPy that is installed."""
+    names = [package.name for package in installed_packages(here)]
+    return "nvidia-nccl-cu13" if "cupy-cuda13x" in names else "nvidia-nccl-cu12"
+
+
+def check_variables(here: Facts) -> list[Finding]:
+    """The GRADSYNC_* variables; a line for each that is wrong."""
+    refused = [broken(name, str(error), f"unset {name}") for name, error in environment.refused_variables(here.environ)]
+    unknown = [_unknown(name, meant) for name, meant in environment.unknown_variables(here.environ).items()]
+    if unknown or refused:
+        return [*refused, *unknown]
+    present = sorted(name for name in here.environ if name.startswith("GRADSYNC_"))
+    shown = ", ".join(name if name == environment.SECRET else f"{name}={here.environ[name]}" for name in present)
+    return [ok("GRADSYNC_*", shown or "none is set")]
+
+
+def _unknown(name: str, meant: str | None) -> Finding:
+    advice = f"unset {name}" if meant is None else f'export {meant}="${name}"; unset {name}'
+    return warning(name, environment.describe_unknown(meant), advice)
+
+
+def _origin(source: str) -> str:
+    return {"RANK": "that torchrun or you have", "gradsync": "that gradsync run has"}.get(source, f"that {source} has")
+
+
+def check_launcher(here: Facts) -> list[Finding]:
+    """Whether this shell has inherited some rank's place, which every script started here would take for its own."""
+    try:
+        place = environment.read_environment(dict(here.environ))
+    except InvalidArgument as error:
+        return [broken("launcher", str(error).replace("\n", " "), "unset what is not of this run")]
+    if place is None:
+        return [ok("launcher", "this shell is not inside a launched job")]
+    text = f"this shell is rank {place.rank} of {place.world_size}, by variables {_origin(place.source)} set"
+    names = [name for name in ("RANK", "WORLD_SIZE", environment.RANK, environment.WORLD_SIZE) if name in here.environ]
+    advice = f"inside a job that is right; else: unset {' '.join(names)}" if names else "inside a job that is right"
+    return [warning("launcher", text, advice)]
+
+
+_SLOW = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
+_EARLIEST = 1_700_000_000.0  # 2023: before gradsync
+
+
+def check_clock(here: Facts) -> list[Finding]:
+    """The date, and what the kernel reads the time from."""
+    source = here.read("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    if here.now < _EARLIEST:
+        date = time.strftime("%Y-%m-%d", time.gmtime(here.now))
+        return [warning("clock", f"it is {date} here: logs go by that", "as root: timedatectl set-ntp true")]
+    if source in _SLOW:
+        text = f"{source}: reading the time takes microseconds, so that waiting and measuring cost more"
+        available = here.read("/sys/devices/system/clocksource/clocksource0/available_clocksource") or ""
+        fast = [name for name in available.split() if name not in _SLOW]
+        advice = (
+            f"as root: echo {fast[0]} > /sys/devices/system/clocksource/clocksource0/current_clocksource"
+            if fast
+            else ""
+        )
+        return [warning("clock", text, advice or "the kernel offers no faster one here")]
+    return [ok("clock", source or "the kernel does not tell its source")]
+
+
+Check = Callable[[Facts], list[Finding]]
+
+#: By what a line is called where the check itself fails; in the order of the screen.
+CHECKS: dict[str, Check] = {
+    "Python": check_python,
+    "NumPy": check_numpy,
+    "shared memory": check_anonymous_memory,
+    "/dev/shm": check_shared_memory_folder,
+    "cores": check_threads,
+    "container": check_container,
+    "limits": check_limits,
+    "network": check_network,
+    "ports": check_ports,
+    "MPI": check_mpi,
+    "driver": check_driver,
+    "GPUs": check_gpus,
+    "CuPy": check_cupy,
+    "NCCL": check_nccl,
+    "launcher": check_launcher,
+    "GRADSYNC_*": check_variables,
+    "clock": check_clock,
+}
