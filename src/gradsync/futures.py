@@ -150,6 +150,7 @@ class CollectiveEnd:
         completion: of one that runs beside the host, once it is launched.
         has_result: whether it has ended well, and what it has computed is there: nothing is to be waited for.
         was_asked: whether somebody may have learnt from a future that it is over.
+        has_begun: whether the collective has, whose own deadline then counts; of gradients: that of their bucket.
     """
 
     __slots__ = (
@@ -159,6 +160,7 @@ class CollectiveEnd:
         "_untold",
         "_waiting",
         "completion",
+        "has_begun",
         "has_result",
         "timeout_seconds",
         "value",
@@ -172,6 +174,7 @@ class CollectiveEnd:
         self.completion: Completion | None = None
         self.has_result = False
         self.was_asked = False
+        self.has_begun = False
         self._error: BaseException | None = None
         self._untold: Untold | None = None
         # A lock for each thread that waits, released at the end. Not an Event for all: its own lock stays taken where
@@ -455,8 +458,12 @@ class CollectiveFuture:
 
     def _await_launch(self, timeout: float | None) -> None:
         self._check_may_wait(None)
-        seconds = self._end.timeout_seconds if timeout is None else timeout
-        if not self._end.await_launch(seconds):
+        end = self._end
+        seconds = end.timeout_seconds if timeout is None else timeout
+        is_launched = end.await_launch(seconds)
+        if not is_launched and timeout is None and end.has_begun:
+            is_launched = end.await_launch(None)  # its own error says which ranks have not come
+        if not is_launched:
             raise CollectiveTimeout(f"{self.name} {self._LATE.format(seconds)}")
 
     def _not_ready(self, what: str) -> FutureNotReady:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,6 +16,7 @@ import gradsync as gs
 from contract import expect
 from kits import make_kit
 from places import GPU, SHM, STAND_IN, Place, on
+from rank_processes import run_ranks
 
 
 def ask_too_early(comm: Any, kit_name: str) -> None:
@@ -186,3 +188,31 @@ def fail_a_step(comm: Any) -> None:
 
 def test_the_error_is_each_futures_own() -> None:
     SHM.run(2, fail_a_step)
+
+
+def ask_before_the_bucket_is_full(comm: Any) -> list[str]:
+    """Another thread asks first, so that its wait would end before the collective's, which says who is missing."""
+    told: list[str] = []
+    if comm.rank == 1:
+        time.sleep(2.5)
+        return told
+
+    def ask(future: gs.GradientFuture) -> None:
+        try:
+            future.result()
+        except gs.CollectiveTimeout as error:
+            told.append(str(error))
+
+    sync = gs.AllreduceCallback("sum", comm)
+    waiter = threading.Thread(target=ask, args=[sync("p", np.ones(3))])
+    waiter.start()
+    time.sleep(0.4)
+    expect(gs.CollectiveTimeout, sync.flush)
+    waiter.join()
+    return told
+
+
+def test_another_thread_hears_which_ranks_have_not_come() -> None:
+    (told,), _ = run_ranks(2, ask_before_the_bucket_is_full, collective_timeout_seconds=1.0)
+    assert "rank 1" in told.partition(":")[2]
+    assert "was not reduced within" not in told

@@ -474,6 +474,8 @@ class Step:
         if self._is_busy:
             raise _second_use("flush()", communicator)
         self.filled = {}
+        for end in self._ends.values():
+            end.has_begun = True
         try:
             if not self._is_known:
                 self.meet(communicator)
@@ -582,6 +584,7 @@ class Step:
     def _reduce(self, bucket: Bucket, communicator: Communicator) -> None:
         number, reducer, guard = bucket.number, self.reducer, self._guard
         end = self._ends[number]
+        end.has_begun = True
         if guard is not None:
             guard.check_handed_over([slot.position for slot in bucket.slots])
         if not self._is_known:
