@@ -11,6 +11,7 @@ not kept.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -69,7 +70,7 @@ def synchronisation(rounds: int, warm_up: int) -> list[Row]:
     """Times the gradients of a step through AllreduceCallback against a plain copy, on both ranks at once."""
     rows = []
     for model, shapes in MODELS.items():
-        by_rank = gs.launch(time_gradients, (model, rounds, warm_up), RANKS)
+        by_rank = gs.launch(functools.partial(time_gradients, model, rounds, warm_up), nprocs=RANKS)
         count, mebibytes = len(shapes()), 4 * element_count(shapes()) / 2**20
         rows.append(
             Row(
@@ -234,7 +235,7 @@ def busy_cores(rounds: int, warm_up: int) -> list[Row]:
         for state, hogs in (("idle", 0), ("busy", len(os.sched_getaffinity(0)))):
             processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(hogs)]
             try:
-                by_rank = gs.launch(time_all_reduces, (tuple(times), rounds, warm_up), RANKS)
+                by_rank = gs.launch(functools.partial(time_all_reduces, tuple(times), rounds, warm_up), nprocs=RANKS)
             finally:
                 for process in processes:
                     process.kill()

@@ -53,11 +53,11 @@ def call_what_does_not_pickle() -> list[Any]:
 
 
 CALLS: dict[str, Callable[[], list[Any]]] = {
-    "raise": lambda: gs.launch(raise_on_rank_1, ("plain",), RANKS),
-    "raise-stubborn": lambda: gs.launch(raise_on_rank_1, ("stubborn",), RANKS),
+    "raise": lambda: gs.launch(raise_on_rank_1, "plain", RANKS),
+    "raise-stubborn": lambda: gs.launch(raise_on_rank_1, "stubborn", RANKS),
     "unpicklable-function": call_what_does_not_pickle,
-    "unpicklable-result": lambda: gs.launch(return_value, ("lock",), RANKS),
-    "large-result": lambda: gs.launch(return_value, (sys.argv[2],), RANKS),
+    "unpicklable-result": lambda: gs.launch(return_value, "lock", RANKS),
+    "large-result": lambda: gs.launch(return_value, sys.argv[2], RANKS),
 }
 
 

@@ -32,7 +32,7 @@ Samples = dict[str, list[Sample]]  # by contender
 
 def measure_alone(scale: Scale) -> tuple[list[Row], dict[str, str]]:
     """Times steps of one rank, in a process of its own; returns the versions that it has loaded, too."""
-    ((by_model, no_ddp, loaded),) = gs.launch(time_alone, (scale,), 1)
+    ((by_model, no_ddp, loaded),) = gs.launch(time_alone, scale, 1)
     rows = []
     for model, samples in by_model.items():
         rows += [Row.of(STEP, model, contender, of_contender) for contender, of_contender in samples.items()]
@@ -43,7 +43,7 @@ def measure_alone(scale: Scale) -> tuple[list[Row], dict[str, str]]:
 
 def measure_shared(scale: Scale) -> list[Row]:
     """Times steps of two ranks on one GPU; a round counts with its slowest rank."""
-    by_rank = gs.launch(time_shared, (scale,), SHARING_RANKS)
+    by_rank = gs.launch(time_shared, scale, SHARING_RANKS)
     rows = []
     for model in scale.models:
         rounds = zip(*[of_rank[model] for of_rank in by_rank], strict=True)

@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -53,7 +54,9 @@ def test_killed_rank_is_named_by_signal():
 def test_consequence_never_hides_the_cause(name, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(WorkerError, match="ZeroDivisionError: the cause") as caught:
-        gs.launch(rank_functions.raise_consequence_then_cause, (name, str(tmp_path / "fifo")), 2)
+        gs.launch(
+            functools.partial(rank_functions.raise_consequence_then_cause, name, str(tmp_path / "fifo")), nprocs=2
+        )
     assert caught.value.worker_id == 1
 
 
@@ -77,7 +80,7 @@ def test_return_value_that_does_not_pickle_is_that_ranks_error():
 def test_a_result_that_does_not_pickle_ends_nobody_elses_work(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to pickle") as caught:
-        gs.launch(rank_functions.work_on_beside_an_unpicklable_result, (str(tmp_path / "fifo"),), 2)
+        gs.launch(rank_functions.work_on_beside_an_unpicklable_result, str(tmp_path / "fifo"), 2)
     assert caught.value.results == {0: False}
 
 
@@ -91,7 +94,7 @@ def test_a_rank_that_failed_with_its_result_alone_is_not_awaited_to_join():
 def test_results_of_other_workers_are_kept():
     queue = multiprocessing.get_context("spawn").Queue()
     with pytest.raises(WorkerError, match="ValueError: boom") as caught:
-        gs.launch(rank_functions.return_on_rank_0, (queue,), 2)
+        gs.launch(rank_functions.return_on_rank_0, queue, 2)
     assert caught.value.results == {0: "kept"}
     queue.close()
     queue.join_thread()
@@ -99,7 +102,7 @@ def test_results_of_other_workers_are_kept():
 
 def test_large_results_do_not_deadlock():
     size = 8_000_000  # far more than a pipe holds
-    first, second = gs.launch(rank_functions.return_bytes, (size,), 2)
+    first, second = gs.launch(rank_functions.return_bytes, size, 2)
     assert first == bytes(size)
     assert second == b"\1" * size
 
@@ -110,7 +113,7 @@ def test_what_does_not_pickle_is_refused_before_any_process_starts(monkeypatch):
     with pytest.raises(gs.InvalidArgument, match=r"<lambda> needs to pickle.*define it at the top level"):
         gs.launch(lambda: lock, (), 2)
     with pytest.raises(gs.InvalidArgument, match=r"^args\[0\] of place needs to pickle to reach the ranks: "):
-        gs.launch(rank_functions.place, (lock,), 2)
+        gs.launch(rank_functions.place, lock, 2)
 
 
 def test_launch_inside_a_rank_is_refused_before_any_process_starts(monkeypatch):
@@ -136,14 +139,21 @@ def test_launch_inside_a_launched_function_is_told_without_gradsync_run(monkeypa
 def test_arguments_and_number_of_ranks_have_defaults(monkeypatch):
     monkeypatch.setattr("gradsync.launching.launch.default_process_count", lambda: 1)
     assert [arguments for _, arguments in gs.launch(rank_functions.place)] == [()]
+    assert [arguments for _, arguments in gs.launch(rank_functions.place, (1, "a tuple"))] == [((1, "a tuple"),)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ((None, (), 2), "needs a function"),
-        ((rank_functions.place, 5, 2), "args as a tuple"),
-        ((rank_functions.place, "text", 2), "args as a tuple"),
+        (
+            (rank_functions.place, (5,), 2),
+            r"for place\(\*args\) write gs.launch\(functools.partial\(place, \*args\)\), for ",
+        ),
+        (
+            (rank_functions.start_method_and_rank, (5, 6), 2),
+            r"launch calls start_.*\(args\), and args is a tuple of 2: ",
+        ),
         ((rank_functions.place, (), 0), "at least 1, got 0"),
         ((rank_functions.place, (), True), "at least 1, got True"),
         ((rank_functions.place, (), "2"), "at least 1, got '2'"),
@@ -163,7 +173,7 @@ def test_nothing_is_left_behind():
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     gs.launch(rank_functions.place, (), 2)
     with pytest.raises(WorkerError):
-        gs.launch(rank_functions.exit_with, (1,), 2)
+        gs.launch(rank_functions.exit_with, 1, 2)
     assert not command.opened_since(descriptors)
     assert set(threading.enumerate()) <= threads  # what an earlier test has left may end meanwhile
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
@@ -252,7 +262,7 @@ def test_function_under_the_main_guard_is_told_where_to_go(tmp_path, call):
 
 @pytest.mark.parametrize("arguments", [["-c"], ["-"]])
 def test_functions_of_an_interactive_session(arguments):
-    source = "import gradsync as gs\ndef work(offset): return 1 + offset\nprint(gs.launch(work, (2,), 2))"
+    source = "import gradsync as gs\ndef work(offset): return 1 + offset\nprint(gs.launch(work, 2, 2))"
     options = {"input": source} if arguments == ["-"] else {}
     command = [sys.executable, *arguments, *([] if options else [source])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)

@@ -4,6 +4,7 @@ The names say the behaviour; what goes deeper stands in the test files of the mo
 """
 
 import contextlib
+import functools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -493,7 +494,7 @@ def test_spawn_keyboard_interrupt_in_a_child_is_quiet(capfd):
 
 
 def test_launch_sets_the_variables_of_each_process():
-    results = gs.launch(rank_functions.place, (1,), 2, "localhost", 4321)
+    results = gs.launch(rank_functions.place, 1, 2, "localhost", 4321)
     for rank, (variables, _) in enumerate(results):
         assert (variables["RANK"], variables["LOCAL_RANK"], variables["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("localhost", "4321")
@@ -512,7 +513,7 @@ def test_launch_never_touches_the_environment_of_the_parent(tmp_path, method):
 
     looker = threading.Thread(target=look_meanwhile, daemon=True)  # no rank may come
     looker.start()
-    gs.launch(rank_functions.read_and_return, (str(tmp_path / "fifo"),), 1)
+    gs.launch(rank_functions.read_and_return, str(tmp_path / "fifo"), 1)
     looker.join(60)
     assert during == [before]
     assert dict(os.environ) == before
@@ -532,7 +533,7 @@ def test_launch_set_start_method(method):
         gs.set_start_method(method)
     given = multiprocessing.get_context(method or "spawn")
     numbers = given.Queue()
-    results = gs.launch(rank_functions.start_method_and_rank, (numbers, given.Lock()), 2)
+    results = gs.launch(functools.partial(rank_functions.start_method_and_rank, numbers, given.Lock()), nprocs=2)
     assert results == [(method or "spawn", rank) for rank in range(2)]
     assert sorted(numbers.get(timeout=30) for _ in range(2)) == [0, 1]
     numbers.close()
@@ -543,7 +544,7 @@ def test_launch_set_start_method(method):
 
 def test_launch_worker_error():
     with pytest.raises(gs.WorkerError) as caught:
-        gs.launch(rank_functions.exit_with, (2,), 1)
+        gs.launch(rank_functions.exit_with, 2, 1)
     error = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(error, multiprocessing.ProcessError)
     assert str(error).splitlines()[0] == "worker[0] failed with exitcode=2"
@@ -553,7 +554,7 @@ def test_launch_worker_error():
 def test_launch_failed_worker_ends_all_grandchildren_too():
     numbers = multiprocessing.get_context("spawn").Queue()
     with pytest.raises(gs.WorkerError, match=r"^worker\[0\] failed with exitcode=1\n"):
-        gs.launch(rank_functions.start_grandchild_and_fail, (numbers,), 2)
+        gs.launch(rank_functions.start_grandchild_and_fail, numbers, 2)
     assert command.has_ended(numbers.get(timeout=30), 0)
     numbers.close()
     numbers.join_thread()

@@ -46,7 +46,7 @@ def test_a_limit_of_files_that_a_function_has_set_itself_is_lifted():
 
 def test_a_value_larger_than_any_file_may_be_is_an_error_that_says_so():
     with pytest.raises(WorkerError, match=r"of rank 0 needs room in a file in memory .*: File too large") as caught:
-        gs.launch(rank_functions.return_array_where_files_must_be_small, (2**20,), 1)
+        gs.launch(rank_functions.return_array_where_files_must_be_small, 2**20, 1)
     assert "InvalidArgument" in str(caught.value)
 
 
@@ -54,7 +54,7 @@ def test_a_value_larger_than_any_file_may_be_is_an_error_that_says_so():
 def test_small_values_leave_no_descriptor_open(length):
     gs.launch(rank_functions.place, (), 1)  # what stays loaded stays open
     descriptors = os.listdir("/proc/self/fd")
-    assert gs.launch(bytes, (length,), 2) == [bytes(length)] * 2
+    assert gs.launch(bytes, length, 2) == [bytes(length)] * 2
     assert len(os.listdir("/proc/self/fd")) == len(descriptors)
 
 

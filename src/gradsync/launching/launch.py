@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from multiprocessing import ProcessError
 from typing import Any
 
-from gradsync.errors import GradsyncError
+from gradsync.errors import GradsyncError, InvalidArgument
 from gradsync.launching.function_call import (
     check_cuda_untouched,
     chosen_start_method,
+    function_name,
     function_target,
     returned_values,
     take_results,
@@ -57,12 +59,12 @@ class MainProcessError(GradsyncError, ProcessError):
 
 def launch(
     func: Callable[..., Any],
-    args: Sequence[Any] = (),
+    args: Any = (),
     nprocs: int | None = None,
     master_addr: str = "localhost",
     master_port: int | None = None,
 ) -> list[Any]:
-    """Calls `func(*args)` in `nprocs` processes on this machine, and waits for them.
+    """Calls `func(args)`, or `func()` without args, in `nprocs` processes on this machine, and waits for them.
 
     Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
     environment, and all that `init_process_group()` needs, which the function calls by itself. The
@@ -72,7 +74,8 @@ def launch(
     Args:
         func: a function at the top level of a module or script; any other one with cloudpickle installed, or with
             the start method "fork".
-        args: its positional arguments; they pickle, unless forked.
+        args: its one argument, of any type, which pickles unless forked; several are
+            `gs.launch(functools.partial(func, a, b), nprocs=2)`.
         nprocs: number of processes; by default one per visible GPU, or per usable core where there is no GPU.
         master_addr: MASTER_ADDR, for the function's own use.
         master_port: MASTER_PORT, for the function's own use; a free port by default.
@@ -81,13 +84,14 @@ def launch(
         What the function returned, by rank; None, with a RuntimeWarning, for a process that exited with 0 before.
 
     Raises:
-        InvalidArgument: the function or an argument does not pickle, `nprocs` is no positive integer, the
+        InvalidArgument: args is a tuple that was meant as several arguments (as before 0.2: a tuple of one, or of as
+            many as func needs), the function or its argument does not pickle, `nprocs` is no positive integer, the
             `__main__` guard is missing, or forked ranks could not use CUDA, which this process has initialised.
         WorkerError: a worker failed.
         MainProcessError: SIGINT, SIGTERM or SIGHUP came to this process (in its main thread).
     """
     method = chosen_start_method("launch", None)
-    target = function_target(func, args, {}, who="launch", start_method=method)
+    target = function_target(func, _arguments(func, args), {}, who="launch", start_method=method)
     count = default_process_count() if nprocs is None else nprocs
     job = Job(target, count, master_addr=master_addr, master_port=master_port, start_method=method)
     check_cuda_untouched("launch", method)
@@ -101,6 +105,33 @@ def launch(
     if root is not None:
         raise _worker_error(outcome, root)
     return take_results(outcome, stacklevel=2)
+
+
+def _arguments(func: object, args: Any) -> tuple[Any, ...]:
+    """Gives the arguments of the call: args as one, or none.
+
+    Raises:
+        InvalidArgument: it is a tuple as `func(*args)` took it before 0.2.
+    """
+    if not isinstance(args, tuple):
+        return (args,)
+    if args and callable(func) and len(args) in (1, _count_required(func)):
+        name = function_name(func)
+        raise InvalidArgument(
+            f"launch calls {name}(args), and args is a tuple of {len(args)}: for {name}(*args) write "
+            f"gs.launch(functools.partial({name}, *args)), for {name}(args) gs.launch(functools.partial({name}, args))"
+        )
+    return (args,) if args else ()
+
+
+def _count_required(func: Callable[..., Any]) -> int:
+    """Counts the positional parameters that have no default; 0 where that cannot be told."""
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # some builtins
+        return 0
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in positional and each.default is each.empty for each in parameters)
 
 
 def _worker_error(outcome: Outcome, root: RankOutcome) -> WorkerError:

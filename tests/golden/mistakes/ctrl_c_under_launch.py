@@ -14,4 +14,4 @@ def train(main):
 
 
 if __name__ == "__main__":
-    gs.launch(train, (os.getpid(),), 2)
+    gs.launch(train, os.getpid(), 2)

@@ -43,7 +43,7 @@ def main() -> None:
         print(names, pending.result(), download("here"))
     results: list[float] = train(3)
     try:
-        print(results, gs.launch(max, (1, 2), nprocs=2))
+        print(results, gs.launch(max, [1, 2], nprocs=2))
     except gs.RankFailed as error:
         rank: int | None = error.rank
         print(rank)

@@ -8,6 +8,7 @@ The tests run it in a shortened form.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import threading
@@ -128,7 +129,7 @@ def main() -> int:
     for backend, ranks in (("local", 1), ("shm", 2)):
         for kind in KINDS:
             began = time.monotonic()
-            by_rank = gs.launch(on_rank, (kind, backend, options.cycles), ranks)
+            by_rank = gs.launch(functools.partial(on_rank, kind, backend, options.cycles), nprocs=ranks)
             faults = [f"rank {rank}: {fault}" for rank, found in enumerate(by_rank) for fault in found]
             verdict = "; ".join(faults) or "nothing stays"
             print(

@@ -9,6 +9,7 @@ All in one process lifetime; each result is checked bit for bit. The tests run i
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ def _check_gradients(comm: Any, callback: gs.AllreduceCallback, choices: Seeded,
 
 def run(ranks: int, calls: int, seed: int) -> None:
     began = time.monotonic()
-    done = gs.launch(_on_rank, (calls, seed), ranks)
+    done = gs.launch(functools.partial(_on_rank, calls, seed), nprocs=ranks)
     print(f"{ranks} ranks: {done[0]} calls, every bit right, {time.monotonic() - began:.1f} s", flush=True)
 
 
