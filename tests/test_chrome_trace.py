@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,3 +116,39 @@ def test_the_trace_of_two_ranks_keeps_to_the_format_and_shows_all_buckets(tmp_pa
     for rank in range(2):
         assert sum(ph == "X" and pid == rank and "all_reduce" in name for ph, pid, name in names) >= 9
     assert any(ph in "st" for ph, _, _ in names)
+
+
+def train_late(comm: Any, folder: str, size: int) -> None:
+    """Rank 1 computes longer than rank 0 in each step."""
+    sync = gs.AllreduceCallback(group=comm, threshold_bytes=8 * size)
+    with gs.trace(folder):
+        for _ in range(6):
+            time.sleep(0.03 * comm.rank)
+            with sync.backward():
+                for name in "abc":
+                    sync(name, np.ones(size))
+
+
+@pytest.mark.parametrize(("size", "phase"), [(10, "in small collectives"), (300_000, "waiting")])
+def test_the_trace_of_a_good_run_says_where_the_time_went_and_who_waited_for_whom(
+    tmp_path: Path, size: int, phase: str
+) -> None:
+    SHM.run(2, train_late, str(tmp_path), size)
+    done = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert done.exit_code == 0
+    steps, rank_0, rank_1, late, verdict, *_ = done.output.splitlines()
+    assert re.fullmatch(r"6 steps, \S+ ms each at the median", steps)
+    assert rank_0.startswith("  rank 0: ")
+    assert rank_1.startswith("  rank 1: ")
+    assert share_of(phase, rank_0) > share_of(phase, rank_1)
+    assert share_of("outside of gradsync", rank_0) < share_of("outside of gradsync", rank_1)
+    told = re.fullmatch(r"  rank 1 came last to (\d+) of \d+ collectives: the others waited (\S+) ms for it", late)
+    assert told, late
+    assert int(told[1]) >= 5
+    assert float(told[2]) > 5 * 25
+    assert verdict == "no rank differs from another in what can be compared"
+
+
+def share_of(phase: str, line: str) -> int:
+    found = re.search(rf"(\d+) % {phase}", line)
+    return int(found[1]) if found else 0

@@ -33,14 +33,14 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
     """
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     tracks = {name: _FIRST_GROUP_TRACK + _LANES * number for number, name in enumerate(names)}
-    clock = _Clock(dumps)
+    clock = Clock(dumps)
     ranks = [_OfRank(dump, tracks, clock) for dump in dumps]
     events = [event for rank in ranks for event in rank.events()]
     events += _arrows(ranks)
     return {CHROME_TRACE_KEY: events, "displayTimeUnit": "ms", "otherData": {"made by": "gradsync trace"}}
 
 
-class _Clock:
+class Clock:
     """Turns the moments of any rank into microseconds of one time line, the first moment of all being 0.
 
     Args:
@@ -92,7 +92,7 @@ class _OfRank:
         calls: its collectives and messages.
     """
 
-    def __init__(self, dump: Dump, tracks: dict[str, int], clock: _Clock) -> None:
+    def __init__(self, dump: Dump, tracks: dict[str, int], clock: Clock) -> None:
         self._dump = dump
         self.pid = dump.rank or 0
         self._clock = clock

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile, zip_longest
+from itertools import pairwise, takewhile, zip_longest
+from statistics import median
 
+from gradsync.diagnostics.chrome_trace import Clock
 from gradsync.diagnostics.compare import Divergence, Wait, circle, circle_text, compared, first_divergence
 from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
 from gradsync.diagnostics.recorder import seconds_text
@@ -24,12 +26,88 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     if round_about is not None:
         lines.append(circle_text(round_about))
     if not lines:
+        lines += time_spent(dumps)
         lines.append("no rank differs from another in what can be compared" + _reservations(groups))
     for name, of_ranks in groups.items():
         lines += _progress(name, of_ranks)
     lines += [line for dump in dumps for line in _whereabouts(dump)]
     lines += _left_out(dumps, earlier)
     return [_printable(line) for line in lines]
+
+
+def time_spent(dumps: Sequence[Dump]) -> list[str]:
+    """Returns where the time of traced steps went, and who waited for whom; nothing where no steps were traced.
+
+    The first step is left out, in which everything is new. Shares are of the time from its end to the end of the last.
+    """
+    traced = [dump for dump in dumps if len(dump.steps) > 1]
+    if not traced:
+        return []
+    periods = [after - before for dump in traced for before, after in pairwise(_ends_of_steps(dump))]
+    lines = [f"{max(len(dump.steps) for dump in traced)} steps, {seconds_text(median(periods))} each at the median"]
+    by_rank = sorted(((_shares(dump), dump) for dump in traced), key=lambda told: -told[0]["outside of gradsync"])
+    if len(by_rank) > _MOST_RANKS:
+        lines.append(f"of {len(by_rank)} ranks, the one that waited least and the one that waited most:")
+        by_rank = [by_rank[0], by_rank[-1]]
+    for shares, dump in sorted(by_rank, key=lambda told: _rank(told[1])):
+        named = sorted(shares.items(), key=lambda share: -share[1])
+        parts = ", ".join(f"{100 * share:.0f} % {name}" for name, share in named if share >= _LEAST_SHARE)
+        lines.append(f"  rank {dump.rank}: {parts}")
+    return [*lines, *_who_came_last(traced)]
+
+
+_MOST_RANKS = 3
+_LEAST_SHARE = 0.005
+
+
+def _ends_of_steps(dump: Dump) -> list[float]:
+    return sorted(step.ended for step in dump.steps)
+
+
+def _shares(dump: Dump) -> dict[str, float]:
+    """Returns the parts of the time that each phase of a rank's collectives took, and what lay outside of gradsync.
+
+    A small collective has no phases: all of it counts as "in small collectives", the waiting too.
+    """
+    first, *_, last = _ends_of_steps(dump)
+    spans = [(phase.name, phase.began, phase.ended) for phase in dump.phases]
+    with_phases = {(phase.group, phase.number) for phase in dump.phases}
+    spans += [
+        ("in small collectives", call.began, _end(call))
+        for group in dump.groups.values()
+        for call in group.calls
+        if not call.is_message and (group.name, call.number) not in with_phases
+    ]
+    taken: dict[str, float] = {}
+    for name, began, ended in spans:
+        inside = min(ended, last) - max(began, first)
+        if inside > 0:
+            taken[name] = taken.get(name, 0.0) + inside
+    shares = {name: seconds / (last - first) for name, seconds in taken.items()} if last > first else {}
+    return {"outside of gradsync": max(0.0, 1.0 - sum(shares.values())), **shares}
+
+
+def _who_came_last(traced: Sequence[Dump]) -> list[str]:
+    """Returns which rank the others waited for most, by when each began the same collective."""
+    clock = Clock(traced)
+    began: dict[tuple[str, int, int], dict[int, float]] = {}
+    for dump in traced:
+        first = _ends_of_steps(dump)[0]
+        for group in dump.groups.values():
+            for call in group.calls:
+                if not call.is_message and call.began >= first:
+                    at = clock.microseconds(dump, call.began)
+                    began.setdefault((group.name, call.number, call.digest), {})[_rank(dump)] = at
+    met = [ranks for ranks in began.values() if len(ranks) > 1]
+    late: dict[int, list[float]] = {}
+    for ranks in met:
+        *_, (before, _), (latest, last) = sorted((at, rank) for rank, at in ranks.items())
+        late.setdefault(last, []).append((latest - before) / 1e6)
+    if not late:
+        return []
+    rank, lateness = max(late.items(), key=lambda told: sum(told[1]))
+    waited = seconds_text(sum(lateness))
+    return [f"  rank {rank} came last to {len(lateness)} of {len(met)} collectives: the others waited {waited} for it"]
 
 
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
