@@ -261,7 +261,7 @@ def break_out_of_a_ring(comm: Any) -> None:
             with telling_of_launches(comm, f"rank {rank} launches in step {step}"):
                 comm.exchange(mine, dest=after, out=other, source=before)
         elif step < n:
-            for neighbour in (before, after):  # by then it waits no longer to launch both of its messages together
+            for neighbour in (before, after):  # which go on without this rank's other message
                 client().get(f"rank {neighbour} launches in step {step}", timeout_seconds=SECONDS)
             comm.exchange(mine, dest=after, out=other, source=before)
         else:

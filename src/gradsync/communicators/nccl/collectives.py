@@ -25,7 +25,7 @@ import cupy
 import numpy as np
 
 from gradsync.communicators.backend import Bounds, part_of
-from gradsync.communicators.nccl.device_arrays import divide
+from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.reduction import ReduceOp, dtype_name
 
@@ -35,12 +35,14 @@ class Collectives:
 
     Args:
         nccl: this rank's communicator.
+        arrays: on its device.
         rank: this rank.
         world_size: number of ranks.
     """
 
-    def __init__(self, nccl: Nccl, rank: int, world_size: int) -> None:
+    def __init__(self, nccl: Nccl, arrays: DeviceArrays, rank: int, world_size: int) -> None:
         self._nccl = nccl
+        self._arrays = arrays
         self._rank = rank
         self._world_size = world_size
         self._others = [peer for peer in range(world_size) if peer != rank]
@@ -170,7 +172,7 @@ class Collectives:
         if self._must_divide(source.dtype, op):
             reduce(source, target, ReduceOp.SUM)
             if target is not None:
-                divide(target, self._world_size)
+                self._arrays.divide(target, self._world_size)
             return
         wide = source.astype(self._nccl.wire(source.dtype).widened)
         if target is None:

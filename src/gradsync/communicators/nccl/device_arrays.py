@@ -1,7 +1,7 @@
 """Arrays for a communicator on a GPU: CuPy's, foreign ones without a copy, and host arrays, which are staged.
 
-ArrayKind (host_arrays.py) says what each function must do. The arithmetic at the end is work on the current stream of
-the current device, and nothing there waits for it.
+ArrayKind (host_arrays.py) says what each method must do. Arithmetic is work on the current stream, which nothing here
+waits for.
 """
 
 from __future__ import annotations
@@ -142,17 +142,27 @@ class DeviceArrays:
             native[...] = value
 
     def divide(self, flat: Any, count: int) -> None:
-        """See ArrayKind; on the current stream."""
+        """See ArrayKind; half precision in float32, which has every count."""
+        parts = flat.view(part_dtype(flat.dtype))
+        wide = product_dtype(parts.dtype, parts.dtype)
         with cupy.cuda.Device(self._device_id):
-            divide(flat, count)
+            cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """See ArrayKind; of two host arrays on the host."""
+        """See ArrayKind; of two host arrays on the host. One pass: CuPy's kernels convert what they read and write."""
         if isinstance(source, np.ndarray):
             self._host.multiply(source, factor, out)
-        else:
-            with cupy.cuda.Device(self._device_id):
-                multiply(source, factor, out)
+            return
+        with cupy.cuda.Device(self._device_id):
+            if factor == 1.0:
+                if out is not source:
+                    cupy.copyto(out, source, casting="unsafe")
+                return
+            for values, target in part_pairs(source, out):
+                wide = product_dtype(values.dtype, target.dtype)
+                with np.errstate(over="ignore"):  # of the factor, in float32
+                    scale = wide.type(factor)
+                cupy.multiply(values, scale, out=target, dtype=wide, casting="unsafe")
 
     def multiply_in_place(self, natives: Any, factor: float) -> None:
         """See ArrayKind."""
@@ -161,13 +171,27 @@ class DeviceArrays:
 
     def all_finite(self, flat: Any) -> Any:
         """See ArrayKind."""
+        parts = flat.view(part_dtype(flat.dtype))
+        name = dtype_name(parts.dtype)
         with cupy.cuda.Device(self._device_id):
-            return all_finite(flat)
+            finite = cupy.ones((), np.bool_)
+            if name in _WITH_KERNELS and parts.size:
+                _launch(f"check_{name}", parts, finite)
+            return finite
 
     def sum_of_squares(self, flat: Any) -> Any:
         """See ArrayKind."""
+        parts = flat.view(part_dtype(flat.dtype))
+        name = dtype_name(parts.dtype)
         with cupy.cuda.Device(self._device_id):
-            return sum_of_squares(flat)
+            if not parts.size:
+                return cupy.zeros((), np.float64)
+            if name not in _WITH_KERNELS:
+                wide = parts.astype(np.float64)
+                return (wide * wide).sum()
+            sums = cupy.empty(blocks_for(parts.size) * THREADS_PER_BLOCK, np.float64)
+            _launch(f"square_{name}", parts, sums)
+            return sums.sum()
 
     def writeable(self, native: Any) -> bool:
         """See ArrayKind."""
@@ -293,50 +317,6 @@ class _Addresses:
 
 def _addresses_of(array: Any) -> Any:
     return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))
-
-
-def multiply(source: Any, factor: float, out: Any) -> None:
-    """See ArrayKind; one pass: CuPy's kernels convert what they read and write."""
-    if factor == 1.0:
-        if out is not source:
-            cupy.copyto(out, source, casting="unsafe")
-        return
-    for values, target in part_pairs(source, out):
-        wide = product_dtype(values.dtype, target.dtype)
-        with np.errstate(over="ignore"):  # of the factor, in float32
-            scale = wide.type(factor)
-        cupy.multiply(values, scale, out=target, dtype=wide, casting="unsafe")
-
-
-def divide(flat: Any, count: int) -> None:
-    """See ArrayKind; half precision in float32, which has every count."""
-    parts = flat.view(part_dtype(flat.dtype))
-    wide = product_dtype(parts.dtype, parts.dtype)
-    cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
-
-
-def all_finite(flat: Any) -> Any:
-    """See ArrayKind."""
-    parts = flat.view(part_dtype(flat.dtype))
-    finite = cupy.ones((), np.bool_)
-    name = dtype_name(parts.dtype)
-    if name in _WITH_KERNELS and parts.size:
-        _launch(f"check_{name}", parts, finite)
-    return finite
-
-
-def sum_of_squares(flat: Any) -> Any:
-    """See ArrayKind."""
-    parts = flat.view(part_dtype(flat.dtype))
-    name = dtype_name(parts.dtype)
-    if not parts.size:
-        return cupy.zeros((), np.float64)
-    if name not in _WITH_KERNELS:
-        wide = parts.astype(np.float64)
-        return (wide * wide).sum()
-    sums = cupy.empty(blocks_for(parts.size) * THREADS_PER_BLOCK, np.float64)
-    _launch(f"square_{name}", parts, sums)
-    return sums.sum()
 
 
 def _launch(kernel: str, values: Any, result: Any) -> None:

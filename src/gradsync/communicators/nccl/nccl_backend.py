@@ -91,7 +91,7 @@ class NcclBackend(Backend):
             self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
         self._verdicts = Verdicts(client, self.recorder)
         self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._verdicts)
-        self._collectives = Collectives(nccl, self.rank, self.world_size)
+        self._collectives = Collectives(nccl, self.arrays, self.rank, self.world_size)
         self._events = Events()
         self._flat: Any = None  # where arrays are packed: by one launch at a time, because they run one after the other
         self._numbers: Any = None  # room for those that ranks share
