@@ -136,6 +136,11 @@ def backend(gpus=0):
         return communicator.backend
 
 
+def backend_of_own_group():
+    with gs.init_process_group() as communicator:
+        return communicator.backend
+
+
 def backend_of_group():
     communicator = gs.get_communicator()
     communicator.barrier()

@@ -40,7 +40,7 @@ def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatc
         ({"rank_start": 2, "world_size": 4}, "needs the port of the node with rank_start 0, got port 0"),
         ({"master_ip": ""}, "master_ip to be an address or a host's name, got ''"),
         ({"port": -1}, "port to be an integer of 0 to 65535"),
-        ({"backend": "gloo"}, "launcher needs a backend of auto, .*, got 'gloo'"),
+        ({"backend": "ucc"}, "launcher needs a backend of auto, .*, got 'ucc'"),
         ({"start_method": "thread"}, "launcher needs a start method of 'spawn', 'fork', 'forkserver', got 'thread'"),
         ({"device_type": "tpu"}, "device_type 'auto', 'cpu' or 'gpu', got 'tpu'"),
         ({"device_type": "cpu", "backend": "nccl"}, "NCCL moves GPU arrays only"),
@@ -140,3 +140,10 @@ def test_decorating_loads_nothing_that_starts_ranks():
     loaded = set(done.stdout.split())
     assert "gradsync.launching.launcher" in loaded
     assert not loaded & {"gradsync.launching.supervisor", "multiprocessing", "subprocess", "socket", "numpy"}
+
+
+def test_gloo_is_shared_memory_and_says_so(caplog):
+    assert gs.launcher(rank_functions.backend_of_group, n_gpus=2, backend="gloo")() == ["shm"] * 2
+    context = gs.spawn(rank_functions.backend_of_own_group, nprocs=2, backend="gloo")
+    assert [results.get() for results in context.return_queues] == ["shm"] * 2
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["launcher", "spawn"]

@@ -261,7 +261,7 @@ def test_sigterm_while_spawn_waits(tmp_path):
         ((rank_functions.place,), {"start_metod": "fork"}, "no option 'start_metod'; did you mean start_method?"),
         ((rank_functions.place,), {"zzz": 1}, r"no option 'zzz' \(it has start_method, gpus, ips, backend"),
         ((rank_functions.place,), {"start_method": "thread"}, "spawn needs a start method of 'spawn', 'fork'"),
-        ((rank_functions.place,), {"backend": "gloo"}, "spawn needs a backend of auto, .*, got 'gloo'"),
+        ((rank_functions.place,), {"backend": "ucc"}, "spawn needs a backend of auto, .*, got 'ucc'"),
         ((rank_functions.place, (), 2), {"gpus": "1"}, "gpus needs one GPU for each of 2 ranks, got 1"),
         ((rank_functions.place, (), 1), {"ips": "127.0.0.1,192.0.2.7"}, "names another one: '192.0.2.7'"),
         ((rank_functions.place, (), 1), {"ips": [""]}, "names another one: ''"),

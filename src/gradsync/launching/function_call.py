@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import operator
 import os
 import signal
@@ -30,6 +31,8 @@ from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.rank_report import ReturnValue
 
 _default = "spawn"
+
+_log = logging.getLogger("gradsync")
 
 _Dumps = Callable[[Any], bytes]
 
@@ -106,6 +109,14 @@ def function_target(
     if start_method == "fork":
         return Target({"kind": "function"}, (name,), call=call)
     return _pickled_target(call, name)
+
+
+def own_backend(who: str, backend: str) -> str:
+    """Gives the backend that stands for one of other systems: for gloo, shared memory, as the log says."""
+    if backend != "gloo":
+        return backend
+    _log.warning("%s: gradsync has no gloo; its ranks take shm, which joins those of one host", who)
+    return "shm"
 
 
 def function_name(function: Callable[..., Any]) -> str:

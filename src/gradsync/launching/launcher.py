@@ -86,7 +86,7 @@ def launcher(
         master_ip: address or name of the machine with rank_start 0; "localhost" is loopback.
         port: port of the rendezvous server; 0, on the machine with rank_start 0 only, takes a free one.
         device_type: "auto", "cpu" or "gpu"; with "auto" as backend "cpu" takes shm and "gpu" takes nccl.
-        backend: what `init_process_group` is given.
+        backend: what `init_process_group` is given; "gloo", of other systems, is "shm", and the log says so.
         start_method: "spawn", "fork" or "forkserver"; by default what `gs.set_start_method` says, at first "spawn".
 
     Returns:
@@ -106,7 +106,7 @@ def launcher(
     _check_place(n_gpus, world_size, rank_start, master_ip, port)
     if device_type not in _DEVICE_BACKENDS:
         raise InvalidArgument(f"launcher needs device_type 'auto', 'cpu' or 'gpu', got {device_type!r}")
-    if backend not in BACKENDS:
+    if backend not in (*BACKENDS, "gloo"):
         raise InvalidArgument(f"launcher needs a backend of {', '.join(BACKENDS)}, got {backend!r}")
     if device_type == "cpu" and backend == "nccl":
         raise InvalidArgument("launcher got backend 'nccl' with device_type 'cpu'; NCCL moves GPU arrays only")
@@ -176,6 +176,7 @@ def _run_on_ranks(
     from gradsync.launching.supervisor import supervise
 
     method = function_call.chosen_start_method("launcher", start_method)
+    backend = function_call.own_backend("launcher", backend)
     if world_size is None:
         world_size = count
     count = min(count, world_size - rank_start)

@@ -26,6 +26,7 @@ from gradsync.launching.function_call import (
     failure,
     function_target,
     load_result,
+    own_backend,
     raise_for_signal,
 )
 from gradsync.launching.job import Job
@@ -73,9 +74,10 @@ def spawn(
         daemon: with `join=False`: whether this program ends without waiting for the processes, which then end too.
         **options: start_method: "spawn", "fork" or "forkserver"; by default what `gs.set_start_method` says, at first
             "spawn". gpus: such as "4,5", one for each process, within CUDA_VISIBLE_DEVICES where that is set. ips:
-            addresses of this machine. backend: what `init_process_group("auto")` takes; "auto" goes by the devices.
-            print_config: True prints the settings. Deprecated, with a DeprecationWarning: selected_devices (gpus),
-            cluster_node_ips and node_ip (ips), started_port (where the ranks meet), use_paddlecloud.
+            addresses of this machine. backend: what `init_process_group("auto")` takes; "auto" goes by the devices,
+            and "gloo" is shm. print_config: True prints the settings. Deprecated, with a DeprecationWarning:
+            selected_devices (gpus), cluster_node_ips and node_ip (ips), started_port (where the ranks meet),
+            use_paddlecloud.
 
     Returns:
         The processes, their results and errors, and `join(timeout)`.
@@ -91,7 +93,7 @@ def spawn(
     """
     given = _translate(options, stacklevel=2)
     _check_ips(given.get("ips"))
-    backend = given.get("backend", "auto")
+    backend = own_backend("spawn", given.get("backend", "auto"))
     if backend not in BACKENDS:
         raise InvalidArgument(f"spawn needs a backend of {', '.join(BACKENDS)}, got {backend!r}")
     gpus = given.get("gpus")
