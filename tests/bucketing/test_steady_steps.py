@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import operator
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,3 +148,19 @@ def test_an_empty_step_leaves_what_is_known() -> None:
     assert all(map(operator.is_, known[0], again[0]))
     assert again[1] is known[1]
     assert known[1].prepared is not None
+
+
+@pytest.mark.parametrize(("name", "value"), [("shape", (2, 3)), ("dtype", np.dtype(np.int32))])
+def test_an_array_that_was_changed_in_place_is_looked_at_anew(name: str, value: Any, tmp_path: Path) -> None:
+    gradient = np.zeros(6, np.float32)
+    with local_communicator() as comm:
+        sync = gs.AllreduceCallback("sum", comm)
+        for number in range(4):
+            if number == 3:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # newer NumPys advise against it
+                    setattr(gradient, name, value)
+            sync("p", gradient)
+            sync.flush()
+        sync.dump_shapes(tmp_path / "shapes.json")
+    assert json.loads((tmp_path / "shapes.json").read_text()) == [["p", list(gradient.shape), str(gradient.dtype)]]
