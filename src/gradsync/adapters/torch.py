@@ -51,7 +51,7 @@ except ModuleNotFoundError as error:
 _BFLOAT16 = "bfloat16"  # PyTorch and NumPy exchange it as 16 bits of no meaning
 
 # Where the module lives on and its Synchronised does not, it goes on being synchronised.
-_passes_by_module: WeakKeyDictionary[torch.nn.Module, BackwardPasses] = WeakKeyDictionary()
+_passes_by_module: WeakKeyDictionary[torch.nn.Module, _BackwardPasses] = WeakKeyDictionary()
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -114,20 +114,20 @@ class Synchronised(torch.nn.Module):
         self.training = module.training
         self._communicator = communicator
         self._may_miss = find_unused_parameters
-        self._broadcast_buffers = BufferBroadcast(module, communicator, is_on=broadcast_buffers)
+        self._broadcast_buffers = _BufferBroadcast(module, communicator, is_on=broadcast_buffers)
         self._broadcast_state(0)
         in_buckets = gradient_as_bucket_view and communicator.world_size > 1
         self.callback = AllreduceCallback(
             op,
             communicator,
-            parameters={name: (tuple(each.shape), dtype_name_of(each)) for name, each in wanted.items()},
+            parameters={name: (tuple(each.shape), _dtype_name_of(each)) for name, each in wanted.items()},
             missing="zero" if find_unused_parameters else "error",
             gradient_as_bucket_view=in_buckets,
             **knobs,
         )
         _release(module)
-        self._watch = ParameterWatch(module, module.parameters(), communicator)
-        self._passes = _passes_by_module[module] = BackwardPasses(
+        self._watch = _ParameterWatch(module, module.parameters(), communicator)
+        self._passes = _passes_by_module[module] = _BackwardPasses(
             wanted,
             {name: each for name, each in module.named_parameters() if name not in wanted},
             self.callback,
@@ -217,7 +217,7 @@ class Synchronised(torch.nn.Module):
 
     def _broadcast_state(self, root: int) -> None:
         state = [*self.module.named_parameters(), *self.module.named_buffers()]
-        broadcast_state("Synchronised, parameters and buffers", state, root, self._communicator)
+        _broadcast_state("Synchronised, parameters and buffers", state, root, self._communicator)
 
 
 def _release(module: torch.nn.Module) -> None:
@@ -259,7 +259,7 @@ def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[
 # -- Its backward passes ---------------------------------------------------------------------------------------------
 
 
-class BackwardPasses:
+class _BackwardPasses:
     """Has autograd hand over the gradients of parameters, until it is collected: the hooks do not keep it alive.
 
     Args:
@@ -297,7 +297,7 @@ class BackwardPasses:
         self._check = check
         self._at_end = at_end
         self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
-        self._views = {name: tensor_of(array) for name, array in self._arrays.items()}
+        self._views = {name: _tensor_of(array) for name, array in self._arrays.items()}
         self._come: set[str] = set()
         self._come_locally: set[str] = set()  # in passes since the last that was synchronised
         self._kept: dict[str, torch.Tensor] = {}  # earlier gradients in the buckets, which this pass may leave alone
@@ -351,9 +351,9 @@ class BackwardPasses:
             gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
         self._come.add(name)
         view = self._views.get(name)
-        with on_stream_of_torch(self._communicator):
+        with _on_stream_of_torch(self._communicator):
             if view is None:
-                self._callback(name, array_of(gradient))
+                self._callback(name, _array_of(gradient))
                 return
             if gradient is not view:
                 self._check_unchanged(name, gradient, view)
@@ -368,14 +368,14 @@ class BackwardPasses:
                 f"{gradient.device}, and was {view.dtype}{list(view.shape)} on {view.device} when the module was "
                 "wrapped: convert or move it before"
             )
-        array_of(gradient)  # refuses what is no plain tensor
+        _array_of(gradient)  # refuses what is no plain tensor
 
     def end(self) -> None:
         """Ends a pass: reduces what is left, and leaves the results where optimisers look for them."""
         if not self.is_synchronising:
             self._callback.flush()  # counts the local pass
             return
-        with on_stream_of_torch(self._communicator):
+        with _on_stream_of_torch(self._communicator):
             used = self._flush()
             if used is not None:
                 self._take_filled(used)
@@ -439,13 +439,13 @@ class BackwardPasses:
         is_used = dict(zip(self._parameters, used, strict=True))
         for name, result in self._callback.filled.items():
             if is_used[name]:
-                self._parameters[name].grad = self._views[name] if name in self._views else tensor_of(result)
+                self._parameters[name].grad = self._views[name] if name in self._views else _tensor_of(result)
             elif name in self._kept:
                 self._views[name].copy_(self._kept[name])
         self._kept.clear()
 
 
-def _hear(passes: weakref.ref[BackwardPasses], name: str, parameter: torch.nn.Parameter) -> None:
+def _hear(passes: weakref.ref[_BackwardPasses], name: str, parameter: torch.nn.Parameter) -> None:
     """The hook of a parameter."""
     alive = passes()
     if alive is not None:
@@ -460,8 +460,8 @@ def _remove_all(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
 class _Pass:
     """One backward pass: called at its end; where it has none, deleted without having been called."""
 
-    def __init__(self, passes: BackwardPasses) -> None:
-        self._passes: BackwardPasses | None = passes
+    def __init__(self, passes: _BackwardPasses) -> None:
+        self._passes: _BackwardPasses | None = passes
 
     @property
     def is_over(self) -> bool:
@@ -482,7 +482,7 @@ class _Pass:
 # -- What may change about it ----------------------------------------------------------------------------------------
 
 
-class ParameterWatch:
+class _ParameterWatch:
     """Notices parameters that came to a module after it was wrapped: in a layer that was replaced, or added.
 
     Args:
@@ -532,7 +532,7 @@ class ParameterWatch:
         self._members = [*chain.from_iterable(self._registers)]
 
 
-class BufferBroadcast:
+class _BufferBroadcast:
     """Has the buffers of a module become those of rank 0.
 
     Args:
@@ -553,27 +553,27 @@ class BufferBroadcast:
         """Does it; a collective."""
         module = self._module()
         if self.is_on and module is not None:
-            broadcast_state("Synchronised, buffers", module.named_buffers(), 0, self._communicator)
+            _broadcast_state("Synchronised, buffers", module.named_buffers(), 0, self._communicator)
 
 
-def broadcast_state(
+def _broadcast_state(
     what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
 ) -> None:
-    """Copies the root's tensors into those of all ranks, where there are any; see broadcast_tensors."""
+    """Copies the root's tensors into those of all ranks, where there are any; see _broadcast_tensors."""
     tensors = list(named)
     if tensors and communicator.world_size > 1:
-        broadcast_tensors(what, tensors, root, communicator)
+        _broadcast_tensors(what, tensors, root, communicator)
 
 
 # -- Tensors as arrays -----------------------------------------------------------------------------------------------
 
 
-def dtype_name_of(tensor: torch.Tensor) -> str:
+def _dtype_name_of(tensor: torch.Tensor) -> str:
     """Returns e.g. "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def array_of(tensor: torch.Tensor) -> Any:
+def _array_of(tensor: torch.Tensor) -> Any:
     """Returns what a communicator takes for a tensor: on the CPU a NumPy array, elsewhere what speaks DLPack.
 
     Raises:
@@ -588,12 +588,12 @@ def array_of(tensor: torch.Tensor) -> Any:
     plain = tensor.detach()
     if plain.device.type != "cpu":
         return plain
-    if dtype_name_of(plain) == _BFLOAT16:
+    if _dtype_name_of(plain) == _BFLOAT16:
         return plain.view(torch.int16).numpy().view(dtype_of(_BFLOAT16))
     return plain.numpy()
 
 
-def tensor_of(array: Any) -> torch.Tensor:
+def _tensor_of(array: Any) -> torch.Tensor:
     """Returns an array, NumPy's or CuPy's, as a tensor."""
     if not isinstance(array, np.ndarray):
         return torch.from_dlpack(array)
@@ -602,7 +602,7 @@ def tensor_of(array: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def broadcast_tensors(
+def _broadcast_tensors(
     what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
 ) -> None:
     """Copies the root's tensors into those of all ranks, in place, as one collective.
@@ -614,15 +614,15 @@ def broadcast_tensors(
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collective.
     """
     tensors = dict(named)
-    with on_stream_of_torch(communicator):
-        natives = [(name, communicator.native_array(array_of(each), name)) for name, each in tensors.items()]
+    with _on_stream_of_torch(communicator):
+        natives = [(name, communicator.native_array(_array_of(each), name)) for name, each in tensors.items()]
         broadcast_named(what, natives, root, communicator)
     if communicator.rank != root:
         for tensor in tensors.values():
             torch.autograd.graph.increment_version(tensor)
 
 
-def on_stream_of_torch(communicator: Communicator) -> AbstractContextManager[Any]:
+def _on_stream_of_torch(communicator: Communicator) -> AbstractContextManager[Any]:
     """Makes PyTorch's current stream that of CuPy, whose order gradsync keeps to; on the CPU there is none."""
     if communicator.device == "cpu":
         return nullcontext()
