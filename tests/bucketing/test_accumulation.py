@@ -170,3 +170,27 @@ def test_ranks_without_batches_shadow_steps_with_local_passes(place: Place, worl
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)])
 def test_a_hook_gets_the_sums(place: Place, world_size: int) -> None:
     place.run(world_size, checks.add_up_before_a_hook, place.kit)
+
+
+def test_a_step_that_fails_takes_its_sums_with_it(sync: Any) -> None:
+    for name in ("p", "q"):
+        with sync.accumulate():
+            sync(name, np.ones(3))
+    with pytest.raises(ZeroDivisionError), sync.backward():
+        sync("p", np.ones(3))
+        raise ZeroDivisionError
+    with sync.backward():
+        futures = [sync(name, np.ones(3)) for name in ("p", "q")]
+    assert [future.result()[0] for future in futures] == [1, 1]
+    assert sync.filled == {}
+
+
+def test_scratch_memory_is_found_again_after_another_array(sync: Any) -> None:
+    scratch = np.ones(3)
+    for gradient in (scratch, np.ones(3)):
+        with sync.accumulate():
+            sync("p", gradient)
+    with pytest.raises(gs.InvalidArgument, match=r"reused=True"):
+        sync("p", scratch)
+    sync.flush()
+    assert (sync.filled["p"] == 2).all()
