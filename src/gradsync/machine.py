@@ -260,7 +260,8 @@ def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
             continue
         for root, mount_point in _mounts(f"{proc}/self/mountinfo", kind):
             groups = [MemoryGroup(directory, kind == "cgroup") for directory in _upwards(root, mount_point, path)]
-            if groups[0].kills() is not None:  # other controllers' hierarchies have no such file
+            # Other controllers' hierarchies have no such files, nor have groups whose parents keep the controller.
+            if groups := [group for group in groups if group.kills() is not None]:
                 return groups
     return []
 
@@ -276,8 +277,8 @@ def available_memory_bytes(proc: str = "/proc") -> float:
     sizes = [group.available() for group in memory_groups(proc)]
     for line in _lines(f"{proc}/meminfo"):
         name, _, size = line.partition(":")
-        if name == "MemAvailable" and size.split()[:1]:
-            sizes.append(int(size.split()[0]) * 1024)
+        if name == "MemAvailable" and (number := size.split()[:1]) and number[0].isdigit():
+            sizes.append(int(number[0]) * 1024)
     return min((size for size in sizes if size is not None), default=math.inf)
 
 

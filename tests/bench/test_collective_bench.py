@@ -151,7 +151,10 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
     [
         ("-b 8 -e 64 -f 1", 2, "-f needs to be above 1, got 1"),
         ("-b 64 -e 8", 2, "-e needs to be at least -b, got 8 and 64 bytes"),
-        ("-b zz", 2, "a size needs to read 8, 64K, 1M or 1G, and be at least a byte; got 'zz'"),
+        ("-b zz", 2, "a size needs to read 8, 64K, 1M or 1G, from a byte to 1024**5; got 'zz'"),
+        ("-b 1K -e 1M -f nan", 2, "-f needs to be above 1, got nan"),
+        ("-b 9999999999G -e 9999999999G", 2, "from a byte to 1024**5; got '9999999999G'"),
+        ("-c all,bogus", 2, "no collective is called 'all': use all by itself"),
         ("-b 8 -e 1G -f 1.0000001", 2, "-b, -e and -f make more than 100 sizes: use a larger factor"),
         ("-c allreduce", 2, "no collective is called 'allreduce'"),
         ("-d fp8", 2, "no dtype is called 'fp8'"),
@@ -168,6 +171,18 @@ def test_mistakes_are_told_before_anything_runs(monkeypatch, arguments, code, te
     monkeypatch.setattr("gradsync.bench.program.count_gpus", lambda: 0)
     done = CliRunner().invoke(main, ["bench", "collectives", *arguments.split()])
     assert (done.exit_code, text in done.output) == (code, True), done.output
+
+
+def test_a_rank_of_a_job_does_not_start_ranks_of_its_own():
+    code, _, err = bench("-e", "1K", "-n", 3, RANK="1", WORLD_SIZE="2")
+    assert code == 2
+    assert "this process is one of 2 ranks, by the variables of a launcher, and -n asks for 3: leave -n out" in err
+
+
+def test_a_result_that_cannot_be_written_is_told_without_a_traceback():
+    code, text, err = bench("-e", "1K", "--iters", 1, "--blocks", 1, "--backend", "local", "--json", "/dev/full")
+    assert "# Out of bounds values : 0 OK" in text
+    assert (code, err) == (1, "gradsync: error: '/dev/full' cannot be written: No space left on device\n")
 
 
 def test_a_rank_that_fails_is_told_on_the_last_line():

@@ -130,3 +130,23 @@ def test_many_missing_names_are_counted() -> None:
     callback("p29", np.ones(1, np.float32))
     with pytest.raises(gs.MissingGradient, match="'p0', 'p1', .*'p7' and 21 more"):
         callback.flush()
+
+
+@pytest.mark.parametrize("names", [np.array(["w", "v"]), np.array([3, 4])])
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_name_out_of_an_array_of_names_is_that_name(names: np.ndarray, is_declared: bool) -> None:
+    """Each look into the array makes a new object: by identity they would be other parameters."""
+    plain = names.tolist()
+    declared = dict.fromkeys(plain, ((2,), "float64")) if is_declared else None
+    with gs.init_process_group("local") as comm:
+        sync = gs.AllreduceCallback("sum", comm, parameters=declared)
+        for _ in range(2):
+            with sync.accumulate():
+                for name in names:
+                    sync(name, np.ones(2))
+        with sync.backward():
+            futures = [sync(name, np.ones(2)) for name in plain]
+        assert [future.result().tolist() for future in futures] == [[3.0, 3.0]] * 2
+        with pytest.raises(gs.InvalidArgument), sync.backward():
+            sync(names[0], np.ones(2))
+            sync(names[0], np.ones(2))

@@ -87,7 +87,9 @@ def test_sizes_as_text(text: str, size: int) -> None:
     assert (sync.threshold_bytes, Planner(text).threshold_bytes) == (size, size)
 
 
-@pytest.mark.parametrize("threshold", [0, -1, 1.5, True, "10", "MB", "0 MB", "-1 MB", "1 TB", "1,5 MB"])
+@pytest.mark.parametrize(
+    "threshold", [0, -1, 1.5, True, "10", "MB", "0 MB", "-1 MB", "1 TB", "1,5 MB", "9" * 400 + " MB"]
+)
 def test_threshold_is_checked(threshold: object) -> None:
     with pytest.raises(gs.InvalidArgument, match="threshold_bytes"):
         Planner(threshold)  # type: ignore[arg-type]

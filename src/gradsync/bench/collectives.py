@@ -55,6 +55,7 @@ DTYPES = {
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _MOST_SIZES = 100
+_LARGEST_SIZE = 1024**5
 
 
 # What is timed.
@@ -125,12 +126,12 @@ def kinds_of(names: str) -> list[Kind]:
     Raises:
         InvalidArgument: no collective has that name.
     """
-    if names == "all":
-        return list(KINDS.values())
     wanted = [name.strip().replace("-", "_") for name in names.split(",") if name.strip()]
+    if wanted == ["all"]:
+        return list(KINDS.values())
     for name in wanted:
         if name not in KINDS:
-            raise InvalidArgument(f"no collective is called {name!r}: use all, or some of {', '.join(KINDS)}")
+            raise InvalidArgument(f"no collective is called {name!r}: use all by itself, or some of {', '.join(KINDS)}")
     if not wanted:
         raise InvalidArgument(f"name at least one collective: all, or some of {', '.join(KINDS)}")
     return [KINDS[name] for name in dict.fromkeys(wanted)]
@@ -173,8 +174,8 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     size_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if size_bytes < 1:
-        raise InvalidArgument(f"a size needs to read 8, 64K, 1M or 1G, and be at least a byte; got {text!r}")
+    if not 1 <= size_bytes <= _LARGEST_SIZE:
+        raise InvalidArgument(f"a size needs to read 8, 64K, 1M or 1G, from a byte to 1024**5; got {text!r}")
     return size_bytes
 
 
@@ -188,7 +189,7 @@ def sizes_between(begin: int, end: int, factor: float) -> list[int]:
         raise InvalidArgument(f"-e needs to be at least -b, got {end} and {begin} bytes")
     if begin == end:
         return [begin]
-    if factor <= 1:
+    if not factor > 1:  # NaN too
         raise InvalidArgument(f"-f needs to be above 1, got {factor:g}")
     sizes: list[int] = []
     size = float(begin)

@@ -101,14 +101,23 @@ def run_as_ranks(
 
 
 def _launched_ranks(nprocs: int | None) -> int | None:
-    """Returns how many ranks a launcher has started this process among; None where ranks are to be started here."""
+    """Returns how many ranks a launcher has started this process among; None where ranks are to be started here.
+
+    Raises:
+        InvalidArgument: it is one of another number of ranks than was asked for: each would start as many.
+    """
     try:
         launched = launched_world_size()
     except InvalidArgument:
         if nprocs is None:
             raise
         return None  # what a shell is left with of a job; who asks for ranks means ranks of this machine
-    return launched if nprocs is None or nprocs == launched else None
+    if nprocs is not None and launched not in (None, nprocs):
+        raise InvalidArgument(
+            f"this process is one of {launched} ranks, by the variables of a launcher, and -n asks for {nprocs}: leave "
+            "-n out, or unset RANK, WORLD_SIZE and the launcher's own variables (gradsync doctor names them)"
+        )
+    return launched
 
 
 def _run_under_mpiexec(ranks: int) -> None:

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 import gradsync
-from gradsync.errors import BackendUnavailable, InvalidArgument
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.machine import usable_cores
 
 MEGABYTE = 1024**2
@@ -164,7 +164,10 @@ def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -
     if path is None:
         return
     made["machine"]["load_average_after"] = os.getloadavg()[0]
-    Path(path).write_text(json.dumps({**made, **result}, indent=2) + "\n")
+    try:
+        Path(path).write_text(json.dumps({**made, **result}, indent=2) + "\n")
+    except OSError as error:
+        raise GradsyncError(f"{path!r} cannot be written: {error.strerror}") from None
     print(f"written to {path}")
 
 

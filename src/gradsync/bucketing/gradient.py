@@ -132,13 +132,15 @@ def as_array(grad: Any) -> Any:
 
 
 def _is_array(param: Any) -> bool:
-    return hasattr(param, "shape") and hasattr(param, "dtype")
+    return hasattr(param, "shape") and hasattr(param, "dtype") and not isinstance(param, np.generic)
 
 
 def key_of(param: Any) -> Hashable:
     """Returns what tells parameters of one process apart."""
     if type(param) in _PLAIN_NAMES:
         return param  # type: ignore[no-any-return]  # a str or an int
+    if isinstance(param, np.generic):  # a name out of an array of names: equal ones are one parameter
+        return key_of(param.item())
     if _is_array(param):
         return ("array", id(param))
     try:
@@ -154,7 +156,9 @@ def display_name(param: Any, position: int) -> str:
     """Returns a name that is the same on all ranks: never one made from an address in memory."""
     if type(param) in _PLAIN_NAMES:
         return repr(param)
-    if isinstance(param, (str, int, bytes, type(None))) and not _is_array(param):
+    if isinstance(param, np.generic):
+        return display_name(param.item(), position)
+    if isinstance(param, (str, int, bytes, type(None))):
         return repr(param)
     if isinstance(param, tuple) and all(isinstance(part, (str, int, bytes, type(None))) for part in param):
         return repr(param)

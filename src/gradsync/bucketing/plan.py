@@ -7,6 +7,7 @@ launched, as soon as the next gradient cannot join.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -313,7 +314,8 @@ def checked_bytes(name: str, size: object) -> int:
     """
     number = integer_of(size)
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
-        number = int(float(found["number"]) * _UNITS[found["unit"].upper().replace("IB", "B")])
+        size_bytes = float(found["number"]) * _UNITS[found["unit"].upper().replace("IB", "B")]
+        number = int(size_bytes) if math.isfinite(size_bytes) else None
     if number is None or number < 1:
         raise InvalidArgument(f'{name} must be an integer of at least 1, or text such as "25 MB", got {size!r}')
     return number
