@@ -170,6 +170,44 @@ def accumulate(comm: Any, kit_name: str) -> None:
     assert (kit.get(future.result()) == comm.world_size).all()
 
 
+def leave_with_sums(comm: Any, kit_name: str) -> None:
+    """The step after the block takes the sums that are left, if all ranks have made as many local passes."""
+    kit, n = make_kit(comm, kit_name), comm.world_size
+    callback = gs.AllreduceCallback("sum", comm)
+
+    def run(number: float) -> Any:
+        with callback.backward():
+            future = callback("w", kit.put(np.full(3, number)))
+        return kit.get(future.result())
+
+    def add_up() -> None:
+        with callback.accumulate():
+            callback("w", kit.put(np.full(3, 100.0)))
+
+    def uneven(batches: int) -> None:
+        with callback.join():
+            for _ in range(batches):
+                run(1.0)
+            if comm.rank == 0:
+                add_up()
+
+    for batches in (1, 1 + comm.rank):  # the others shadow no step, or rank 0 shadows some
+        uneven(batches)
+        error = expect(gs.PlanMismatch, lambda: run(1.0), "local pass")
+        assert "after 1 local pass" in str(error)
+        assert (run(1.0) == n).all()  # the sums went with the step
+    if comm.rank == 0:
+        add_up()
+    with callback.join({"w": ((3,), "float64")}):  # they were there before the block
+        if comm.rank:
+            run(1.0)
+    expect(gs.PlanMismatch, lambda: run(1.0), "local pass")
+    with callback.join():
+        run(1.0)
+        add_up()
+    assert (run(1.0) == 101 * n).all()
+
+
 def raise_in_the_loop(comm: Any, kit_name: str, inside: bool) -> str:
     """Rank 1 fails in its third step, when rank 0 has run out and rank 2 never had a batch."""
     kit = make_kit(comm, kit_name)

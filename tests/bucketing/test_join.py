@@ -58,6 +58,11 @@ def test_accumulation(place: Place, world_size: int) -> None:
     place.run(world_size, checks.accumulate, place.kit)
 
 
+@pytest.mark.parametrize(("place", "world_size"), on(SHM, 2, 3))  # on NCCL who leaves a known plan breaks it
+def test_sums_that_are_left_count_their_passes(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.leave_with_sums, place.kit)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *always_on(STAND_IN, 3)])
 def test_an_exception_reaches_those_that_stand_in(place: Place, world_size: int, inside: bool) -> None:

@@ -67,10 +67,10 @@ class StepEvents:
             known = self._others[agreement.digest] = self._callback.mark(agreement)
         return known
 
-    def begin_step(self) -> None:
-        """Begins with the first event."""
+    def begin_step(self, passes: int = 0) -> None:
+        """Begins with the first event, after so many local passes."""
         self._index = 0
-        self.local_passes = 0
+        self.local_passes = passes
 
     def bucket(self, bucket: Bucket) -> Agreement:
         """Returns the agreement to reduce this bucket next."""

@@ -456,7 +456,7 @@ class AllreduceCallback:
             raise
         finally:
             self._step.reducer.active_ranks = None
-            self._step.reducer.begin_step()
+            self._step.reducer.begin_step(passes=self._step.sums.passes)  # the next step takes the sums that are left
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:

@@ -302,8 +302,7 @@ class Reducer:
             present: how many ranks have gradients.
             passes: the local passes that those have made before it: their agreements include them.
         """
-        self.begin_step(present)
-        self.events.local_passes = passes
+        self.begin_step(present, passes)
         try:
             for bucket in planner.plan_step(specs):
                 self._reduce_zeros(zeros(bucket), communicator)
@@ -355,13 +354,14 @@ class Reducer:
         self._count_active()
         communicator.agree(self.events.flush(gradients, missing))
 
-    def begin_step(self, present: int | None = None) -> None:
+    def begin_step(self, present: int | None = None, passes: int = 0) -> None:
         """Forgets the step before, but for its plan, which this one may repeat.
 
         Args:
             present: how many ranks have gradients for the new step, where they have been counted already.
+            passes: the local passes before it.
         """
-        self.events.begin_step()
+        self.events.begin_step(passes)
         self._launched.clear()
         self._present = present
 
