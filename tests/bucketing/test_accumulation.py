@@ -194,3 +194,23 @@ def test_scratch_memory_is_found_again_after_another_array(sync: Any) -> None:
         sync("p", scratch)
     sync.flush()
     assert (sync.filled["p"] == 2).all()
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_sums_do_not_lie_in_the_buckets(is_own: bool) -> None:
+    """Else who zeroes a buffer, or writes a gradient into it, would change a sum, and a local pass the last results."""
+    with local_communicator() as comm:
+        sync = gs.AllreduceCallback("sum", comm, parameters={"p": ((3,), "float64")}, gradient_as_bucket_view=True)
+        buffer = sync.gradient_buffers()["p"]
+        with sync.backward():
+            last = sync("p", np.full(3, 5.0))
+        with sync.accumulate():
+            sync("p", np.ones(3))
+        assert (last.result() == 5).all()
+        buffer[...] = 0
+        if is_own:
+            buffer[...] = 1
+        with sync.backward():
+            future = sync("p", buffer if is_own else np.ones(3))
+        assert (future.result() == 2).all()
+        assert future.result() is buffer

@@ -62,7 +62,6 @@ class Accumulation:
         name: str,
         grad: Any,
         native: Array,
-        home: Array | None,
         communicator: Communicator,
         *,
         is_reused: bool,
@@ -73,7 +72,6 @@ class Accumulation:
             param, key, name: of the parameter.
             grad: what was handed over.
             native: the same, as the communicator's array.
-            home: where the parameter's gradient lives in the buckets: its sum is made there. None: in new memory.
             communicator: whose arrays these are.
             is_reused: whether an array that comes again holds a gradient of this pass alone, as the caller says.
 
@@ -83,8 +81,8 @@ class Accumulation:
         """
         known = self._sums.get(key)
         if known is None:
-            total = home if home is not None and not _overlap(home, native, communicator) else None
-            known = _Sum(param, name, communicator.arrays.empty_like(native) if total is None else total, self.passes)
+            # Not in the bucket: that is the caller's to write to, and holds the last step's results.
+            known = _Sum(param, name, communicator.arrays.empty_like(native), self.passes)
             known.total[...] = _beside(native, known.total)
             self._sums[key] = known
         else:

@@ -361,14 +361,13 @@ class Step:
         position = len(self.sums) if self._places is None else self._place_of(param, communicator)
         grad = as_array(grad)
         native = accept(param, grad, position, communicator, self._options, self._accepted_dtypes)
-        key, name, home = key_of(param), display_name(param, position), None
+        key, name = key_of(param), display_name(param, position)
         if self._places is not None:
             self._spec_of(position, name, native, communicator)
             name = self._specs[position].name
-            home = None if self.memory is None else self.memory.views[position]
         if isinstance(grad, np.ndarray):
             can_lock(grad, name, self, is_on=False)  # refuses what another callback has in flight
-        total = self.sums.add(param, key, name, grad, native, home, communicator, is_reused=is_reused)
+        total = self.sums.add(param, key, name, grad, native, communicator, is_reused=is_reused)
         if isinstance(total, np.ndarray):
             total = total.view()
             total.setflags(write=False)
