@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import re
 import subprocess
 import sys
 from typing import Any
@@ -147,6 +149,37 @@ with gs.init_process_group("local"):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sums_whose_group_or_callback_has_gone_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As a warning, once; discard() says that they are not wanted."""
+    told = r"lost: no step has taken the sums for 'p'\. Drop sums that are not wanted with discard\(\)"
+    sync: Any = gs.AllreduceCallback("sum")
+    with caplog.at_level(logging.WARNING, "gradsync"):
+        for is_wanted in (True, False):
+            with gs.init_process_group("local", rank=0, world_size=1):
+                with sync.accumulate():
+                    sync("p", np.ones(3))
+                if not is_wanted:
+                    sync.discard()
+            with gs.init_process_group("local", rank=0, world_size=1):
+                with sync.backward():
+                    future = sync("p", np.ones(3))
+                assert (future.result() == 1).all()
+        [record] = caplog.records
+        assert re.search(told, record.getMessage())
+        caplog.clear()
+        for is_wanted in (True, False):
+            with local_communicator() as comm:
+                sync = gs.AllreduceCallback("sum", comm)
+                with sync.accumulate():
+                    sync("p", np.ones(3))
+                if not is_wanted:
+                    sync.discard()
+                del sync
+                gc.collect()
+        [record] = caplog.records
+        assert re.search(told, record.getMessage())
 
 
 def test_complex_and_infinite_values_add_up_without_warnings(sync: Any, caplog: pytest.LogCaptureFixture) -> None:

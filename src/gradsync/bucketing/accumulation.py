@@ -114,6 +114,10 @@ class Accumulation:
             communicator.follow_work([known.mark for known in rest.values()])
         return [(known.parameter, known.total) for known in rest.values()]
 
+    def names(self) -> list[str]:
+        """Returns whose sums there are, in the order in which they came."""
+        return [known.name for known in self._sums.values()]
+
     def end_pass(self) -> bool:
         """Counts a local pass, if a gradient has come in it; returns whether it did."""
         has_come, self._has_come = self._has_come, False

@@ -92,13 +92,20 @@ def _take(*, everywhere: bool) -> list[str]:
 
 
 def _collected(step: Step) -> None:
-    """Warns when a callback goes with gradients that were never reduced, and makes these writeable again."""
-    found = step.forgotten()
+    """Warns when a callback goes with gradients that were never reduced, and makes these writeable again.
+
+    Sums of local passes alone are no error afterwards: a loop may end before the step that would take them.
+    """
+    found, lost_sums = step.forgotten(), step.lost_sums()
     step.unlock_waiting()
     if step not in _watched:  # it is the process's that this one was forked from
         return
     del _watched[step]
-    if found is not None and uncaught_error() is None:
+    if uncaught_error() is not None:
+        return
+    if lost_sums is not None:
+        _log.warning("warning: %s", lost_sums)
+    if found is not None:
         text, communicator = found
         _lost.append(_Lost(text, weakref.ref(communicator)))
         _log.warning("warning: %s", text)

@@ -127,6 +127,8 @@ class Step:
                     f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
                 )
             self.fail(GradientCancelled("the group ended before its backward pass did"))
+        if (lost := self.lost_sums()) is not None:
+            _log.warning("warning: %s", lost)
         if self.sums:
             self.discard()
         self.forget_memory()
@@ -703,6 +705,19 @@ class Step:
             return None
         text = f"{communicator.label}: {what}: end each backward pass with flush() or `with callback.backward()`"
         return text, communicator
+
+    def lost_sums(self) -> str | None:
+        """Returns in words the sums that no step has taken, for where none will; None where there are none.
+
+        None as well where the communicator was ended by a failure.
+        """
+        communicator = self._communicator
+        if not self.sums or communicator is None or communicator.lifetime.has_failed:
+            return None
+        return (
+            f"{communicator.label}: what local passes have added up is lost: no step has taken the sums for "
+            f"{list_of_names(self.sums.names())}. Drop sums that are not wanted with discard()"
+        )
 
     def _of_step(self) -> list[GradientEntry]:
         """Returns the gradients of this step, by place."""
