@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import mmap
 import re
 import subprocess
 import sys
@@ -67,6 +69,26 @@ def test_a_running_total_is_refused(sync: Any) -> None:
                     sync("p", total[:])  # another view of the same memory
             else:
                 sync("p", total)
+
+
+@pytest.mark.parametrize("make", [bytearray, lambda size: mmap.mmap(-1, size), lambda size: (ctypes.c_byte * size)()])
+@pytest.mark.parametrize("show", [np.frombuffer, lambda memory: np.ndarray(3, buffer=memory)])
+def test_a_running_total_in_memory_that_is_no_array_is_refused(sync: Any, make: Any, show: Any) -> None:
+    memory = make(24)
+    with sync.accumulate():
+        sync("p", show(memory))  # a new array each time
+    with sync.accumulate(), pytest.raises(gs.InvalidArgument, match="running total"):
+        sync("p", show(memory))
+    sync.discard()
+
+
+def test_new_bytes_in_old_memory_are_not_refused_or_kept(sync: Any) -> None:
+    scratch = np.ones(3)
+    for number in range(100):
+        with sync.accumulate(reused=number % 2 == 1):
+            sync("p", np.frombuffer(bytearray(24)) if number % 2 == 0 else scratch)
+    assert len(sync._step.sums._sums["p"].given) < 5
+    sync.discard()
 
 
 def test_new_arrays_in_old_memory_are_not_refused(sync: Any) -> None:

@@ -5,8 +5,9 @@ On a GPU sums are made on the current stream of each hand-over, one after the ot
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from gradsync.bucketing.lists import array_module
 from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array
+
+_Owner = tuple[Callable[[], Any], tuple[int, int]]
 
 
 class _Sum:
@@ -26,7 +29,7 @@ class _Sum:
         total: the sum so far, which no caller can write to.
         number: of the pass that was added last, from 0.
         mark: of the work that has added it; see Communicator.mark_work.
-        given: weak references to what was handed over, and to what owns that memory, with its bounds.
+        given: what was handed over, and what owns that memory, with its bounds; see _owners.
     """
 
     __slots__ = ("given", "mark", "name", "number", "parameter", "total")
@@ -37,7 +40,7 @@ class _Sum:
         self.total = total
         self.number = number
         self.mark: Any = None
-        self.given: list[tuple[weakref.ref[Any], tuple[int, int]]] = []
+        self.given: list[_Owner] = []
 
 
 class Accumulation:
@@ -94,7 +97,13 @@ class Accumulation:
             self._add_to(known, grad, native, communicator, is_reused=is_reused)
             known.number = self.passes
         known.mark = communicator.mark_work()
-        known.given += _owners(grad, native, communicator)
+        known.given = [each for each in known.given if each[0]() is not None]
+        there = {(id(owner()), bounds) for owner, bounds in known.given}
+        known.given += [
+            (owner, bounds)
+            for owner, bounds in _owners(grad, native, communicator)
+            if (id(owner()), bounds) not in there
+        ]
         self._has_come = True
         return known.total
 
@@ -162,19 +171,39 @@ def _beside(native: Array, total: Array) -> Any:
     return given.get() if isinstance(total, np.ndarray) else array_module(total).asarray(given)
 
 
-def _owners(grad: Any, native: Array, communicator: Communicator) -> list[tuple[weakref.ref[Any], tuple[int, int]]]:
-    """Returns weak references to an array and its memory's owner: while one lives, nobody else gets that memory."""
+def _owners(grad: Any, native: Array, communicator: Communicator) -> list[_Owner]:
+    """Returns references to an array and its memory's owner: while one lives, nobody else gets that memory."""
     bounds = communicator.arrays.byte_bounds(native) if native.size else (0, 0)
     owner: Any = native
-    while getattr(owner, "base", None) is not None and hasattr(owner.base, "dtype"):
-        owner = owner.base
-    found = []
+    while (base := _base(owner)) is not None:
+        owner = base
+    found: list[_Owner] = []
     for each in {id(each): each for each in (grad, owner)}.values():
         try:
             found.append((weakref.ref(each), bounds))
         except TypeError:  # of a class without weak references: then its owner alone tells
-            continue
+            if isinstance(each, bytearray):
+                found.append((_Held(each), bounds))
     return found
+
+
+def _base(owner: Any) -> Any:
+    """Returns what an array or a memoryview shows the memory of; None where that is its own."""
+    if isinstance(owner, memoryview):
+        return owner.obj
+    return getattr(owner, "base", None) if hasattr(owner, "dtype") else None
+
+
+class _Held:
+    """A reference to a bytearray, of which there are no weak ones: gives None once nobody else has it."""
+
+    def __init__(self, owner: bytearray) -> None:
+        self._owner: bytearray | None = owner
+
+    def __call__(self) -> bytearray | None:
+        if sys.getrefcount(self._owner) == 2:  # this one's, and that of the call
+            self._owner = None
+        return self._owner
 
 
 def _was_given(known: _Sum, grad: Any, native: Array, communicator: Communicator) -> bool:
@@ -183,11 +212,7 @@ def _was_given(known: _Sum, grad: Any, native: Array, communicator: Communicator
         return False
     begin, end = communicator.arrays.byte_bounds(native)
     mine = {id(reference()) for reference, _ in _owners(grad, native, communicator)}
-    return any(
-        id(owner) in mine and first < end and begin < last
-        for reference, (first, last) in known.given
-        if (owner := reference()) is not None
-    )
+    return any(id(owner()) in mine and first < end and begin < last for owner, (first, last) in known.given)
 
 
 def _overlap(first: Array, second: Array, communicator: Communicator) -> bool:
