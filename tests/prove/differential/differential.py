@@ -41,6 +41,10 @@ CHANGES = {
     "no_sync": (("InvalidArgument",), "issue 17: handing over inside no_sync() kept nothing"),
     "write": (("ValueError",), "issue 17: a gradient in flight cannot be written to"),
     "crosswise": (("PlanMismatch",), "issue 17: callbacks that met crosswise averaged each other's gradients"),
+    "less of views": (
+        ("PlanMismatch",),
+        "design.md, section 6: no merged launches, so PlanMismatch.index counts buckets",
+    ),
     "number": (("numbers", "PlanMismatch"), "design.md, section 3: a gradient may be a number"),
 }
 
@@ -153,7 +157,8 @@ def draw_gradients(choices: Seeded, ranks: int, is_planted: bool) -> dict[str, A
         ]
         what = choices.among([*kinds, *["crosswise"] * (12 * callbacks - 12)])
         planted = {"what": what, "step": choices.number(0, len(steps) - 1), "rank": choices.number(0, ranks - 1)}
-        constructs += [what if what in CHANGES else f"planted: {what}"]
+        construct = "less of views" if (what, mode) == ("less", "views") else what
+        constructs += [construct if construct in CHANGES else f"planted: {what}"]
         if what == "no_sync":
             steps[planted["step"]] = {**steps[planted["step"]], "has_local_pass": True}
     return {
