@@ -21,6 +21,7 @@ from gradsync.errors import GradsyncError
 
 _LONGEST_TEXT = 4000
 _END_SECONDS = 1.0
+_REAP_SECONDS = 10.0
 
 
 def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float) -> dict[str, dict[str, Any]]:
@@ -101,6 +102,8 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=_END_SECONDS)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # on a busy machine its end takes longer than a second
+        process.wait(_REAP_SECONDS)
 
 
 def _last_words(exit_code: int, stderr: str) -> str:
