@@ -104,6 +104,9 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=_END_SECONDS)
     with contextlib.suppress(subprocess.TimeoutExpired):  # on a busy machine its end takes longer than a second
         process.wait(_REAP_SECONDS)
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
 
 
 def _last_words(exit_code: int, stderr: str) -> str:
