@@ -88,7 +88,7 @@ class Rendezvous:
 
 
 class Client:
-    """A rank's side of it: what PredictedAgreement uses of RendezvousClient."""
+    """A rank's side of it: what SpeculativeAgreement uses of RendezvousClient."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.rank = rank

@@ -1,7 +1,8 @@
-"""Arithmetic on the values of host arrays: scaled into another dtype, checked to be finite, their squares summed.
+"""Arithmetic on the values of arrays: scale into another dtype, check for NaN and infinity, sum the squares.
 
-Each reads the memory once, in pieces that stay in a core's cache while more than one pass goes over them. ArrayKind
-(host_arrays.py) says what each must do; nccl/device_values.py has the forms for a GPU.
+ArrayKind (host_arrays.py) says what each function must do. `multiply` also serves a GPU; the others are for host
+arrays, and nccl/device_arrays.py has the GPU's. Each function reads the memory once, in pieces that stay in a core's
+cache while more than one pass goes over them.
 """
 
 from __future__ import annotations
@@ -17,39 +18,44 @@ from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype
 
 # Half a megabyte of float32. NumPy takes about 1 us to begin with a piece, and some 25 us to go over it.
 _PIECE_ELEMENTS = 2**17
-# Of values that are widened first: a step allocates no more than some 64 KB at a time.
+# For values that are widened first: a step allocates no more than about 64 KB at a time.
 _WIDENED_PIECE_ELEMENTS = 2**14
-# Of longer rows OpenBLAS adds up the squares in several threads, on cores that other ranks are busy on.
+# OpenBLAS sums the squares of longer rows in several threads, on cores that other ranks need.
 _UNTHREADED_ELEMENTS = 2**13
-# Short rows round little: a sum of 1024 squares in float32 is right to 2e-7.
+# Short rows round little: a sum of 1024 squares in float32 has an error of 2e-7.
 _ROW_ELEMENTS = 2**10
-# Below it, squares too small for float32 (2**-149 each is the least) could be a visible part of the sum of a row.
+# Below this sum, squares too small for float32 (which ends at 2**-149) could be a visible part of a row's sum.
 _LEAST_ROW_SUM = 2.0**-100
 
-# Other products are made in a wider dtype, or part by part.
+# Products of other dtypes are made in a wider dtype, or part by part.
 _MULTIPLIED_AS_THEY_ARE = (np.dtype(np.float32), np.dtype(np.float64))
 
-# In half precision what is not finite has all exponent bits set. Of a positive number these are the largest integers,
-# signed or not; of a negative one the largest unsigned ones.
+# NaN and infinity in half precision have all exponent bits set. As integers, those with a positive sign are the largest
+# signed ones, and those with a negative sign the largest unsigned ones.
 _INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _SIGN_BIT = 0x8000
 
 
-def multiply(source: Array, factor: float, out: Array) -> None:
-    """See ArrayKind."""
-    with np.errstate(all="ignore"):  # what is infinite or lost is the business of whoever checks the values
+def multiply(source: Any, factor: float, out: Any, xp: Any = np) -> None:
+    """See ArrayKind.
+
+    Args:
+        source, factor, out: see ArrayKind.
+        xp: the arrays' module, numpy or cupy.
+    """
+    with np.errstate(all="ignore"):  # overflow is for whoever checks the values; the factor itself may overflow
         if factor == 1.0:
             if out is not source:
-                np.copyto(out, source, casting="unsafe")
+                xp.copyto(out, source, casting="unsafe")
             return
         for values, target in part_pairs(source, out):
             wide = product_dtype(values.dtype, target.dtype)
-            np.multiply(values, wide.type(factor), out=target, dtype=wide, casting="unsafe")
+            xp.multiply(values, wide.type(factor), out=target, dtype=wide, casting="unsafe")
 
 
 def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
-    """See ArrayKind; of many small arrays in a third of the time that a `multiply` for each takes."""
-    factors: dict[np.dtype[Any], Any] = {}  # by dtype, where that is the one in which products are made
+    """See ArrayKind. Takes a third of the time of one `multiply` for each of many small arrays."""
+    factors: dict[np.dtype[Any], Any] = {}  # by dtype, for dtypes whose products are made in the dtype itself
     with np.errstate(all="ignore"):
         for array in arrays:
             scale = factors.get(array.dtype)
@@ -72,10 +78,10 @@ def all_finite(flat: Array) -> bool:
 
 @lru_cache(maxsize=64)
 def finite_test(dtype: np.dtype[Any]) -> Callable[[Array], bool] | None:
-    """Returns what tells whether a 1-D array of a dtype has neither NaN nor infinity; None where no value is such.
+    """Returns the test that a 1-D array of a dtype has neither NaN nor infinity; None if the dtype has neither.
 
-    It goes over the array once or twice, so that is best one that fits into a core's cache. It may only be called where
-    floating-point errors are ignored.
+    The test reads the array once or twice, so an array that fits into a core's cache is best. Call it only where NumPy
+    ignores floating-point errors.
     """
     infinity = _INFINITY_BITS.get(dtype_name(dtype))
     if infinity is not None:
@@ -106,9 +112,9 @@ def _pieces(flat: Array, elements: int = _PIECE_ELEMENTS) -> Iterator[Array]:
 
 
 def _finite(piece: Array) -> bool:
-    """A sum of squares that is finite has no summand that is not; one that is not may have overflowed.
+    """Whether all values are finite. They are if the sum of their squares is; else it may have overflowed: look again.
 
-    Of squares, because BLAS adds these up at several times the speed at which NumPy adds up.
+    Squares, because BLAS sums them several times as fast as NumPy sums anything.
     """
     size = piece.size
     whole = size - size % _UNTHREADED_ELEMENTS
@@ -129,7 +135,7 @@ def _halves_finite(piece: Array, infinity: int) -> bool:
 
 
 def _sum_of_squares(piece: Array) -> float:
-    """Sums rows in their own precision, which BLAS does fastest, and the rows in float64."""
+    """Sums each row in its own precision, where BLAS is fastest, and the sums of the rows in float64."""
     rows, rest = piece.size // _ROW_ELEMENTS, piece.size % _ROW_ELEMENTS
     table = piece[: piece.size - rest].reshape(rows, _ROW_ELEMENTS)
     tail = piece[piece.size - rest :].astype(np.float64)

@@ -14,6 +14,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from gradsync.communicators import host_values
 from gradsync.communicators.host_arrays import (
     DLPACK_CPU,
     DLPACK_CUDA_HOST,
@@ -26,7 +27,7 @@ from gradsync.communicators.host_arrays import (
 from gradsync.communicators.nccl.kernels import THREADS_PER_BLOCK, VALUE_SOURCE, blocks_for
 from gradsync.communicators.nccl.launch import await_results_in
 from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name, part_dtype, part_pairs, product_dtype
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, dtype_name, part_dtype, product_dtype
 
 _DLPACK_CUDA = 2
 _DLPACK_CUDA_MANAGED = 13
@@ -149,20 +150,12 @@ class DeviceArrays:
             cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """See ArrayKind; of two host arrays on the host. One pass: CuPy's kernels convert what they read and write."""
+        """See ArrayKind; two host arrays are multiplied on the host. One pass: CuPy's kernels convert as they go."""
         if isinstance(source, np.ndarray):
-            self._host.multiply(source, factor, out)
+            host_values.multiply(source, factor, out)
             return
         with cupy.cuda.Device(self._device_id):
-            if factor == 1.0:
-                if out is not source:
-                    cupy.copyto(out, source, casting="unsafe")
-                return
-            for values, target in part_pairs(source, out):
-                wide = product_dtype(values.dtype, target.dtype)
-                with np.errstate(over="ignore"):  # of the factor, in float32
-                    scale = wide.type(factor)
-                cupy.multiply(values, scale, out=target, dtype=wide, casting="unsafe")
+            host_values.multiply(source, factor, out, cupy)
 
     def multiply_in_place(self, natives: Any, factor: float) -> None:
         """See ArrayKind."""
