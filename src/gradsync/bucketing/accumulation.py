@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,33 +27,26 @@ class _Sum:
         parameter: held, so that its identity stays its own.
         name: as ranks know it.
         total: the sum so far, which no caller can write to.
-        number: of the pass that was added last, from 0.
         mark: of the work that has added it; see Communicator.mark_work.
         given: what was handed over, and what owns that memory, with its bounds; see _owners.
     """
 
-    __slots__ = ("given", "mark", "name", "number", "parameter", "total")
+    __slots__ = ("given", "mark", "name", "parameter", "total")
 
-    def __init__(self, parameter: Any, name: str, total: Array, number: int) -> None:
+    def __init__(self, parameter: Any, name: str, total: Array) -> None:
         self.parameter = parameter
         self.name = name
         self.total = total
-        self.number = number
         self.mark: Any = None
         self.given: list[_Owner] = []
 
 
 class Accumulation:
-    """The sums of one callback between two steps.
-
-    Attributes:
-        passes: local passes that have ended.
-    """
+    """The sums of one callback between two steps."""
 
     def __init__(self) -> None:
-        self.passes = 0
         self._sums: dict[Hashable, _Sum] = {}
-        self._has_come = False  # a gradient, in the pass that is under way
+        self._in_pass: set[Hashable] = set()  # the parameters of the local pass that has not ended
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -82,29 +75,24 @@ class Accumulation:
             InvalidArgument: the parameter has come in this pass; or in another shape or dtype than before; or its array
                 may hold an earlier gradient of the step already.
         """
-        known = self._sums.get(key)
+        known, owners = self._sums.get(key), _owners(grad, native, communicator)
         if known is None:
             # Not in the bucket: that is the caller's to write to, and holds the last step's results.
-            known = _Sum(param, name, communicator.arrays.empty_like(native), self.passes)
+            known = _Sum(param, name, communicator.arrays.empty_like(native))
             known.total[...] = _beside(native, known.total)
             self._sums[key] = known
         else:
-            if known.number == self.passes:
+            if key in self._in_pass:
                 raise InvalidArgument(
                     f"{communicator.label}: {name} was handed over twice in one local pass: add its gradients up "
                     "first, or end each pass with flush(), or give each its own `with callback.accumulate()`"
                 )
-            self._add_to(known, grad, native, communicator, is_reused=is_reused)
-            known.number = self.passes
+            self._add_to(known, native, () if is_reused else owners, communicator)
         known.mark = communicator.mark_work()
         known.given = [each for each in known.given if each[0]() is not None]
         there = {(id(owner()), bounds) for owner, bounds in known.given}
-        known.given += [
-            (owner, bounds)
-            for owner, bounds in _owners(grad, native, communicator)
-            if (id(owner()), bounds) not in there
-        ]
-        self._has_come = True
+        known.given += [(owner, bounds) for owner, bounds in owners if (id(owner()), bounds) not in there]
+        self._in_pass.add(key)
         return known.total
 
     def take(self, key: Hashable, grad: Any, native: Array, communicator: Communicator, *, is_reused: bool) -> Any:
@@ -112,7 +100,7 @@ class Accumulation:
         known = self._sums.get(key)
         if known is None:
             return grad
-        self._add_to(known, grad, native, communicator, is_reused=is_reused)
+        self._add_to(known, native, () if is_reused else _owners(grad, native, communicator), communicator)
         del self._sums[key]
         return known.total
 
@@ -128,18 +116,18 @@ class Accumulation:
         return [known.name for known in self._sums.values()]
 
     def end_pass(self) -> bool:
-        """Counts a local pass, if a gradient has come in it; returns whether it did."""
-        has_come, self._has_come = self._has_come, False
-        self.passes += has_come
+        """Ends a local pass; returns whether a gradient has come in it."""
+        has_come = bool(self._in_pass)
+        self._in_pass.clear()
         return has_come
 
     def clear(self) -> None:
-        """Drops all sums, and begins anew."""
+        """Drops all sums."""
         self._sums.clear()
-        self.passes = 0
-        self._has_come = False
+        self._in_pass.clear()
 
-    def _add_to(self, known: _Sum, grad: Any, native: Array, communicator: Communicator, *, is_reused: bool) -> None:
+    def _add_to(self, known: _Sum, native: Array, owners: Iterable[_Owner], communicator: Communicator) -> None:
+        """Adds a gradient to a sum; `owners` are those that must not have been handed over before."""
         label, total = communicator.label, known.total
         if (total.shape, total.dtype) != (native.shape, native.dtype):
             raise InvalidArgument(
@@ -151,7 +139,7 @@ class Accumulation:
                 f"{label}: the gradient of {known.name} lies in the memory of its sum so far: hand over the gradient "
                 "of this pass alone"
             )
-        if not is_reused and _was_given(known, grad, native, communicator):
+        if _were_given(known, owners):
             raise InvalidArgument(
                 f"{label}: the gradient of {known.name} lies in memory that an earlier local pass of this step has "
                 "handed over. Is it a running total, which would be added twice? Then add it up without accumulate(). "
@@ -206,13 +194,13 @@ class _Held:
         return self._owner
 
 
-def _was_given(known: _Sum, grad: Any, native: Array, communicator: Communicator) -> bool:
-    """Whether memory of this array was handed over before."""
-    if not native.size:
-        return False
-    begin, end = communicator.arrays.byte_bounds(native)
-    mine = {id(reference()) for reference, _ in _owners(grad, native, communicator)}
-    return any(id(owner()) in mine and first < end and begin < last for owner, (first, last) in known.given)
+def _were_given(known: _Sum, owners: Iterable[_Owner]) -> bool:
+    """Whether memory of one of these owners was handed over before."""
+    return any(
+        owner() is reference() and first < end and begin < last
+        for reference, (begin, end) in owners
+        for owner, (first, last) in known.given
+    )
 
 
 def _overlap(first: Array, second: Array, communicator: Communicator) -> bool:

@@ -455,8 +455,10 @@ class AllreduceCallback:
             self._give_up("join()", error)
             raise
         finally:
-            self._step.reducer.active_ranks = None
-            self._step.reducer.begin_step(passes=self._step.sums.passes)  # the next step takes the sums that are left
+            reducer = self._step.reducer
+            reducer.active_ranks = None
+            # The next step takes the sums that are left; what no_sync() has counted alone goes with the block.
+            reducer.begin_step(passes=reducer.events.local_passes if self._step.sums else 0)
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:

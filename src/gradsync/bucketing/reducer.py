@@ -302,6 +302,7 @@ class Reducer:
             present: how many ranks have gradients.
             passes: the local passes that those have made before it: their agreements include them.
         """
+        own_passes = self.events.local_passes
         self.begin_step(present, passes)
         try:
             for bucket in planner.plan_step(specs):
@@ -311,7 +312,7 @@ class Reducer:
             self.fail()
             raise
         finally:
-            self.begin_step()
+            self.begin_step(passes=own_passes)
 
     def _reduce_zeros(self, reduction: Reduction, communicator: Communicator) -> None:
         completion = self.reduce(reduction, communicator, [communicator.mark_work()], CollectiveEnd())

@@ -497,8 +497,6 @@ class Step:
             if (tracer := tracing.active) is not None and self.count:
                 tracer.end_step(communicator.recorder.group, self.count)
             self.reducer.statistics.steps += self.count > 0
-            if self.sums.passes:
-                self.sums.clear()
             self._end_step()
             self._keep_entries()
         except BaseException as error:
