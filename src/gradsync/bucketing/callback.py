@@ -446,11 +446,8 @@ class AllreduceCallback:
         try:
             yield joined
             self._check_between_steps("the end of join()")
-            try:
+            with self._step.noting_errors():
                 joined._shadow_others()
-            except BaseException as error:
-                self._step.note_raised_on_all(error)
-                raise
         except BaseException as error:
             self._give_up("join()", error)
             raise

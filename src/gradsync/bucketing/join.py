@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.bucketing.parameter_specs import known_parameters
+from gradsync.bucketing.gradient import known_parameters
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.reducer import Reduction
 from gradsync.bucketing.step import Step

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,18 @@ from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.gradient import (
     Destination,
     GradientEntry,
+    KnownParameter,
     OverlapCheck,
     accept,
     as_array,
     destination,
     display_name,
     key_of,
+    known_parameters,
+    warn_of_unequal_values,
 )
 from gradsync.bucketing.guard import GradientGuard, LockedGradients, can_lock, register, set_flags
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.parameter_specs import KnownParameter, known_parameters, warn_of_unequal_values
 from gradsync.bucketing.plan import (
     DEFAULT_THRESHOLD_BYTES,
     VIEWS_ON_CPU_THRESHOLD_BYTES,
@@ -168,11 +171,8 @@ class Step:
         """Makes sure, at the first use, that the other ranks use the same callback. Collective, before all else."""
         if self._is_known:
             return
-        try:
+        with self.noting_errors():
             self.reducer.events.change_callback(self._identity.meet(communicator))
-        except BaseException as error:
-            self.note_raised_on_all(error)
-            raise
         self._is_known = True
 
     def prepare(self, gradient: Any, communicator: Communicator) -> None:
@@ -195,25 +195,19 @@ class Step:
         """Makes the memory of the buckets, where gradients live there and it is not made. Collective then."""
         if self.memory is not None or not self._options.gradient_as_bucket_view:
             return
-        try:
-            self.meet(communicator)
+        self.meet(communicator)
+        with self.noting_errors():
             self.memory = BucketMemory(self.planner.buckets, communicator, self.reducer.events.of_callback)
-        except BaseException as error:
-            self.note_raised_on_all(error)
-            raise
 
     def _compare_parameters(self, gradient: Any, communicator: Communicator) -> None:
         """Warns, before the first step, where the values of the parameters differ. Collective, at the first call."""
         if self._has_compared or communicator.world_size == 1:
             return
-        try:
-            self.meet(communicator)
-            agreed = self.reducer.events.of_callback
+        self.meet(communicator)
+        agreed = self.reducer.events.of_callback
+        with self.noting_errors():
             warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator, agreed)
-            self._has_compared = True  # only now: after PlanMismatch every rank does so once more
-        except BaseException as error:
-            self.note_raised_on_all(error)
-            raise
+        self._has_compared = True  # only now: after PlanMismatch every rank does so once more
 
     def _fix_places(self, communicator: Communicator) -> None:
         """Gives each parameter that was named its place for good."""
@@ -500,7 +494,6 @@ class Step:
             self._end_step()
             self._keep_entries()
         except BaseException as error:
-            self.note_raised_on_all(error)
             self.fail(error)
             raise
         finally:
@@ -510,8 +503,16 @@ class Step:
         if self._ends.leaving is not None:
             self._ends.raise_leaving()
 
-    def note_raised_on_all(self, error: BaseException) -> None:
-        """Notes that an error came from a collective here, so that every rank has it."""
+    @contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Surrounds collectives outside the buckets; notes their errors as fail() does those of the step."""
+        try:
+            yield
+        except BaseException as error:
+            self._note_raised_on_all(error)
+            raise
+
+    def _note_raised_on_all(self, error: BaseException) -> None:
         if isinstance(error, (PlanMismatch, NonFiniteGradient)):
             self.raised_on_all = error
 
@@ -520,6 +521,7 @@ class Step:
 
         Forgets the step, but for what a rank must repeat that shadows others.
         """
+        self._note_raised_on_all(error)
         self.unlock_waiting()
         ends, self._ends = self._ends, _Ends(self._ends.timeout_seconds)
         self.reducer.fail()
@@ -570,13 +572,12 @@ class Step:
         return array
 
     def _reduce_all(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
-        for bucket in complete:
-            try:
+        try:
+            for bucket in complete:
                 self._reduce(bucket, communicator)
-            except BaseException as error:
-                self.note_raised_on_all(error)
-                self.fail(error)
-                raise
+        except BaseException as error:
+            self.fail(error)
+            raise
         if self._ends.leaving is not None:
             self._ends.raise_leaving()
 
