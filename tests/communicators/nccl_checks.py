@@ -480,6 +480,55 @@ def _is_capturing_well(stream: Any) -> bool:
         return False
 
 
+def count_calls_of_a_steady_all_reduce(comm: Any) -> int:
+    """Returns how many Python functions it calls, without those within the stand-in; the least of some."""
+    array, counts = full(comm.rank), []
+    for _ in range(20):
+        bring_to_rest(comm)
+        seen: list[str] = []
+        depth = 0  # of functions of the stand-in
+
+        def note(frame: Any, event: str, _: Any, seen: list[str] = seen) -> None:
+            nonlocal depth
+            is_of_stand_in = "/stand_in/" in frame.f_code.co_filename
+            if event == "call":
+                depth += is_of_stand_in
+                if not depth:
+                    seen.append(frame.f_code.co_name)
+            elif event == "return":
+                depth -= is_of_stand_in
+
+        sys.setprofile(note)
+        comm.all_reduce(array)
+        sys.setprofile(None)
+        counts.append(len(seen))
+    return min(counts)
+
+
+def leave_a_gpu_that_is_behind_alone(comm: Any) -> None:
+    """A look at a launch costs as much as launching it: who launches many does not look at each of them."""
+    from gradsync.communicators.nccl.launch import Launch
+
+    array, side, mine = full(0), side_stream(), threading.get_ident()
+    for _ in range(6):
+        comm.all_reduce(array, stream=side)
+    looks, done = 0, Launch.done
+
+    def counted(launch: Any) -> bool:
+        nonlocal looks
+        looks += threading.get_ident() == mine
+        return done(launch)
+
+    Launch.done = counted  # type: ignore[method-assign]
+    with held_up(side):
+        for _ in range(300):
+            comm.all_reduce(array, stream=side)
+    Launch.done = done  # type: ignore[method-assign]
+    assert looks < 20
+    bring_to_rest(comm)
+    wait_until(lambda: not comm._backend._watched._running)  # and nothing is kept for long
+
+
 def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
     """Returns what a step calls that repeats those before, with four buckets."""
     from gradsync import process_group

@@ -48,6 +48,7 @@ SMOKES = [
     Smoke("full_speed", ("--quick", "--only", "sizes"), 8 * 4),
     Smoke("gpu", ("--tiny",), 8, {"PYTHONPATH": str(STAND_IN)}),
     Smoke("heartbeats", ("--old", str(ROOT), "--quick"), 4),
+    Smoke("nccl_host_cost", ("--old", str(ROOT), "--quick"), 4),
     Smoke("over_mpi", ("--rounds", "1"), 7),
     Smoke("partition", ("--rounds", "1"), 10),
     Smoke("rendezvous_scale", ("--quick",), 2),

@@ -101,9 +101,16 @@ class Launch:
         nccl: the communicator.
         events: of its device.
         timeout_seconds: how long the host waits for it, when it is not told.
+        stream: where it runs.
     """
 
-    stream: Any = None
+    # What nearly every launch keeps: set here, as setting it for each of them takes time.
+    recorded: Running | None = None
+    seen_started_at: float | None = None
+    is_over = False
+    error: BaseException | None = None
+    has_host_results = False
+    _calls_back = False  # from its end until those that have come before have been called: they come first
 
     def __init__(
         self,
@@ -113,6 +120,7 @@ class Launch:
         nccl: Nccl,
         events: Events,
         timeout_seconds: float,
+        stream: Any,
     ) -> None:
         self._label = label
         self._check = check
@@ -120,19 +128,14 @@ class Launch:
         self._nccl = nccl
         self._events = events
         self._timeout_seconds = timeout_seconds
+        self.stream = stream
         self.started, self.ended = events.take()
         self.thread = threading.get_ident()
         self.agreed: list[Agreed] = []
         self.memory: list[Any] = []
-        self.recorded: Running | None = None
-        self.seen_started_at: float | None = None
-        self.is_over = False
-        self.error: BaseException | None = None
-        self.has_host_results = False
         self._host_results: list[tuple[Any, Any]] = []  # (bytes in pinned memory, NumPy array)
         self._last_things: list[Callable[[], None]] = []  # to be done before anybody hears of its end
         self.callbacks: list[Callable[[], None]] = []
-        self._calls_back = False  # from its end until those that have come before have been called: they come first
         self._lock = threading.Lock()
 
     @property

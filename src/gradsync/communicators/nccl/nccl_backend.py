@@ -130,22 +130,31 @@ class NcclBackend(Backend):
     # -- Reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement) -> None:
+        if len(sources) == 1:
+            self._all_reduce_one(self._collectives.all_reduce, op, sources[0], targets[0], agreement)
+        else:
+            self._all_reduce_list(sources, targets, op, agreement)
+
+    def _all_reduce_one(
+        self, reduce: Callable[[Any, Any, ReduceOp], None], op: ReduceOp, source: Any, target: Any, agreement: Agreement
+    ) -> None:
         laps = tracing.laps_of(self.recorder)
         self.agree(agreement)
         if laps is not None:
             laps.end("waiting")
-        if len(sources) > 1:
-            self._all_reduce_list(sources, targets, op, laps)
-            return
         if self._launch is not None:
-            self._launch.memory += sources[0], targets[0]
-        self._collectives.all_reduce(sources[0], targets[0], op)
+            self._launch.memory += source, target
+        reduce(source, target, op)
         if laps is not None:
             laps.end("launching")
 
     def _all_reduce_list(
-        self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, laps: tracing.Laps | None
+        self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
     ) -> None:
+        laps = tracing.laps_of(self.recorder)
+        self.agree(agreement)
+        if laps is not None:
+            laps.end("waiting")
         self.keep(*sources, *targets)
         if self.world_size == 1 and not self.force_packing:
             for source, target in zip(sources, targets, strict=True):
@@ -165,10 +174,9 @@ class NcclBackend(Backend):
                 laps.end("splitting")
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        def run(source: Any, target: Any, agreement: Agreement) -> None:
-            self.all_reduce((source,), (target,), op, agreement)
-
-        return run if self._collectives.is_plain(dtype, op) else None  # what is not needs flat arrays
+        if not size or not self._collectives.is_plain(dtype, op):
+            return None  # the detours of Collectives need flat arrays
+        return partial(self._all_reduce_one, self._nccl.all_reduce, op)
 
     def takes(self, array: Any) -> bool:
         return bool(array.data.device_id == self._nccl.device_id)
@@ -482,45 +490,44 @@ class _Launching:
 
     def __enter__(self) -> Launch:
         backend = self._backend
-        if cupy.cuda.runtime.getDevice() != backend._nccl.device_id:
-            backend._device.__enter__()
-            self._entered.append(backend._device)
         try:
-            return self._begin(backend)
+            if cupy.cuda.runtime.getDevice() != backend._nccl.device_id:
+                self._enter(backend._device)
+            current = where = cupy.cuda.get_current_stream()
+            if self._producers is not None:
+                where = backend._stream
+                _follow(where, self._producers)
+            elif self._stream is not None:
+                where = self._stream
+                # Arrays of other libraries are ordered on the current stream when they are taken over.
+                where.wait_event(backend._events.mark(current))
+            self.launch = launch = Launch(
+                backend.label,
+                backend._raise_failure,
+                backend.lifetime.note_told,
+                backend._nccl,
+                backend._events,
+                backend.timeout_seconds,
+                where,
+            )
+            last = _last_on_device.get(backend._nccl.device_id)
+            # By thread too: Stream.ptds is one object, and a stream for each thread.
+            if last is not None and (last[1] is not where or last[2] != launch.thread):
+                where.wait_event(last[0])
+            if where is not current:
+                self._enter(where)
+            launch.started.record(where)
         except BaseException as error:
             self._leave(error)
             raise
-
-    def _begin(self, backend: NcclBackend) -> Launch:
-        current = where = cupy.cuda.get_current_stream()
-        if self._producers is not None:
-            where = backend._stream
-            _follow(where, self._producers)
-        elif self._stream is not None:
-            where = self._stream
-            # Arrays of other libraries are ordered on the current stream when they are taken over.
-            where.wait_event(backend._events.mark(current))
-        self.launch = launch = Launch(
-            backend.label,
-            backend._raise_failure,
-            backend.lifetime.note_told,
-            backend._nccl,
-            backend._events,
-            backend.timeout_seconds,
-        )
-        launch.stream = where
-        last = _last_on_device.get(backend._nccl.device_id)
-        # By thread too: Stream.ptds is one object, and a stream for each thread.
-        if last is not None and (last[1] is not where or last[2] != launch.thread):
-            where.wait_event(last[0])
-        if where is not current:
-            where.__enter__()
-            self._entered.append(where)
-        launch.started.record(where)
         self._results_on = backend.arrays.results_on
         backend.arrays.results_on = None if self._producers is None else current
         self._outer, backend._launch = backend._launch, launch
         return launch
+
+    def _enter(self, context: Any) -> None:
+        context.__enter__()
+        self._entered.append(context)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -30,7 +30,9 @@ from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
-_LEFT_TO_WATCHER = 8  # so many launches may have ended and not been dropped, until the thread looks again
+# Launches that a call leaves to the thread. Where there are more, a call looks at the oldest, and the next does so when
+# there are twice as many: a look costs as much as a launch, and a GPU that is behind stays so.
+_LEFT_TO_WATCHER = 8
 _SUSPICIOUS_AFTER_SECONDS = 1.0  # when a running collective makes the thread ask whether a rank has closed
 
 
@@ -71,6 +73,7 @@ class Watched:
         self._timeout_seconds = timeout_seconds
         self._on_failure = weakref.WeakMethod(on_failure)
         self._running: deque[Launch] = deque()
+        self._reaped_above = _LEFT_TO_WATCHER
         self._error: BaseException | None = None  # what a launch that comes now has failed with
         self._device_failure: NcclError | None = None  # found at the end of a launch
         self._lock = threading.Lock()
@@ -88,8 +91,9 @@ class Watched:
         if error is not None:
             launch.fail(error)
             _call_back(launch)
-        if len(self._running) > _LEFT_TO_WATCHER:
+        if len(self._running) > self._reaped_above:
             self.reap(_LEFT_TO_WATCHER)
+            self._reaped_above = max(_LEFT_TO_WATCHER, 2 * len(self._running))
 
     def reap(self, left: int = 0) -> None:
         """Drops launches that have ended, and their memory, until no more than so many are left.
