@@ -23,7 +23,6 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FIRST_EDITION = "first_edition"
 # See tests/places.py and tests/test_golden.py.
 EVERYWHERE = {"GRADSYNC_TEST_PLACES": "all", "GRADSYNC_TEST_DEEP": "1"}
 ONLY_BY_NAME = ("planted",)  # takes a day
@@ -88,10 +87,9 @@ SCRIPTS = {
 
 def commands(part: str, options: argparse.Namespace) -> list[list[str]]:
     """Returns what to run: the part's tests, then its scripts."""
-    folder = HERE.parent / FIRST_EDITION if part == FIRST_EDITION else HERE / part
     found = []
-    if any(folder.rglob("test_*.py")):
-        found.append([sys.executable, "-m", *_PYTEST, str(folder), *options.pytest])
+    if any((HERE / part).rglob("test_*.py")):
+        found.append([sys.executable, "-m", *_PYTEST, str(HERE / part), *options.pytest])
     for script in SCRIPTS.get(part, []):
         words = list(script.quick if options.quick else script.full)
         if options.seeds and "--seeds" in words:
@@ -104,7 +102,7 @@ def commands(part: str, options: argparse.Namespace) -> list[list[str]]:
 
 def parts() -> list[str]:
     folders = {path.name for path in HERE.iterdir() if path.is_dir() and path.name not in ("tools", "__pycache__")}
-    return [*sorted(folders | SCRIPTS.keys()), *([FIRST_EDITION] if (HERE.parent / FIRST_EDITION).is_dir() else [])]
+    return sorted(folders | SCRIPTS.keys())
 
 
 def run(part: str, options: argparse.Namespace) -> tuple[bool, float, str]:

@@ -3,24 +3,10 @@
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.bucketing.plan import GradientSpec
-from gradsync.bucketing.shapes_file import itemsize_of, read_shapes, write_shapes
-
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-SHAPES = st.lists(st.integers(0, 10**6), max_size=4).map(tuple)
-DTYPES = st.sampled_from(["float32", "float16", "bfloat16", "complex128", "int64"])
-
-
-@given(st.lists(st.tuples(NAMES, SHAPES, DTYPES), min_size=1, max_size=10))
-def test_what_is_written_is_read(tmp_path_factory, entries):
-    path = tmp_path_factory.mktemp("shapes") / "shapes.json"
-    # A plan holds the repr of a name, so that 1 and "1" differ.
-    write_shapes(path, [GradientSpec(repr(name), shape, dtype, 0) for name, shape, dtype in entries])
-    assert read_shapes(path) == [GradientSpec(name, shape, d, itemsize_of(d)) for name, shape, d in entries]
+from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 
 
 @pytest.mark.parametrize("name", ["#3", "7", "('block', 2)", "'half", "'a' + b"])

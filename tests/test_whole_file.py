@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from hanging_files import hanging_files
 
 from gradsync.diagnostics.dump import write_whole
+from hanging_files import hanging_files
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

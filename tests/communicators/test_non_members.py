@@ -13,10 +13,6 @@ import gradsync as gs
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.local import local_communicator
 from gradsync.communicators.world import group_or_world
-from gradsync.rendezvous import protocol
-from gradsync.rendezvous.protocol import Generation
-from gradsync.rendezvous.store import Departures
-from places import SHM
 
 # -- Who is not -----------------------------------------------------------------------------------------------------
 
@@ -64,25 +60,3 @@ def test_the_argument_is_named_as_the_caller_spells_it() -> None:
         group_or_world(3, "f", "communicator")  # type: ignore[arg-type]
     with pytest.raises(gs.InvalidArgument, match="^f: the process group is not initialised"):
         group_or_world(None, "f")
-
-
-def make_and_drop(comm: Any, count: int) -> None:
-    for _ in range(count):
-        group = comm.new_group([0, 1])
-        group.barrier()
-        del group
-    comm.barrier()
-
-
-def test_groups_that_are_dropped_leave_no_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    generations: list[Generation] = []
-
-    def keep(*arguments: Any) -> Generation:
-        generations.append(Generation(*arguments))
-        return generations[-1]
-
-    monkeypatch.setattr(protocol, "Generation", keep)
-    monkeypatch.setattr(Departures, "rank_left", lambda departures, rank: None)  # what is left then, was left over
-    SHM.run(2, make_and_drop, 5)
-    [generation] = generations
-    assert {name for name, *_ in generation.barriers._barriers if "#" in name} == set()

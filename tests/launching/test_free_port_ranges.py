@@ -1,7 +1,5 @@
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -36,29 +34,6 @@ def test_ports_beside_those_of_the_kernel(monkeypatch, tmp_path, kernel_range, e
     if kernel_range is not None:
         (tmp_path / "range").write_text(kernel_range)
     assert ports._ports_to_try() == expected
-
-
-def test_no_other_call_is_given_it(only_port):
-    with ports.reserved_port() as port:
-        assert port == only_port
-        with pytest.raises(OSError, match="none of the ports"):
-            gs.free_port()
-        assert "none of the ports" in call_in_another_process(only_port)
-    assert call_in_another_process(only_port) == f"{only_port}"  # and it ends with that process
-    with ports.reserved_port() as port:
-        assert port == only_port
-
-
-def call_in_another_process(port):
-    source = f"""
-from gradsync.launching import free_port as ports
-ports._ports_to_try = lambda: range({port}, {port + 1})
-try:
-    print(ports.free_port(), end="")
-except OSError as error:
-    print(error, end="")
-"""
-    return subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True).stdout
 
 
 def test_the_newest_ports_are_kept():
