@@ -11,7 +11,7 @@ from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
 from contract_coverage import coverage
 from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
 from security_tables import hostile, transcripts
-from timing_tables import adapters, over_mpi, partition, rendezvous_scale, start_up, steady_cost, timings
+from timing_tables import adapters, over_mpi, partition, real_model, rendezvous_scale, start_up, steady_cost, timings
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,6 +27,7 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "start_up": start_up,
     "over_mpi": over_mpi,
     "adapters": adapters,
+    "real_model": real_model,
     "rendezvous_scale": rendezvous_scale,
     "detection": detection,
     "detection.at_a_glance": detection_at_a_glance,
@@ -72,6 +73,11 @@ METHODS = {
         "Two ranks",
         "the slower one counts, and contenders alternate in one run. What the passes hand out is in ResNet-50's "
         "shapes, and exists already: nothing is computed. Made by `python benchmarks/adapters.py`",
+    ),
+    "real_model": (
+        "Two ranks",
+        "medians of the steps after the first, the slower rank counts, and contenders alternate in one run. Batches of "
+        "64 tokens, dropout, AdamW. Made by `python benchmarks/real_model.py`",
     ),
     "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
     "rendezvous_scale": (

@@ -19,8 +19,8 @@ BENCHMARKS = ROOT / "benchmarks"
 MEASURED = "measured"
 STATUSES = {MEASURED, "not installed", "not offered"}
 #: Scripts that measure nothing: makers of pages, and the ranks of others; and those of the part fault_matrix.
-OTHER_SCRIPTS = {"adapters_rank", "against_rank", "readme", "scaling_page", "scenes", "trace_picture"}
-OTHER_SCRIPTS |= {"detection", "fault_matrix", "predict_threshold"}
+OTHER_SCRIPTS = {"adapters_rank", "against_rank", "readme", "real_model_rank", "scaling_page", "scenes"}
+OTHER_SCRIPTS |= {"detection", "fault_matrix", "predict_threshold", "trace_picture"}
 
 
 class Smoke(NamedTuple):
@@ -51,6 +51,7 @@ SMOKES = [
     Smoke("nccl_host_cost", ("--old", str(ROOT), "--quick"), 4),
     Smoke("over_mpi", ("--rounds", "1"), 7),
     Smoke("partition", ("--rounds", "1"), 10),
+    Smoke("real_model", ("--quick",), 3),
     Smoke("rendezvous_scale", ("--quick",), 2),
     Smoke("start_up", ("--quick", "--ranks", "2"), 1),
     Smoke("steady_cost", ("--quick",), 1),

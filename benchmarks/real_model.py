@@ -1,0 +1,120 @@
+"""Trains GPT-2 of the transformers library over gradsync beside DistributedDataParallel on gloo, in one run.
+
+    cd benchmarks && python -m peers.install torch  # once
+    python benchmarks/real_model.py                 # writes benchmarks/results/real_model.json
+    python benchmarks/real_model.py --quick         # two steps of a tiny GPT-2, writes nothing
+
+Two ranks, with one thread each for PyTorch, as torchrun sets it. The weights are random: they are made from the
+configuration, nothing is downloaded. Each contender trains a model of its own, from the same weights, on the same
+batches, with dropout from the same seeds and with AdamW; the contenders take turns step by step, in an order that
+changes. A step is zero_grad(), forward pass, loss, backward pass and optimiser; it counts with the slower rank. The
+first step, in which buffers are made, is left out of the medians.
+
+After the last step the weights of the contenders are compared bit by bit, and those of the ranks. With two ranks a sum
+does not depend on the order, and halves are exact but for subnormal numbers, before the sum (DistributedDataParallel)
+as after it (gradsync): so the bits can be the same. With more ranks they need not be.
+
+The exit code is 1 where some bit differs, or where gradsync's step is slower than that of DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import gradsync
+from measurement import Seconds, provenance
+from peers import systems
+from peers.contenders import TORCH
+
+FOLDER = Path(__file__).parent
+STEPS, QUICK_STEPS = 6, 2
+RUN_SECONDS = 280.0
+OURS, THEIRS = "Synchronised", "DistributedDataParallel on gloo"
+
+
+def run(python: str, model: str, steps: int) -> dict[str, Any]:
+    """Runs the ranks, and returns what rank 0 has printed.
+
+    Raises:
+        RuntimeError: they failed; with what they said.
+    """
+    command = [python, "-W", "ignore", "-m", "gradsync", "run", "--no-prefix", "-n", "2"]
+    sources = str(Path(gradsync.__file__).parents[1])
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {"PYTHONPATH": sources, "TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [*command, str(FOLDER / "real_model_rank.py"), model, str(steps)],
+            env=os.environ | systems.THREADS | variables,
+            capture_output=True,
+            text=True,
+            timeout=RUN_SECONDS,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(f"the ranks ended with {done.returncode}:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a row for each contender."""
+    return [
+        {
+            "model": found["model"],
+            "parameters": found["parameters"],
+            "what": what,
+            "first_step_seconds": samples["step"][0],
+            "step_seconds": asdict(Seconds.of(samples["step"][1:])),
+            "backward_seconds": asdict(Seconds.of(samples["backward"][1:])),
+            "losses": samples["losses"],
+            "weights_equal_bit_by_bit": found["are_equal"][what],
+            "ranks_equal_bit_by_bit": found["ranks_are_equal"][what],
+        }
+        for what, samples in found["samples"].items()
+    ]
+
+
+def ratio_of(rows: list[dict[str, Any]]) -> float:
+    """Returns how much longer a step of ours takes than the quicker one of DistributedDataParallel."""
+    ours = next(row["step_seconds"]["median"] for row in rows if row["what"] == OURS)
+    return float(ours / min(row["step_seconds"]["median"] for row in rows if row["what"].startswith(THEIRS)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two steps of a tiny GPT-2; writes only with --output")
+    parser.add_argument("--python", default=str(systems.ENVIRONMENTS / TORCH / "bin" / "python"), help="with PyTorch")
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/real_model.json]")
+    options = parser.parse_args()
+    results = provenance("benchmarks/real_model.py")
+    found = run(options.python, "tiny" if options.quick else "GPT-2 small", QUICK_STEPS if options.quick else STEPS)
+    results["versions"] |= found["versions"]
+    results["settings"] = found["settings"]
+    rows = results["results"] = rows_of(found)
+    ratio = ratio_of(rows)
+    are_equal = all(row["weights_equal_bit_by_bit"] and row["ranks_equal_bit_by_bit"] for row in rows)
+    results["promises"] = [
+        {"what": "weights equal bit by bit", "kept": are_equal},
+        {"what": f"step of {OURS} against the quicker {THEIRS}", "limit": 1.0, "ratio": ratio, "kept": ratio <= 1},
+    ]
+    for row in rows:
+        step, backward = (row[name]["median"] for name in ("step_seconds", "backward_seconds"))
+        same = "same weights" if row["weights_equal_bit_by_bit"] else "OTHER WEIGHTS"
+        print(f"{row['model']:12} {row['what']:40} step {step:7.3f} s, backward {backward:7.3f} s, {same}")
+    print(f"{OURS} against the quicker {THEIRS}: {ratio:.3f}")
+    output = options.output or (None if options.quick else FOLDER / "results" / "real_model.json")
+    if output is not None:
+        output.write_text(json.dumps(results, indent=2) + "\n")
+    return int(not all(promise["kept"] for promise in results["promises"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
