@@ -20,7 +20,7 @@ MEASURED = "measured"
 STATUSES = {MEASURED, "not installed", "not offered"}
 #: Scripts that measure nothing: makers of pages, and the ranks of others; and those of the part fault_matrix.
 OTHER_SCRIPTS = {"adapters_rank", "against_rank", "readme", "real_model_rank", "scaling_page", "scenes"}
-OTHER_SCRIPTS |= {"detection", "fault_matrix", "predict_threshold", "trace_picture"}
+OTHER_SCRIPTS |= {"detection", "fault_matrix", "gpu_tests", "predict_threshold", "trace_picture"}
 
 
 class Smoke(NamedTuple):
