@@ -32,7 +32,7 @@ def hanging_files(folder: Path) -> Iterator[None]:
         whole_file._beside = beside
         for pipe in pipes:
             _read_all(pipe)
-        for returned in whole_file._given_up.values():
+        for returned in whole_file._hanging.values():
             assert returned.wait(30.0), "it hangs though it could go on"
 
 

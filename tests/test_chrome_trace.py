@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import gradsync as gs
 from gradsync.cli import main
 from gradsync.communicators.local import local_communicator
-from gradsync.diagnostics.dump_files import read_dumps
+from gradsync.diagnostics.dump import read_dumps
 from places import SHM
 
 Event = dict[str, Any]

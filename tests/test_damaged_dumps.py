@@ -18,7 +18,7 @@ import gradsync as gs
 from gradsync.cli import main
 from gradsync.communicators.local import local_communicator
 from gradsync.diagnostics.chrome_trace import chrome_trace
-from gradsync.diagnostics.dump_files import read_dumps
+from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import report
 
 ABSENT = object()

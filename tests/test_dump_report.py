@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import gradsync as gs
 from gradsync.cli import main
-from gradsync.diagnostics.dump_files import what_text
+from gradsync.diagnostics.dump import call_text
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -66,6 +67,25 @@ def test_buckets_are_told_by_their_number_and_first_gradient() -> None:
         "bucket": 3,
         "gradients": ["conv1", "b", "c"],
     }
-    assert what_text(bucket) == "all_reduce(mean) of bucket 3 [conv1, 2 more]"
-    assert what_text({**bucket, "bucket": -1}) == "all_reduce(mean) of several buckets [conv1, 2 more]"
-    assert what_text({"what": "barrier"}) == "barrier"
+    assert call_text(bucket) == "all_reduce(mean) of bucket 3 [conv1, 2 more]"
+    assert call_text({**bucket, "bucket": -1}) == "all_reduce(mean) of several buckets [conv1, 2 more]"
+    assert call_text({"what": "barrier"}) == "barrier"
+
+
+def test_the_gradients_that_a_rank_has_not_handed_over_are_named(tmp_path: Path) -> None:
+    with gs.init_process_group("local") as comm:
+        sync = gs.AllreduceCallback("mean", comm)
+        with sync.backward():
+            for number in range(10):
+                sync(f"layer{number}", np.ones(3))
+        content = json.loads(gs.dump_flight_recorder(tmp_path).read_text())
+    [group] = [each for each in content["groups"] if each["begun"]][-1:]
+    group["ranks"] = [0, 1]
+    for rank, begun in ((0, 2), (1, 0)):
+        entries = group["entries"][:begun]
+        of_rank = content | {"rank": rank, "groups": [group | {"begun": begun, "entries": entries}]}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(of_rank | {"wall_seconds": content["wall_seconds"] + 1}))
+    told = CliRunner().invoke(main, ["trace", str(tmp_path)]).output.splitlines()
+    assert told[0].startswith("rank 1 has not begun #1 of group ")
+    assert told[0].endswith(", all_reduce(mean) of bucket 0 [layer0, 9 more], which rank 0 has")
+    assert told[1] == f"  gradients: {', '.join(f'layer{number}' for number in range(8))}, 2 more"

@@ -18,8 +18,8 @@ import pytest
 import gradsync as gs
 from gradsync import environment
 from gradsync.communicators.local import local_communicator
-from gradsync.diagnostics import dump as dumps
-from gradsync.diagnostics.dump_files import read_dumps
+from gradsync.diagnostics import triggers as dumps
+from gradsync.diagnostics.dump import FORMAT, read_dumps
 from hanging_files import hanging_files
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
@@ -39,7 +39,7 @@ def unarmed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
-    for text in ("{", "[]", '{"format": "another"}', json.dumps({"format": dumps.FORMAT, "calls": {}})):
+    for text in ("{", "[]", '{"format": "another"}', json.dumps({"format": FORMAT, "calls": {}})):
         (tmp_path / "a.json").write_text(text)
         with pytest.raises(gs.InvalidArgument, match=r"a\.json"):
             read_dumps([tmp_path / "a.json"])

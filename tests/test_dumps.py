@@ -17,8 +17,8 @@ import pytest
 import gradsync as gs
 from gradsync import environment
 from gradsync.communicators.local import local_communicator
-from gradsync.diagnostics import dump as dumps
-from gradsync.diagnostics.dump_files import read_dumps
+from gradsync.diagnostics import triggers as dumps
+from gradsync.diagnostics.dump import read_dumps
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +92,10 @@ def test_a_rank_that_does_not_come_is_told_from_the_dumps(tmp_path: Path) -> Non
     told = gradsync("trace", str(folder))
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
-    assert lines[0] == "no rank differs from another in what can be compared, but rank 1 is behind"
-    assert "rank 0 has begun 6 collectives; rank 1 is 1 behind, at 5" in lines[1]
+    assert lines[0] == "rank 1 has not begun #6 of group 'world', barrier, which rank 0 has"
+    assert lines[1] == f"  rank 1 at {script}:9 in <module>"
+    assert lines[2] == "no rank differs from another in what can be compared, but rank 1 is behind"
+    assert "rank 0 has begun 6 collectives; rank 1 is 1 behind, at 5" in lines[3]
     assert "script.py:9" in json.dumps([json.loads(file.read_text())["stacks"] for file in folder.iterdir()])
 
 

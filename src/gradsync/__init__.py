@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from gradsync.communicators.communicator import Communicator as Communicator
     from gradsync.communicators.groups import NonMember as NonMember
     from gradsync.consistency import check_consistency as check_consistency
-    from gradsync.diagnostics.dump import dump_flight_recorder as dump_flight_recorder
-    from gradsync.diagnostics.dump import trace as trace
+    from gradsync.diagnostics.triggers import dump_flight_recorder as dump_flight_recorder
+    from gradsync.diagnostics.triggers import trace as trace
     from gradsync.environment import is_launched as is_launched
     from gradsync.errors import AuthenticationError as AuthenticationError
     from gradsync.errors import BackendUnavailable as BackendUnavailable
@@ -81,8 +81,8 @@ _HOME = {
     "average_gradients": "gradsync.bucketing.trees",
     "broadcast_tree": "gradsync.bucketing.trees",
     "check_consistency": "gradsync.consistency",
-    "dump_flight_recorder": "gradsync.diagnostics.dump",
-    "trace": "gradsync.diagnostics.dump",
+    "dump_flight_recorder": "gradsync.diagnostics.triggers",
+    "trace": "gradsync.diagnostics.triggers",
     "shard_indices": "gradsync.sharding",
     "synchronized": "gradsync.process_group",
     "get_offsets": "gradsync.bucketing.lists",

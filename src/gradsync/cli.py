@@ -11,7 +11,6 @@ import click
 from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
 from gradsync.bench.command import bench
-from gradsync.diagnostics.command import trace
 from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 
@@ -49,7 +48,6 @@ def main() -> None:
 
 
 main.add_command(bench)
-main.add_command(trace)
 
 
 @main.command(
@@ -190,6 +188,34 @@ def run(**options: Any) -> None:
     from gradsync.launching.run import run_command
 
     sys.exit(run_command(**options))
+
+
+@main.command(
+    short_help="Says from dumps where ranks differ or wait, and draws a trace.",
+    epilog="""\b
+Examples:
+  gradsync run -n 2 --dump-dir dumps train.py       a failure leaves a dump of each rank in dumps
+  gradsync trace dumps                              what the ranks did differently, and who waits for whom
+  gradsync run -n 2 --trace traced train.py         when each bucket was packed, waited for, reduced and split
+  gradsync trace traced --out trace.json            open trace.json in https://ui.perfetto.dev or chrome://tracing
+
+\b
+Exit codes:
+  0      no rank differs from another
+  1      some rank differs, or ranks wait for each other in a circle
+  2      there are no dumps, or one cannot be read
+""",
+)
+@click.argument("dumps", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--out", metavar="FILE", type=click.Path(dir_okay=False), help="Also writes a Chrome trace to FILE.")
+def trace(dumps: tuple[str, ...], out: str | None) -> None:
+    """Compares DUMPS of the flight recorder: files, or folders of them, one file a rank.
+
+    Says first where ranks differ or wait for each other, then how far each has come and where it is.
+    """
+    from gradsync.diagnostics.report import report_dumps
+
+    sys.exit(report_dumps(dumps, out))
 
 
 @main.command(

@@ -1,16 +1,10 @@
-"""Diagnostics: what a rank remembers of its collectives, what it writes down, and what the files of all ranks say.
+"""Diagnostics: a rank's record of its collectives, its dumps, and what `gradsync trace` says of them.
 
-The recorder remembers, tracing times phases, stacks says where the threads are, and dump writes all of it to a file.
-The server compares ranks while they wait (compare), and `gradsync trace` when they have ended (command).
+recorder.py remembers the last collectives, tracing.py times their phases, stacks.py says where threads are. dump.py
+writes all of it to a file and reads it back; triggers.py decides when. compare.py finds where ranks differ, for the
+server while they wait and for report.py afterwards; chrome_trace.py draws.
 """
 
-from gradsync.diagnostics.dump import (
-    arm,
-    dump_at_exception,
-    dump_at_failure,
-    dump_because,
-    write_trace,
-)
 from gradsync.diagnostics.recorder import (
     Entry,
     FlightRecorder,
@@ -23,6 +17,13 @@ from gradsync.diagnostics.recorder import (
     size_text,
 )
 from gradsync.diagnostics.stacks import stack_report
+from gradsync.diagnostics.triggers import (
+    arm,
+    dump_at_exception,
+    dump_at_failure,
+    dump_because,
+    write_trace,
+)
 
 __all__ = [
     "Entry",

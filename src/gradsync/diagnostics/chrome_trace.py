@@ -1,9 +1,9 @@
 """Dumps as a picture: a trace in the Chrome trace-event format, for https://ui.perfetto.dev and chrome://tracing.
 
-One process a rank. Its tracks: the steps, with the gradients' arrivals; for each group its collectives, below each of
-which lie its phases (packing, waiting, reducing, splitting); and messages. Where collectives overlap, as on a GPU, a
-group has several tracks. Arrows lead from rank to rank of the same
-collective, in the order in which the ranks began it. Times are microseconds from the first event on.
+Each rank is a process of the picture. Its tracks: the steps, with the gradients' arrivals; the collectives of each
+group, with their phases below them (packing, waiting, reducing, splitting); and messages. A group has several tracks
+where its collectives overlap, as on a GPU. Arrows connect the ranks of a collective in the order in which they began
+it. Times are microseconds from the first event on.
 
 Source: "Trace Event Format", Google; complete events ("X"), instants ("i"), flows ("s", "t", "f") and metadata ("M").
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gradsync.diagnostics.dump_files import CHROME_TRACE_KEY, Dump, DumpedCall, DumpedGroup
+from gradsync.diagnostics.dump import CHROME_TRACE_KEY, Dump, DumpedCall, DumpedGroup
 from gradsync.diagnostics.tracing import Phase
 
 Event = dict[str, Any]

@@ -1,162 +1,202 @@
-"""What a process writes down for a look at it afterwards: its last collectives of every group, and its stacks.
+"""A dump: the JSON file in which a rank writes its last collectives and the stacks of its threads.
 
-One JSON file a rank, written at once and whole: when somebody calls `gs.dump_flight_recorder()`, when a collective
-fails, when an exception ends this rank's part, when another rank misses this one, at Ctrl-C, and when SIGUSR2 asks; all
-but the first where GRADSYNC_DUMP_DIR names a folder. With `gs.trace()`, or GRADSYNC_TRACE, the phases of the
-collectives are in it too. `gradsync trace` reads the files.
+The schema stands here once: `snapshot` and `write_dump` make a dump, `read_dumps` checks it and reads it back for
+`gradsync trace`. triggers.py decides when a dump is written.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import math
 import os
+import re
+import reprlib
 import threading
 import time
-from collections.abc import Iterator
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradsync.diagnostics import tracing
-from gradsync.diagnostics.recorder import Entry, FlightRecorder, recorders
+from gradsync.diagnostics.recorder import Entry, FlightRecorder, names_text, recorders
 from gradsync.diagnostics.stacks import stack_report
-from gradsync.environment import DUMP_DIR, RANK, TRACE
-from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline
+from gradsync.diagnostics.tracing import Arrival, Phase, Step
+from gradsync.environment import RANK
+from gradsync.errors import InvalidArgument
 from gradsync.launchers import value_of
 from gradsync.machine import machine_identity, run_with_timeout
 
 if TYPE_CHECKING:
-    from pathlib import Path  # which takes long to load, and hardly any process writes a file
+    from pathlib import Path  # which takes long to load, and few processes write a file
 
-#: What a dump calls itself, so that nothing else is taken for one.
+#: The value of a dump's field "format": tells a dump from other JSON files.
 FORMAT = "gradsync flight recorder 1"
+#: The field of a Chrome trace, which `gradsync trace --out` may have written beside the dumps.
+CHROME_TRACE_KEY = "traceEvents"
 _MAX_DESCRIPTION_LINES = 1000
-# How long the file system may take: while a failure waits to be told, and else; a larger dump has more.
-_URGENT_SECONDS, _PATIENT_SECONDS, _BYTES_PER_SECOND = 2.0, 60.0, 10e6
-_TOLD = (CollectiveTimeout, RankFailed, PlanMismatch)
-
-_log = logging.getLogger("gradsync")
+_BYTES_PER_SECOND = 10e6  # that a file system writes at the least
 
 
-def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
-    """Writes the last collectives of every group of this process to a JSON file, and where its threads are.
+# The schema. A dump may have been cut, mixed up on its way, or edited by hand: every field is checked.
 
-    Not collective, and any thread may call it at any time. `gradsync trace FOLDER` compares the files of all ranks.
+
+class Rule(NamedTuple):
+    """What the value of a field must be.
+
+    Attributes:
+        needed: in words that follow "needs to be".
+        accepts: whether a value is that.
+    """
+
+    needed: str
+    accepts: Callable[[Any], bool]
+
+
+class OptionalField(NamedTuple):
+    """The schema of a field that may be left out."""
+
+    schema: Any
+
+
+class ByName(NamedTuple):
+    """An object whose fields all have one schema, and names of one kind."""
+
+    name: Rule
+    schema: Any
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_moment(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 2**40  # so that sums of several stay exact and finite
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _or_none(rule: Rule) -> Rule:
+    return Rule(f"{rule.needed}, or null", lambda value: value is None or rule.accepts(value))
+
+
+def _list_of(rule: Rule, which: str) -> Rule:
+    return Rule(f"a list of {which}", lambda value: isinstance(value, list) and all(map(rule.accepts, value)))
+
+
+_TEXT = Rule("a text", lambda value: isinstance(value, str))
+_TEXTS = _list_of(_TEXT, "texts")
+_TRUTH = Rule("true or false", lambda value: isinstance(value, bool))
+_INTEGER = Rule("an integer of at least 0", _is_integer)
+_MOMENT = Rule("a moment in seconds", _is_moment)
+_STATE = Rule("'runs', 'ended' or 'failed'", lambda value: value in ("runs", "ended", "failed"))
+_DIGEST = Rule("16 hexadecimal digits", lambda value: re.fullmatch("[0-9a-f]{16}", value) is not None)
+# Below 0, in dumps from before 0.2: several buckets that were reduced as one.
+_BUCKET_NUMBER = Rule("an integer", lambda value: type(value) is int and abs(value) < 2**63)
+_PLAIN = Rule(
+    "a text, a number, or a list of them",
+    lambda value: all(map(_is_plain, value)) if isinstance(value, list) else _is_plain(value),
+)
+_ANY_NAME = Rule("a text", lambda _: True)
+
+#: A dict is an object with these fields and any others, a list of one schema is a list of such values, and a tuple is
+#: a list of so many values, each by its rule.
+SCHEMA: dict[str, Any] = {
+    "format": _TEXT,
+    "reason": _TEXT,
+    "rank": _or_none(_INTEGER),  # in the world; null before the ranks have met, where no launcher says it
+    "pid": _INTEGER,
+    "host": _TEXT,
+    "machine": _TEXT,
+    "monotonic_seconds": _MOMENT,  # when the dump was made, by the two clocks
+    "wall_seconds": _MOMENT,
+    "groups": [
+        {
+            "group": _TEXT,
+            "ranks": _list_of(_INTEGER, "integers of at least 0"),
+            "begun": _INTEGER,
+            "entries": [
+                {
+                    "number": _INTEGER,
+                    "call": _TEXT,  # a name in "calls"
+                    "state": _STATE,
+                    "began": _MOMENT,
+                    "ended": _or_none(_MOMENT),
+                    "is_message": OptionalField(_TRUTH),
+                }
+            ],
+        }
+    ],
+    "calls": ByName(_DIGEST, ByName(_ANY_NAME, _PLAIN)),
+    "stacks": _TEXT,
+    "package": _TEXT,  # the folder of gradsync: tells its lines of the stacks from the program's
+    "trace": OptionalField(
+        {
+            "phases": [(_TEXT, _INTEGER, _TEXT, _MOMENT, _MOMENT)],
+            "arrivals": [(_TEXT, _TEXT, _MOMENT)],
+            "steps": [(_TEXT, _INTEGER, _MOMENT, _MOMENT)],
+            "left_out": _INTEGER,
+        }
+    ),
+}
+_CALL = {"what": _TEXT, "description": _TEXTS}
+_BUCKET = {**_CALL, "bucket": _BUCKET_NUMBER, "gradients": _TEXTS, "collective": _TEXT, "detail": _TEXT}
+
+
+class DamagedError(ValueError):
+    """A field is missing or is not what the schema asks for; the text names the field, and says what is there."""
+
+
+def check(value: Any, schema: Any, place: str = "") -> None:
+    """Raises DamagedError where a value is not what a schema asks for.
 
     Args:
-        path: a file that ends in .json, or a folder, made where it is not there, in which the file is named after rank
-            and pid; None is the folder that GRADSYNC_DUMP_DIR names, or the current one.
-
-    Returns:
-        The file.
-
-    Raises:
-        InvalidArgument: it cannot be written, or its file system hangs: that takes a minute.
+        value: read from JSON.
+        schema: see SCHEMA.
+        place: of the value in the file, as "groups[0].begun"; "" for the whole file.
     """
-    from pathlib import Path
-
-    folder = Path(DUMP_DIR.read() or ".") if path is None else Path(path)
-    return _write(folder, "dump_flight_recorder() was called")
-
-
-@contextlib.contextmanager
-def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Notes, within the block, when each bucket was packed, waited for, reduced and split.
-
-    Not collective; `gradsync trace` shows the ranks that did it. At the end of the block a dump is written. While it
-    lasts the recorder remembers 16,384 collectives.
-
-    Args:
-        path: as for dump_flight_recorder.
-
-    Raises:
-        InvalidArgument: somebody traces already, or the file cannot be written, as for dump_flight_recorder; where the
-            block raises, what it raises.
-    """
-    from pathlib import Path
-
-    if tracing.active is not None:
-        raise InvalidArgument(f"gs.trace({os.fspath(path)!r}): this process is traced already")
-    tracer = tracing.start()
-    has_ended_well = False
-    try:
-        yield
-        has_ended_well = True
-    finally:
-        tracing.stop()
-        try:
-            _write(Path(path), "the traced block has ended", tracer)
-        except InvalidArgument as error:
-            if has_ended_well:
-                raise
-            _log.warning("no trace: %s", describe(error))  # what has ended the block is the news
+    if isinstance(schema, Rule):
+        if not schema.accepts(value):
+            raise _refused(place, schema.needed, value)
+    elif isinstance(schema, list):
+        if not isinstance(value, list):
+            raise _refused(place, "a list", value)
+        for number, each in enumerate(value):
+            check(each, schema[0], f"{place}[{number}]")
+    elif type(schema) is tuple:
+        if not isinstance(value, list) or len(value) != len(schema):
+            raise _refused(place, f"a list of {len(schema)} fields", value)
+        for column, (rule, each) in enumerate(zip(schema, value, strict=True)):
+            if not rule.accepts(each):  # half a million rows at most: no text is made but for the refused one
+                raise _refused(f"{place}[{column}]", rule.needed, each)
+    elif not isinstance(value, dict):
+        raise _refused(place or "it", "an object", value)
+    elif isinstance(schema, ByName):
+        for name, each in value.items():
+            if not schema.name.accepts(name):
+                raise DamagedError(f"{place} needs {schema.name.needed} as each name, got {reprlib.repr(name)}")
+            check(each, schema.schema, f"{place}.{name}")
+    else:
+        for name, each in schema.items():
+            if name in value:
+                inner = each.schema if isinstance(each, OptionalField) else each
+                check(value[name], inner, f"{place}.{name}" if place else name)
+            elif not isinstance(each, OptionalField):
+                raise DamagedError(f"{place or 'it'} has no {name!r}")
 
 
-def arm() -> None:
-    """Does what the environment asks for: dumps at failures, Ctrl-C and SIGUSR2, a trace at the end of the process.
-
-    A handler of these signals that the program has already stays, and one that comes later takes the place of this one.
-    """
-    global _folder, _traced_folder
-    folder, traced = DUMP_DIR.read(), TRACE.read()
-    if folder is None and traced is None:
-        return
-    from pathlib import Path
-
-    if folder is not None and _folder is None:
-        import signal  # here: most processes never come this far, and start-up counts
-
-        _folder = Path(os.path.abspath(folder))
-        if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-                signal.signal(signal.SIGUSR2, _on_request)
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, _on_interrupt)
-    if traced is not None and _traced_folder is None:
-        _traced_folder = Path(os.path.abspath(traced))
-        tracing.start()
-        import atexit
-
-        atexit.register(write_trace)
+def _refused(place: str, needed: str, value: Any) -> DamagedError:
+    return DamagedError(f"{place} needs to be {needed}, got {reprlib.repr(value)}")
 
 
-def dump_because(failure: str) -> None:
-    """Writes a dump where the environment asks for them; never raises.
-
-    Not where Ctrl-C has made one and nothing has begun since: where the ranks were then is what is to be looked into.
-    """
-    with _in_turn():
-        if _interrupted_at is None or _has_begun_since(_interrupted_at):
-            _dump_now(failure)
-
-
-def dump_at_failure(error: BaseException) -> None:
-    """Does so for a failure of a collective that other ranks have a part in."""
-    if isinstance(error, _TOLD):
-        _dump_because_of(error)
-
-
-def dump_at_exception(error: BaseException) -> None:
-    """Does so for what ends this rank's part in the run; of such a failure there is a dump already."""
-    if not isinstance(error, _TOLD):
-        _dump_because_of(error)
-
-
-def write_trace() -> None:
-    """Writes what GRADSYNC_TRACE asks for; may be called again, when there is more."""
-    if _traced_folder is not None and recorders():
-        try:
-            _write(_traced_folder, f"{TRACE} is set")
-        except Exception as error:
-            _log.warning("no trace: %s", describe(error))
+# Writing.
 
 
 def snapshot(reason: str, tracer: tracing.Tracer | None = None) -> dict[str, Any]:
-    """Returns what a dump consists of.
+    """Returns the content of a dump, by SCHEMA.
 
     Args:
-        reason: why it is made.
-        tracer: whose events it has too; None: those of who traces now, if anybody does.
+        reason: why the dump is made.
+        tracer: holds the events of a trace; None takes the tracer that is active, if there is one.
     """
     import socket
 
@@ -181,7 +221,7 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None) -> dict[str, Any
 
 
 def _group(recorder: FlightRecorder, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns one group's part; `calls` grows by what its collectives are, by digest."""
+    """Returns one group's part, and adds its collectives to `calls`, by digest."""
     place = recorder.place
     return {
         "group": recorder.group,
@@ -221,90 +261,44 @@ def _rank() -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None, *, is_urgent: bool = False) -> Path:
-    import json
+def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: float) -> Path:
+    """Writes a dump, and returns its file.
+
+    Args:
+        path: a file that ends in .json, or a folder, in which the file is named after rank and pid.
+        reason, tracer: as for `snapshot`.
+        seconds: that the file system may take, and more for a large dump.
+
+    Raises:
+        InvalidArgument: the file cannot be written, or not in time.
+    """
+    import json  # here: few processes write a dump, and start-up counts
 
     content = snapshot(reason, tracer)
     if path.suffix != ".json":
         rank = "unknown" if content["rank"] is None else content["rank"]
         path = path / f"gradsync-rank{rank}-pid{content['pid']}.json"
     text = json.dumps(content, separators=(",", ":"))
-    seconds = (_URGENT_SECONDS if is_urgent else _PATIENT_SECONDS) + len(text) / _BYTES_PER_SECOND
     try:
-        write_whole(path, text, seconds)
+        write_whole(path, text, seconds + len(text) / _BYTES_PER_SECOND)
     except OSError as error:
         raise InvalidArgument(f"the flight recorder cannot be written to {path}: {error.strerror or error}") from error
     return path
 
 
-def _dump_because_of(error: BaseException) -> None:
-    if _folder is not None:  # else nothing needs to be put into words
-        dump_because(headline(error).rstrip(":"))
-
-
-def _dump_now(reason: str) -> None:
-    if _folder is not None:
-        try:
-            _write(_folder, reason, is_urgent=True)
-        except Exception as error:
-            _log.warning("no dump of the flight recorder: %s", describe(error))
-
-
-@contextlib.contextmanager
-def _in_turn() -> Iterator[None]:
-    """Lets the dumps of several threads be made one after the other: the last to be begun is the one that stays."""
-    is_in_turn = _turn.acquire(timeout=_URGENT_SECONDS)
-    try:
-        yield
-    finally:
-        if is_in_turn:
-            _turn.release()
-
-
-def _has_begun_since(moment: float) -> bool:
-    return any(last.began > moment for recorder in recorders() if (last := recorder.last) is not None)
-
-
-def _on_request(number: int, _frame: FrameType | None) -> None:
-    _dump_in_handler(number, "SIGUSR2 came")
-
-
-def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Makes a dump before anything unwinds, and interrupts as ever; at once when it comes again."""
-    global _interrupted_at
-    try:
-        _interrupted_at = time.monotonic()
-        _dump_in_handler(number, "Ctrl-C came (SIGINT)")
-    finally:  # also where the warning cannot be written, as what it interrupts may be writing to the same stream
-        import signal
-
-        signal.default_int_handler(number, frame)
-
-
-def _dump_in_handler(number: int, reason: str) -> None:
-    """Makes a dump; the same signal, coming again meanwhile, makes no other one within it, and so on without end."""
-    if number in _handled:
-        return
-    _handled.add(number)
-    try:
-        with _in_turn():
-            _dump_now(reason)
-    finally:
-        _handled.discard(number)
-
-
 def write_whole(path: Path, text: str, seconds: float) -> None:
-    """Writes a file, and the folders that lead to it, so that whoever reads meanwhile finds the one before or this one.
+    """Replaces a file at once, and makes its folders: a reader finds the old content or the new one, never half.
 
     Args:
-        path: the file.
-        text: what it holds from then on.
-        seconds: how long it may take. What takes longer is given up, and goes on behind the scenes.
+        path: of the file.
+        text: its new content.
+        seconds: that this may take. A write that takes longer goes on in the background.
 
     Raises:
-        OSError: it cannot be written; TimeoutError: not in time, or one that was given up in this folder still hangs.
+        OSError: the file cannot be written.
+        TimeoutError: not in time, or an earlier write to this folder still hangs.
     """
-    if path.parent in _given_up and not _given_up[path.parent].is_set():
+    if path.parent in _hanging and not _hanging[path.parent].is_set():
         raise TimeoutError("the file system has not taken an earlier file yet")
     returned = threading.Event()
 
@@ -319,7 +313,7 @@ def write_whole(path: Path, text: str, seconds: float) -> None:
     except TimeoutError:
         if returned.is_set():  # the file system's own error
             raise
-        _given_up[path.parent] = returned
+        _hanging[path.parent] = returned
         raise TimeoutError(f"the file system has not taken it within {seconds:.3g} s") from None
     except RuntimeError:  # no thread can be started: there are too many, or the interpreter ends (Python 3.12)
         write()
@@ -337,26 +331,194 @@ def _write_beside(path: Path, text: str) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """Returns where the file grows: a name of its own beside it."""
+    """Returns the file that is written, and then renamed."""
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
 
 
-_turn = threading.RLock()  # a signal's handler may come while its own thread has it
-_handled: set[int] = set()  # the signals in whose handlers the main thread is
-_interrupted_at: float | None = None  # when a dump was made because of Ctrl-C
-_folder: Path | None = None
-_traced_folder: Path | None = None
-_given_up: dict[Path, threading.Event] = {}  # by folder: whether the write that was given up has returned after all
+_hanging: dict[Path, threading.Event] = {}  # by folder: set once the write that took too long has returned
 
 
-def _forget_after_fork() -> None:
-    """The child is no rank; it must not write over what its parent does."""
-    global _folder, _traced_folder, _interrupted_at, _turn
-    _folder = _traced_folder = _interrupted_at = None
-    _turn = threading.RLock()
-    _handled.clear()
-    _given_up.clear()
-    tracing.stop()
+os.register_at_fork(after_in_child=_hanging.clear)
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+# Reading.
+
+
+class DumpedCall(NamedTuple):
+    """A collective, or a message, of a dump.
+
+    Attributes:
+        number: in its group; of a message, that of the collective before it.
+        digest: equal on two ranks that mean the same.
+        what: to read.
+        state: "runs", "ended" or "failed".
+        began, ended: in the monotonic seconds of its machine; `ended` is None while it runs.
+        is_message: whether it is a message.
+        facts: operation, dtype, shape or gradients, root or peer.
+    """
+
+    number: int
+    digest: int
+    what: str
+    state: str
+    began: float
+    ended: float | None
+    is_message: bool
+    facts: dict[str, Any]
+
+
+class DumpedGroup(NamedTuple):
+    """What one rank remembers of a communicator.
+
+    Attributes:
+        name: of the group.
+        ranks: its members, as the world counts.
+        begun: how many collectives the rank has begun.
+        calls: the last ones, oldest first.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    begun: int
+    calls: tuple[DumpedCall, ...]
+
+
+class Dump(NamedTuple):
+    """One dump, as it was read.
+
+    Attributes:
+        path: of the file.
+        rank, pid, host, machine, reason, stacks, package: see SCHEMA.
+        at: when it was written, in monotonic seconds of its machine.
+        wall_at: the same moment by the wall clock.
+        groups: by name.
+        phases, arrivals, steps: of a trace.
+        left_out: events that the trace had no room for.
+    """
+
+    path: Path
+    rank: int | None
+    pid: int
+    host: str
+    machine: str
+    reason: str
+    stacks: str
+    package: str
+    at: float
+    wall_at: float
+    groups: dict[str, DumpedGroup]
+    phases: tuple[Phase, ...]
+    arrivals: tuple[Arrival, ...]
+    steps: tuple[Step, ...]
+    left_out: int
+
+
+def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
+    """Reads the dumps of a run.
+
+    Args:
+        paths: files, or folders of them.
+
+    Returns:
+        The latest dump of each rank, by rank, and those that an earlier start of the ranks, or none of them, has left.
+
+    Raises:
+        InvalidArgument: there are none, one is no dump, or none tells its rank.
+    """
+    paths = list(paths)
+    contents = [(file, content) for path in paths for file, content in _contents(path)]
+    if not contents:
+        raise InvalidArgument(
+            f"there are no dumps in {', '.join(map(str, paths))}: no *.json that gradsync has written"
+        )
+    dumps = sorted((_dump(file, content) for file, content in contents), key=lambda dump: dump.wall_at)
+    latest = {dump.rank: dump for dump in dumps if dump.rank is not None}
+    if not latest:
+        raise InvalidArgument(
+            f"no dump in {', '.join(map(str, paths))} tells its rank: all were written before init_process_group()"
+        )
+    kept = sorted(latest.values(), key=lambda dump: dump.rank or 0)
+    return kept, [dump for dump in dumps if dump not in kept]
+
+
+def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
+    """Gives a file, or those of a folder but the picture of an earlier `gradsync trace`, which may lie beside them."""
+    if not path.is_dir():
+        yield path, _content(path)
+        return
+    for file in sorted(path.glob("*.json")):
+        content = _content(file)
+        if not (isinstance(content, dict) and CHROME_TRACE_KEY in content):
+            yield file, content
+
+
+def _content(path: Path) -> Any:
+    import json
+
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
+    except (RecursionError, ValueError) as error:
+        raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it is not JSON ({error})") from error
+
+
+def _dump(path: Path, content: Any) -> Dump:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it needs format {FORMAT!r}")
+    try:
+        check(content, SCHEMA)
+        for digest, facts in content["calls"].items():
+            check(facts, _BUCKET if "bucket" in facts else _CALL, f"calls.{digest}")
+        groups = [_dumped_group(group, f"groups[{n}]", content["calls"]) for n, group in enumerate(content["groups"])]
+    except DamagedError as error:
+        raise InvalidArgument(f"{path} is damaged: {error}; leave it out") from None
+    trace = content.get("trace") or tracing.Tracer().content()
+    return Dump(
+        path,
+        content["rank"],
+        content["pid"],
+        content["host"],
+        content["machine"],
+        content["reason"],
+        content["stacks"],
+        content["package"],
+        content["monotonic_seconds"],
+        content["wall_seconds"],
+        {group.name: group for group in groups},
+        tuple([Phase(*row) for row in trace["phases"]]),
+        tuple([Arrival(*row) for row in trace["arrivals"]]),
+        tuple([Step(*row) for row in trace["steps"]]),
+        trace["left_out"],
+    )
+
+
+def _dumped_group(content: dict[str, Any], place: str, calls: dict[str, dict[str, Any]]) -> DumpedGroup:
+    found = []
+    for number, entry in enumerate(content["entries"]):
+        digest = entry["call"]
+        if digest not in calls:
+            raise _refused(f"{place}.entries[{number}].call", "one of the calls", digest)
+        found.append(
+            DumpedCall(
+                entry["number"],
+                int(digest, 16),
+                call_text(calls[digest]),
+                entry["state"],
+                entry["began"],
+                entry["ended"],
+                entry.get("is_message", False),
+                calls[digest],
+            )
+        )
+    return DumpedGroup(content["group"], tuple(content["ranks"]), content["begun"], tuple(found))
+
+
+def call_text(facts: dict[str, Any]) -> str:
+    """Returns a collective in words; a bucket's as "all_reduce(mean) of bucket 3 [conv1.weight, 12 more]"."""
+    if "bucket" not in facts:
+        return str(facts["what"])
+    names = names_text(facts["gradients"], shown=1)
+    which = f"bucket {facts['bucket']}" if facts["bucket"] >= 0 else "several buckets"  # side by side in memory
+    callback = f" (callback {facts['callback']})" if "callback" in facts else ""
+    return f"{facts['collective']}({facts['detail']}) of {which} {names}{callback}"

@@ -1,20 +1,52 @@
-"""What dumps say of a run, in words: what its ranks did differently, who has come less far, who waits for whom."""
+"""The report of `gradsync trace`: which rank, which collective, which gradients; then every group and rank."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile, zip_longest
+from pathlib import Path
 from statistics import median
 
-from gradsync.diagnostics.chrome_trace import Clock
-from gradsync.diagnostics.compare import Divergence, Wait, circle, circle_text, compared, first_divergence
-from gradsync.diagnostics.dump_files import Dump, DumpedCall, DumpedGroup
-from gradsync.diagnostics.recorder import seconds_text
-from gradsync.errors import name_ranks
+from gradsync.diagnostics.chrome_trace import Clock, chrome_trace
+from gradsync.diagnostics.compare import (
+    Call,
+    Divergence,
+    History,
+    Wait,
+    circle,
+    circle_text,
+    compared,
+    first_divergence,
+)
+from gradsync.diagnostics.dump import Dump, DumpedCall, DumpedGroup, read_dumps
+from gradsync.diagnostics.recorder import names_text, seconds_text
+from gradsync.errors import InvalidArgument, name_ranks
+
+
+def report_dumps(paths: Sequence[str], out: str | None) -> int:
+    """Prints the report on dumps, and writes their Chrome trace; returns the exit code.
+
+    Args:
+        paths: files, or folders of them.
+        out: the file of the Chrome trace; None writes none.
+
+    Raises:
+        InvalidArgument: there are no dumps, one cannot be read, or the trace cannot be written.
+    """
+    latest, earlier = read_dumps(map(Path, paths))
+    print("\n".join(report(latest, earlier)))
+    if out is not None:
+        try:
+            Path(out).write_text(json.dumps(chrome_trace(latest)))
+        except OSError as error:
+            raise InvalidArgument(f"--out {out!r} cannot be written: {error.strerror}") from None
+        print(f"{out}: open it in https://ui.perfetto.dev or chrome://tracing")
+    return int(bool(divergences(latest)) or circle(waits(latest)) is not None)
 
 
 def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
-    """Returns the lines: what differs first, then each group, then each rank.
+    """Returns the lines: first where ranks differ, wait in a circle or are behind, then each group, then each rank.
 
     Args:
         dumps: one for each rank.
@@ -22,10 +54,12 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     """
     groups = _groups(dumps)
     lines = [line for name, of_ranks in groups.items() for line in _differences(name, of_ranks)]
-    round_about = circle(waits(dumps))
-    if round_about is not None:
-        lines.append(circle_text(round_about))
-    if not lines:
+    waiting = circle(waits(dumps))
+    if waiting is not None:
+        lines.append(circle_text(waiting))
+    differ = bool(lines)
+    lines += [line for name, of_ranks in groups.items() for line in _behind(name, of_ranks, dumps)]
+    if not differ:
         lines += time_spent(dumps)
         lines.append("no rank differs from another in what can be compared" + _reservations(groups))
     for name, of_ranks in groups.items():
@@ -36,9 +70,10 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
 
 
 def time_spent(dumps: Sequence[Dump]) -> list[str]:
-    """Returns where the time of traced steps went, and who waited for whom; nothing where no steps were traced.
+    """Returns where the time of traced steps went, and which rank came last; nothing where no steps were traced.
 
-    The first step is left out, in which everything is new. Shares are of the time from its end to the end of the last.
+    The first step, which makes buffers and plans, does not count. Shares are of the time from its end to the end of
+    the last step.
     """
     traced = [dump for dump in dumps if len(dump.steps) > 1]
     if not traced:
@@ -65,9 +100,9 @@ def _ends_of_steps(dump: Dump) -> list[float]:
 
 
 def _shares(dump: Dump) -> dict[str, float]:
-    """Returns the parts of the time that each phase of a rank's collectives took, and what lay outside of gradsync.
+    """Returns the share of the time that each phase of a rank's collectives took, and the share outside of gradsync.
 
-    A small collective has no phases: all of it counts as "in small collectives", the waiting too.
+    A small collective has no phases: all of it, with its waiting, counts as "in small collectives".
     """
     first, *_, last = _ends_of_steps(dump)
     spans = [(phase.name, phase.began, phase.ended) for phase in dump.phases]
@@ -113,7 +148,7 @@ def _who_came_last(traced: Sequence[Dump]) -> list[str]:
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
     """Returns the first difference of each group that has one."""
     found = [
-        first_divergence(name, [group.history(rank) for rank, group in of_ranks.items()])
+        first_divergence(name, [_history(rank, group) for rank, group in of_ranks.items()])
         for name, of_ranks in _groups(dumps).items()
     ]
     return [divergence for divergence in found if divergence is not None]
@@ -139,7 +174,7 @@ def waits(dumps: Iterable[Dump]) -> list[Wait]:
 
 
 def _groups(dumps: Sequence[Dump]) -> dict[str, dict[int, DumpedGroup]]:
-    """Returns the groups by name and rank; a rank's own, of itself alone, only where there is but one rank."""
+    """Returns the groups by name and rank; groups of a single rank only where there is a single dump."""
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     groups = {
         name: {
@@ -153,34 +188,60 @@ def _groups(dumps: Sequence[Dump]) -> dict[str, dict[int, DumpedGroup]]:
 
 
 def _differences(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
-    divergence = first_divergence(name, [group.history(rank) for rank, group in of_ranks.items()])
+    divergence = first_divergence(name, [_history(rank, group) for rank, group in of_ranks.items()])
     if divergence is None:
         return []
-    lines = [divergence.text()]
-    if len({call.what for call, _ in divergence.sides}) < len(divergence.sides):  # in the same words
-        lines += _first_different_lines(of_ranks, divergence)
+    calls = [(ranks, _call(of_ranks[ranks[0]], divergence.number)) for _, ranks in divergence.sides]
+    are_buckets = all("gradients" in call.facts for _, call in calls)
+    same_words = len({call.what for call, _ in divergence.sides}) < len(divergence.sides)
+    return [divergence.text(), *(_first_different_lines(calls, are_buckets) if are_buckets or same_words else [])]
+
+
+def _first_different_lines(calls: Sequence[tuple[Sequence[int], DumpedCall]], are_buckets: bool) -> list[str]:
+    """Returns, for the ranks of each side, the first line of their descriptions that differs.
+
+    A bucket's first line counts its gradients; the others describe a gradient each, and come first here.
+    """
+    descriptions = [call.facts["description"] for _, call in calls]
+    lines = list(zip_longest(*descriptions, fillvalue="(no further gradient)" if are_buckets else "(nothing)"))
+    for line in [*lines[1:], *lines[:1]] if are_buckets else lines:
+        if len(set(line)) > 1:
+            return [f"  {name_ranks(ranks)}: {text}" for (ranks, _), text in zip(calls, line, strict=True)]
+    return []
+
+
+def _call(group: DumpedGroup, number: int) -> DumpedCall:
+    return next(call for call in group.calls if call.number == number and not call.is_message)
+
+
+_MOST_GRADIENTS = 8
+
+
+def _behind(name: str, of_ranks: dict[int, DumpedGroup], dumps: Sequence[Dump]) -> list[str]:
+    """Returns which collective the ranks that are behind have not begun, its gradients, and where these ranks are."""
+    lines = []
+    counts = sorted({group.begun for group in of_ranks.values()})
+    for begun in counts[:-1]:
+        behind = sorted(rank for rank, group in of_ranks.items() if group.begun == begun)
+        ahead = {rank: group for rank, group in of_ranks.items() if group.begun > begun}
+        missed = [c for g in ahead.values() for c in g.calls if c.number == begun + 1 and not c.is_message]
+        if not missed:  # no rank remembers it
+            continue
+        has = "has" if len(behind) == 1 else "have"
+        begun_by = f"{name_ranks(sorted(ahead))} {'has' if len(ahead) == 1 else 'have'}"
+        lines.append(
+            f"{name_ranks(behind)} {has} not begun #{begun + 1} of group {name!r}, {missed[0].what}, which {begun_by}"
+        )
+        if "gradients" in missed[0].facts:
+            lines.append(f"  gradients: {names_text(missed[0].facts['gradients'], _MOST_GRADIENTS)[1:-1]}")
+        lines += [
+            f"  rank {d.rank}{place[1:]}" for d in dumps if _rank(d) in behind[:_MOST_RANKS] for place in _place(d)
+        ]
     return lines
 
 
-def _first_different_lines(of_ranks: dict[int, DumpedGroup], divergence: Divergence) -> list[str]:
-    """Returns where the ranks' descriptions of a collective part: the first line that is not the same for all."""
-    told = [(ranks, _description(of_ranks[ranks[0]], call.digest)) for call, ranks in divergence.sides]
-    for lines in zip_longest(*(description for _, description in told), fillvalue="(nothing)"):
-        if len(set(lines)) > 1:
-            return [f"  {name_ranks(ranks)}: {line}" for (ranks, _), line in zip(told, lines, strict=True)]
-    return []
-
-
-def _description(group: DumpedGroup, digest: int) -> list[str]:
-    """Returns what the ranks had to agree on about a collective, line by line."""
-    for call in group.calls:
-        if call.digest == digest:
-            return list(call.facts.get("description", ()))
-    return []
-
-
 def _reservations(groups: dict[str, dict[int, DumpedGroup]]) -> str:
-    """Returns who is behind others of a group, or has left no dump: where nothing differs, that is what to look at."""
+    """Returns which ranks are behind the others of a group, and which have left no dump."""
     behind: set[int] = set()
     missing: set[int] = set()
     for of_ranks in groups.values():
@@ -192,12 +253,18 @@ def _reservations(groups: dict[str, dict[int, DumpedGroup]]) -> str:
     return f", but {', and '.join(told)}" if told else ""
 
 
+def _history(rank: int, group: DumpedGroup) -> History:
+    """Returns a rank's collectives by number, for comparison."""
+    calls = {call.number: Call(call.digest, call.what) for call in group.calls if not call.is_message}
+    return History(rank, group.begun, calls)
+
+
 def _without_dump(of_ranks: dict[int, DumpedGroup]) -> set[int]:
     return {rank for group in of_ranks.values() for rank in group.ranks} - of_ranks.keys()
 
 
 def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
-    """Returns how far the ranks of a group have come, and what of it could be compared."""
+    """Returns how many collectives the ranks of a group have begun, and which of them could be compared."""
     begun: dict[int, list[int]] = {}
     for rank, group in of_ranks.items():
         begun.setdefault(group.begun, []).append(rank)
@@ -205,7 +272,7 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
     line = f"group {name!r}: {name_ranks(first)} {'has' if len(first) == 1 else 'have'} begun {most} collectives"
     for count, ranks in reversed(behind):
         line += f"; {name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {most - count} behind, at {count}"
-    numbers = compared([group.history(rank) for rank, group in of_ranks.items()])
+    numbers = compared([_history(rank, group) for rank, group in of_ranks.items()])
     if len(of_ranks) > 1:
         line += f"; compared: #{numbers[0]} to #{numbers[-1]}" if numbers else "; nothing that two ranks both remember"
         if numbers and numbers[0] > 1:
@@ -217,7 +284,7 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _whereabouts(dump: Dump) -> list[str]:
-    """Returns what one rank does, for how long, and in which line of the program."""
+    """Returns the collective that a rank is in, for how long, and the line of the program that called it."""
     who = f"rank {dump.rank} (pid {dump.pid} on {dump.host})"
     running = [(group, call) for group in dump.groups.values() for call in group.calls if call.state == "runs"]
     last = max((call for group in dump.groups.values() for call in group.calls), key=_end, default=None)
@@ -226,13 +293,13 @@ def _whereabouts(dump: Dump) -> list[str]:
     elif last is None:
         told = [f"{who} has begun no collective"]
     else:
-        verb = "has failed in" if last.state == "failed" else "is outside of collectives, after"
+        verb = "failed in" if last.state == "failed" else "is not in a collective; its last one was"
         told = [f"{who} {verb} {last.what}, {seconds_text(max(dump.at - _end(last), 0.0))} before the dump"]
     return [*told, *_place(dump), f"  dumped because: {dump.reason}"]
 
 
 def _place(dump: Dump) -> list[str]:
-    """Returns the line of the program in which the main thread is: the innermost that is not of gradsync."""
+    """Returns the innermost line of the main thread's stack that is the program's, not gradsync's."""
     _, *lines = dump.stacks.splitlines() or [""]  # the main thread comes first
     calls = [line.strip() for line in takewhile(lambda line: line.startswith("  "), lines) if line[2:3].strip()]
     return [f"  at {call}" for call in calls if not call.startswith(dump.package)][:1]
@@ -248,7 +315,7 @@ def _end(call: DumpedCall) -> float:
 
 
 def _printable(line: str) -> str:
-    """Returns a line as it can be written: the name of a file may be no UTF-8."""
+    """Returns a line that can be printed: a file's name may not be UTF-8."""
     return line.encode(errors="backslashreplace").decode()
 
 

@@ -22,7 +22,7 @@ from gradsync.bench.thresholds import parse_megabytes
 from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 from gradsync.communicators.agreement import Description, mismatch
 from gradsync.diagnostics.chrome_trace import chrome_trace
-from gradsync.diagnostics.dump_files import read_dumps
+from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import divergences, report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError

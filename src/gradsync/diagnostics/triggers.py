@@ -1,0 +1,222 @@
+"""When a process writes its dump (dump.py): on demand, at a failure, at Ctrl-C, on SIGUSR2, and when a trace ends.
+
+All but `gs.dump_flight_recorder()` and `gs.trace()` only where GRADSYNC_DUMP_DIR or GRADSYNC_TRACE names a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from gradsync.diagnostics import tracing
+from gradsync.diagnostics.dump import write_dump
+from gradsync.diagnostics.recorder import recorders
+from gradsync.environment import DUMP_DIR, TRACE
+from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline
+
+if TYPE_CHECKING:
+    from pathlib import Path  # which takes long to load, and few processes write a file
+
+# How long the file system may take: while a failure waits to be reported, and otherwise.
+_URGENT_SECONDS, _PATIENT_SECONDS = 2.0, 60.0
+_OF_A_COLLECTIVE = (CollectiveTimeout, RankFailed, PlanMismatch)
+
+_log = logging.getLogger("gradsync")
+
+
+def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
+    """Writes this process's last collectives, and the stacks of its threads, to a JSON file.
+
+    Not collective, and any thread may call it at any time. `gradsync trace FOLDER` compares the files of all ranks.
+
+    Args:
+        path: a file that ends in .json, or a folder, which is made if needed; in it the file is named after rank and
+            pid. None is the folder of GRADSYNC_DUMP_DIR, or the current one.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        InvalidArgument: the file cannot be written, or its file system has hung for a minute.
+    """
+    from pathlib import Path
+
+    folder = Path(DUMP_DIR.read() or ".") if path is None else Path(path)
+    return _write(folder, "dump_flight_recorder() was called")
+
+
+@contextlib.contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Records, within the block, when each bucket was packed, waited for, reduced and split.
+
+    Not collective; `gradsync trace` shows the ranks that traced. The end of the block writes a dump. Within the block
+    the recorder remembers 16,384 collectives.
+
+    Args:
+        path: as for dump_flight_recorder.
+
+    Raises:
+        InvalidArgument: this process is traced already, or the file cannot be written. An error of the block itself
+            is raised instead of the latter.
+    """
+    from pathlib import Path
+
+    if tracing.active is not None:
+        raise InvalidArgument(f"gs.trace({os.fspath(path)!r}): this process is traced already")
+    tracer = tracing.start()
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        tracing.stop()
+        try:
+            _write(Path(path), "the traced block has ended", tracer)
+        except InvalidArgument as error:
+            if succeeded:
+                raise
+            _log.warning("no trace: %s", describe(error))  # the block's own error is raised
+
+
+def arm() -> None:
+    """Turns on what the environment asks for: dumps at failures, Ctrl-C and SIGUSR2, a trace at the process's end.
+
+    A handler of these signals that the program has installed stays, and one that it installs later replaces this one.
+    """
+    global _folder, _traced_folder
+    folder, traced = DUMP_DIR.read(), TRACE.read()
+    if folder is None and traced is None:
+        return
+    from pathlib import Path
+
+    if folder is not None and _folder is None:
+        import signal  # here, as most processes do without it, and start-up counts
+
+        _folder = Path(os.path.abspath(folder))
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+                signal.signal(signal.SIGUSR2, _on_request)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, _on_interrupt)
+    if traced is not None and _traced_folder is None:
+        _traced_folder = Path(os.path.abspath(traced))
+        tracing.start()
+        import atexit
+
+        atexit.register(write_trace)
+
+
+def dump_because(failure: str) -> None:
+    """Writes a dump where GRADSYNC_DUMP_DIR asks for it; never raises.
+
+    A dump that Ctrl-C has made stays until another collective begins: it shows where the rank was.
+    """
+    with _in_turn():
+        if _interrupted_at is None or _has_begun_since(_interrupted_at):
+            _dump_now(failure)
+
+
+def dump_at_failure(error: BaseException) -> None:
+    """Writes a dump for an error of a collective, which other ranks report too."""
+    if isinstance(error, _OF_A_COLLECTIVE):
+        _dump_because_of(error)
+
+
+def dump_at_exception(error: BaseException) -> None:
+    """Writes a dump for any other error that ends this rank; a collective's has its dump already."""
+    if not isinstance(error, _OF_A_COLLECTIVE):
+        _dump_because_of(error)
+
+
+def write_trace() -> None:
+    """Writes the trace that GRADSYNC_TRACE asks for; a later call replaces the file."""
+    if _traced_folder is not None and recorders():
+        try:
+            _write(_traced_folder, f"{TRACE} is set")
+        except Exception as error:
+            _log.warning("no trace: %s", describe(error))
+
+
+def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None, *, is_urgent: bool = False) -> Path:
+    return write_dump(path, reason, tracer, _URGENT_SECONDS if is_urgent else _PATIENT_SECONDS)
+
+
+def _dump_because_of(error: BaseException) -> None:
+    if _folder is not None:  # else the text is not needed
+        dump_because(headline(error).rstrip(":"))
+
+
+def _dump_now(reason: str) -> None:
+    if _folder is not None:
+        try:
+            _write(_folder, reason, is_urgent=True)
+        except Exception as error:
+            _log.warning("no dump of the flight recorder: %s", describe(error))
+
+
+@contextlib.contextmanager
+def _in_turn() -> Iterator[None]:
+    """Lets threads write their dumps one after the other; the last one stays."""
+    is_in_turn = _turn.acquire(timeout=_URGENT_SECONDS)
+    try:
+        yield
+    finally:
+        if is_in_turn:
+            _turn.release()
+
+
+def _has_begun_since(moment: float) -> bool:
+    return any(last.began > moment for recorder in recorders() if (last := recorder.last) is not None)
+
+
+def _on_request(number: int, _frame: FrameType | None) -> None:
+    _dump_in_handler(number, "SIGUSR2 came")
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Writes a dump before the stack unwinds, then raises KeyboardInterrupt; a second Ctrl-C raises it at once."""
+    global _interrupted_at
+    try:
+        _interrupted_at = time.monotonic()
+        _dump_in_handler(number, "Ctrl-C came (SIGINT)")
+    finally:  # also if the warning fails: the interrupted code may be writing to the same stream
+        import signal
+
+        signal.default_int_handler(number, frame)
+
+
+def _dump_in_handler(number: int, reason: str) -> None:
+    """Writes a dump, unless this signal interrupts its own handler: that would repeat without end."""
+    if number in _handled:
+        return
+    _handled.add(number)
+    try:
+        with _in_turn():
+            _dump_now(reason)
+    finally:
+        _handled.discard(number)
+
+
+_turn = threading.RLock()  # re-entrant: a signal's handler may interrupt the thread that holds it
+_handled: set[int] = set()  # signals whose handler the main thread is in
+_interrupted_at: float | None = None  # when Ctrl-C made a dump
+_folder: Path | None = None
+_traced_folder: Path | None = None
+
+
+def _forget_after_fork() -> None:
+    """Forgets the folders: the child is no rank, and must not replace its parent's files."""
+    global _folder, _traced_folder, _interrupted_at, _turn
+    _folder = _traced_folder = _interrupted_at = None
+    _turn = threading.RLock()
+    _handled.clear()
+    tracing.stop()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
