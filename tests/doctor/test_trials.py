@@ -1,6 +1,8 @@
 """Trials and what follows from them: a wrong result, ranks that die or hang, and the exit code."""
 
+import json
 import sys
+import threading
 import time
 
 import pytest
@@ -87,3 +89,17 @@ def tried(**works):
 def test_the_exit_code_follows_from_what_works(works, asked_for, is_well, verdict):
     report = Report(WELL, tried(**works), asked_for, 1.0)
     assert (report.is_well, report.verdict()) == (is_well, verdict)
+
+
+def test_backends_are_tried_at_the_same_time(monkeypatch, capsys):
+    meeting = threading.Barrier(2)
+
+    def wait_for_the_other(backend, *_):
+        meeting.wait(30)
+        return Trial(backend, True, 2, "works")
+
+    monkeypatch.setattr(doctor_command, "BACKENDS", ("shm", "mpi"))
+    monkeypatch.setattr(doctor_command, "look_around", lambda _: Facts())
+    monkeypatch.setattr(doctor_command, "try_backend", wait_for_the_other)
+    doctor_command.doctor(backend=None, as_json=True, deadline_seconds=1.0, tries=True, verbose=False)
+    assert json.loads(capsys.readouterr().out)["working"] == ["shm", "mpi"]
