@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import re
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import gradsync as gs
 from gradsync.communicators.communicator import Asynchronous
 from gradsync.communicators.objects import Objects
+from gradsync.environment import VARIABLES
 from page_blocks import DOCS, PAGES, ROOT, Block, blocks_of, complaint
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -49,6 +51,15 @@ def test_what_a_page_names_is_there(name: str) -> None:
     assert [target for target in re.findall(r"`make ([a-z-]+)`", text) if target not in TARGETS] == []
     linked = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
     assert [link for link in linked if not (folder / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_name_of_ours_is_there(name: str) -> None:
+    code = " ".join(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)))
+    named = {each for each in re.findall(r"\bgs((?:\.\w+)+)", code) if not each.startswith(".WORLD")}
+    assert [each for each in named if operator.attrgetter(each[1:])(gs) is None] == []
+    removed = {f"GRADSYNC_TLS_{name}" for name in ("CERTIFICATE", "KEY", "CA")}
+    assert set(re.findall(r"\bGRADSYNC_[A-Z]\w+", code)) <= {*VARIABLES} | removed
 
 
 def test_the_guide_says_of_each_target_what_the_makefile_says() -> None:

@@ -40,16 +40,6 @@ def test_every_command_runs(line: str, tmp_path: Path) -> None:
         assert (tmp_path / written).stat().st_size > 0
 
 
-def test_the_other_commands_are_targets_of_make() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    others = [line for line in commands(DOCTOR) + commands(BENCHMARKS) if line not in RUNNABLE]
-    for line in others:
-        program, target = line.split()[:2]
-        assert program == "git" or re.search(rf"^{target}:", makefile, flags=re.MULTILINE), line
-    for target in re.findall(r"`(?:make )?(bench-[a-z]+)`", BENCHMARKS):
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
-
-
 def options_of(*path: str) -> set[str]:
     command: click.Command = main
     for name in path:

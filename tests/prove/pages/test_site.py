@@ -24,7 +24,7 @@ import pages
     [
         ("", "", "docs/gradients.md#hooks", "gradients.md#hooks"),
         ("", "", "CONTRIBUTING.md", "contributing.md"),
-        ("docs", "", "../README.md#why-not", "index.md#why-not"),
+        ("docs", "", "../README.md#speed", "index.md#speed"),
         ("docs", "", "../examples/clusters/slurm.sh", "examples/clusters/slurm.sh"),
         ("docs", "", "machines.md", "machines.md"),
         ("docs/reference", "reference", "../gradients.md", "../gradients.md"),
