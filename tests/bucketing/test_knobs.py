@@ -31,6 +31,16 @@ def test_compression_and_scales(place: Place, world_size: int) -> None:
     place.run(world_size, checks.scale_and_compress, place.kit)
 
 
+@pytest.mark.parametrize(("place", "world_size"), PLACES)
+def test_large_gradients_are_scaled_where_they_lie(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.scale_in_place, place.kit)
+
+
+@pytest.mark.parametrize(("place", "world_size"), on(SHM, 2))
+def test_no_gradient_is_scaled_where_ranks_differ(place: Place, world_size: int) -> None:
+    place.run(world_size, checks.scale_only_in_agreement, place.kit)
+
+
 @pytest.mark.parametrize(("place", "world_size"), [*PLACES, *always_on(STAND_IN_SLOW, 2)])
 def test_buckets_begin_early_and_in_groups(place: Place, world_size: int) -> None:
     place.run(world_size, checks.begin_early, place.kit)

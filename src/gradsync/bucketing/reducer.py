@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, Protocol
 
 from gradsync.bucketing.agreements import KnownCallback, StepEvents
 from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of, settings_of
 from gradsync.bucketing.bucket_memory import BucketMemory
-from gradsync.bucketing.compression import Compressed, WireFormat
+from gradsync.bucketing.compression import Compressed, Scaled, WireFormat, are_small
 from gradsync.bucketing.gradient import GradientEntry
 from gradsync.bucketing.guard import Holder, LockedGradients
 from gradsync.bucketing.lists import array_module
@@ -133,6 +133,8 @@ class Reducer:
         self.is_hooked = False
         self._options = options
         self._wire = options.wire
+        # Whether nothing is done to the values on their way but to reduce them.
+        self._runs_plain = self._wire.is_plain and not self.values.is_watching
         self._hooked: _HookedBuckets | None = None
         self._present: int | None = None  # ranks that have gradients for this step, where they have been counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
@@ -187,8 +189,9 @@ class Reducer:
         if not all(entry.recurs for entry in own):
             self._last.pop(number, None)
             return reduction
-        if self._hooked is None and not self._wire.changes(reduction.sources[0].dtype):
-            looks = communicator.finder is not None and self.values.looks_for_nonfinite
+        stage = None if self._wire.is_plain else self._stage_of(reduction, communicator)
+        if self._hooked is None and not isinstance(stage, Compressed):
+            looks = stage is None and communicator.finder is not None and self.values.looks_for_nonfinite
             reduction.prepared = reduction.prepare(communicator, self.op, looks=looks, recurs=True)
         self._last[number] = reduction
         return reduction
@@ -234,7 +237,7 @@ class Reducer:
             except CommunicatorClosed:
                 self._hooked.finish()  # raises what an earlier bucket's future has failed with, which has closed it
                 raise
-        elif reduction.prepared is not None and mean_over is None and op is self.op and not self.values.is_watching:
+        elif reduction.prepared is not None and mean_over is None and op is self.op and self._runs_plain:
             completion = reduction.prepared.run(agreement, producers=producers)
         else:
             completion = self._launch(reduction, communicator, producers, agreement, op, mean_over)
@@ -257,11 +260,18 @@ class Reducer:
     ) -> Completion | None:
         """Reduces a bucket with all that is done on the way: the look at its values, a scale, another dtype."""
         arrays, dtype = communicator.arrays, reduction.sources[0].dtype
-        wire = self._wire if self._wire.changes(dtype) else None
-        finder = communicator.finder if wire is None and self.values.looks_for_nonfinite else None
+        scale = None if self._wire.is_plain else self._stage_of(reduction, communicator)
+        finder = communicator.finder if scale is None and self.values.looks_for_nonfinite else None
         watch = self._watch(reduction, communicator, finder)
         stages: list[Stage] = [] if watch is None else [watch]
-        if reduction.memory is not None and wire is None:
+        if mean_over is not None and (reduction.memory is None or scale is not None):
+            stages.append(_Divided(mean_over, arrays))
+            mean_over = None
+        if scale is not None:
+            stages.append(scale)
+        # On all ranks alike, though some may have gradients that cannot be written to.
+        agrees_first = self._wire.only_scales(dtype) and not communicator.runs_beside_host
+        if reduction.memory is not None and not isinstance(scale, Compressed):
             return communicator.all_reduce_resident(
                 reduction.memory.memory,
                 *reduction.memory.stretch(reduction.bucket),
@@ -271,16 +281,27 @@ class Reducer:
                 producers=producers,
                 mean_over=mean_over,
                 stages=stages,
+                agrees_first=agrees_first,
                 looks=finder is not None,
             )
-        if mean_over is not None:
-            stages.append(_Divided(mean_over, arrays))
-        if wire is not None:
-            stages.append(Compressed(wire, reduction.targets, arrays))
         prepared = reduction.prepared
         if prepared is None or op is not self.op:
             prepared = reduction.prepare(communicator, op, looks=finder is not None)
-        return prepared.run(agreement, stages=stages, producers=producers)
+        return prepared.run(agreement, stages=stages, producers=producers, agrees_first=agrees_first)
+
+    def _stage_of(self, reduction: Reduction, communicator: Communicator) -> Scaled | Compressed | None:
+        """Returns what scales a bucket's values, or packs them in another dtype; None where they travel as they are.
+
+        They are scaled where they lie, unless some gradient cannot be written to, or all are so small that it costs
+        less to pack them first. On a GPU they are packed in any case, and scaled by that.
+        """
+        wire, arrays, dtype = self._wire, communicator.arrays, reduction.sources[0].dtype
+        if not wire.changes(dtype):
+            return None
+        is_written = wire.only_scales(dtype) and all(map(is_, reduction.sources, reduction.targets))
+        if communicator.runs_beside_host or not is_written or are_small(reduction.sources):
+            return Compressed(wire, reduction.targets, arrays)
+        return Scaled(wire, arrays)
 
     def shadow_step(
         self,

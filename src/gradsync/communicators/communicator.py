@@ -1202,6 +1202,7 @@ class Communicator:
         producers: Sequence[Any] = (),
         mean_over: int | None = None,
         stages: Sequence[Stage] = (),
+        agrees_first: bool = False,
         looks: bool = False,
     ) -> Completion | None:
         """Reduces a range of resident memory in place, on every rank.
@@ -1215,7 +1216,7 @@ class Communicator:
             begin_bytes: where the range begins in `memory.bytes`: a multiple of 64.
             end_bytes: where it ends: any number of elements later, none too.
             dtype: of the elements.
-            op, agreement, stages, producers: as for ListReduction; stages get the range, and return it.
+            op, agreement, stages, producers, agrees_first: as for ListReduction; stages get the range, and return it.
             mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
             looks: whether the communicator's finder is to take note of what is not finite.
 
@@ -1226,6 +1227,8 @@ class Communicator:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         with self.lifetime.turn("all_reduce", agreement), self._backend.launching(None, producers) as launch:
+            if agrees_first:
+                self._backend.agree(agreement)
             values = [memory.view(begin_bytes, end_bytes, dtype)] if stages else []
             for stage in stages:
                 stage.before(values)
@@ -1470,7 +1473,12 @@ class ListReduction:
             self._prepared = backend.prepare(sources, targets, op, looks=looks)
 
     def run(
-        self, agreement: Agreement, *, stages: Sequence[Stage] = (), producers: Sequence[Any] = ()
+        self,
+        agreement: Agreement,
+        *,
+        stages: Sequence[Stage] = (),
+        producers: Sequence[Any] = (),
+        agrees_first: bool = False,
     ) -> Completion | None:
         """Reduces what the arrays hold now.
 
@@ -1478,6 +1486,8 @@ class ListReduction:
             agreement: what this rank believes all ranks are about to do.
             stages: what is done to the values on their way: before the reduction in this order, after it in reverse.
             producers: marks (see mark_work) of the work that made the sources.
+            agrees_first: whether the ranks agree once more, before the stages: some rank's write into its sources. The
+                same on all ranks.
 
         Returns:
             None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
@@ -1487,6 +1497,8 @@ class ListReduction:
         """
         backend, sources, targets = self._backend, self._sources, self._targets
         with self._lifetime.turn("all_reduce", agreement), backend.launching(None, producers) as launch:
+            if agrees_first:
+                backend.agree(agreement)
             given = sources
             for stage in stages:
                 given = stage.before(given)
