@@ -174,6 +174,12 @@ HOSTED = Variable(
     False,
     '"1" when a server (our launcher\'s, or `gradsync serve`) runs at GRADSYNC_ADDRESS: rank 0 hosts none.',
 )
+START = Variable(
+    "GRADSYNC_START",
+    _text,
+    None,
+    "Which start of the ranks this one is of, where the launchers of several machines share a server with them.",
+)
 BACKEND = Variable(
     "GRADSYNC_BACKEND",
     _backend,
@@ -245,7 +251,7 @@ DEBUG = Variable(
 #: All of them, in the order of the documentation.
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: Those that a launcher sets anew for each run, whatever was there before.
-OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, BACKEND, SECRET, SECRET_FILE)
+OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, START, BACKEND, SECRET, SECRET_FILE)
 _OURS = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, (ADDRESS, HOSTED))
 # What torchrun, and our launcher likewise, set beside a rank's place.
 _BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
@@ -383,6 +389,7 @@ class RankEnvironment(NamedTuple):
             where MPI itself was asked, "arguments" where nobody was.
         run_name: name of the run among those of this machine; only where all ranks are on it, and mpiexec or srun
             did not tell where to meet.
+        start: which start of the ranks this one is of, where the server is also that of several launchers; else None.
     """
 
     rank: int
@@ -396,6 +403,7 @@ class RankEnvironment(NamedTuple):
     master_port: int | None = None
     source: str = ""
     run_name: str | None = None
+    start: str | None = None
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "secret")
@@ -516,6 +524,7 @@ def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironmen
         master_port=master_port,
         source=place.source,
         run_name=run_name,
+        start=START.read(environ),
     )
 
 

@@ -17,6 +17,8 @@ from gradsync.environment import read_environment
 place = read_environment()
 if sys.argv[1] == f"absent@{place.rank}":
     sys.exit(0)
+if sys.argv[1] == f"stopped@{place.rank}":
+    os.kill(os.getpid(), signal.SIGSTOP)
 client, _ = join(place, None, 60)
 if client.rank == 0:
     client.set("id", os.urandom(128))

@@ -59,12 +59,19 @@ def rank_environment(
         "MASTER_ADDR": job.master_addr,
         "MASTER_PORT": str(master_port),
     }
+    if endpoint.start is not None:
+        own[environment.START] = endpoint.start
     if job.state_dir is not None:
         own[environment.STATE_DIR] = os.path.abspath(job.state_dir)
     if job.gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
     # A secret around this process belongs to another run, and what mpiexec says is about this process.
-    removed = job.removed_variables | {environment.SECRET, environment.SECRET_FILE, environment.STATE_DIR}
+    removed = job.removed_variables | {
+        environment.SECRET,
+        environment.SECRET_FILE,
+        environment.STATE_DIR,
+        environment.START,
+    }
     removed |= variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)

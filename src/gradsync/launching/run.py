@@ -25,7 +25,7 @@ from gradsync.launching.supervisor import supervise
 from gradsync.machine import count_gpus, default_process_count
 
 if TYPE_CHECKING:
-    from gradsync.launching.nodes.meeting import NodeOptions
+    from gradsync.launching.nodes import NodeOptions
 
 _MANY_RANKS = 8  # more than somebody who names no number may expect
 _REPORT_SECONDS = 1.0  # for a terminal that stands still to take the report of a failure before a restart
@@ -108,7 +108,7 @@ def run_command(
             variables=variables,
         )
         if nodes is not None:
-            from gradsync.launching.nodes.run import run_on_nodes
+            from gradsync.launching.nodes import run_on_nodes
 
             return run_on_nodes(nodes, job, make_output, notices)
         outcome = supervise(job, make_output=make_output, notices=notices, on_restart=tell_restart)
@@ -145,7 +145,7 @@ def _node_options(
         InvalidArgument: an option is missing or wrong, or has no meaning for one machine.
     """
     if nnodes is not None and nnodes > 1:
-        from gradsync.launching.nodes.meeting import check_node_options
+        from gradsync.launching.nodes import check_node_options
 
         return check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
     if node_rank:

@@ -32,6 +32,7 @@ from gradsync.rendezvous.secret_files import Endpoint
 
 if TYPE_CHECKING:
     from gradsync.launching.output import OutputPump
+    from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.server import RendezvousServer
 
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
@@ -93,7 +94,8 @@ class Supervisor:
     Args:
         job, make_output, notices: see `supervise`.
         signals: an entered inbox; what is put there ends the job.
-        server: of the ranks, where this process runs it for those of other launchers too; it is told of these ones.
+        server: who is told of the starts and ends of the ranks, where the launchers of several machines share a server;
+            else it is the server of each start, which this process hosts.
         on_news: called, by whoever calls `finish`, with a rank that has begun, reported or ended.
         on_stopping: likewise, when the ranks are first told to stop, or the last one has failed, with whether all that
             is known is that they suffer from a rank which is not among them.
@@ -109,7 +111,7 @@ class Supervisor:
         *,
         make_output: MakeOutput | None = None,
         notices: Notices | None = None,
-        server: RendezvousServer | None = None,
+        server: RendezvousClient | None = None,
         on_news: Callable[[RankProcess], None] | None = None,
         on_stopping: Callable[[bool], None] | None = None,
     ) -> None:
@@ -121,7 +123,7 @@ class Supervisor:
         self._on_stopping = on_stopping
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
-        self._server = server  # else that of each start, while this process hosts it
+        self._server: RendezvousServer | RendezvousClient | None = server
         self._begin()
 
     def _begin(self) -> None:

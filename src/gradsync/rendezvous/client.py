@@ -104,6 +104,7 @@ class RendezvousClient:
         generation: int = NEXT_GENERATION,
         min_ranks: int | None = None,
         steps: int = 0,
+        start: str | None = None,
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
@@ -122,6 +123,7 @@ class RendezvousClient:
                 refused.
             min_ranks: of how many ranks at least it may form; None needs all. Needs `generation`.
             steps: how many this rank has completed.
+            start: which start of the ranks this one is of, where launchers share the server, see `begin_start`.
 
         Raises:
             InvalidArgument: an argument is out of its range.
@@ -140,6 +142,7 @@ class RendezvousClient:
         secret = check_secret(secret)
         label = f"{noun} {rank}/{world_size}"
         host = clip_text(socket.gethostname(), MAX_MACHINE_BYTES)
+        join = (FrameType.JOIN,) if start is None else (FrameType.JOIN_START, start)
         introduction = FrameType.INTRODUCE, machine_identity(), host, os.getpid(), min_ranks, steps
         attempts_left = _JOIN_ATTEMPTS
         while True:
@@ -151,7 +154,7 @@ class RendezvousClient:
                 joined = connection.ask(
                     "joining",
                     max(deadline - time.monotonic(), 0.0),
-                    FrameType.JOIN,
+                    *join,
                     PROTOCOL_VERSION,
                     rank,
                     world_size,
@@ -344,6 +347,37 @@ class RendezvousClient:
         """Ends `follow`; a call under way in another thread may still run. Idempotent."""
         self._connection.unfollow(self._scoped(group))
 
+    # What a launcher says of its ranks, on a server of launchers.
+
+    def begin_start(self, start: str, world_size: int) -> None:
+        """Begins a start of the ranks. Every launcher must call it, with the same arguments, before it starts any.
+
+        The ranks join with its name. Those of the start before are turned away.
+
+        Args:
+            start: its name, at most 64 bytes; not used before.
+            world_size: how many ranks there are on all machines.
+        """
+        self._ask_at_once("beginning a start", FrameType.BEGIN_START, start, world_size)
+
+    def note_start(self, rank: int, pid: int) -> None:
+        """Names the process of a rank on this machine: should it stand still before it joins, the others are told.
+
+        Args:
+            rank: its number.
+            pid: its process id.
+        """
+        self._say(FrameType.STARTED, rank, pid)
+
+    def note_end(self, rank: int, how: str) -> None:
+        """Says that a rank's process has ended: whoever waits for it to join is told.
+
+        Args:
+            rank: its number.
+            how: it ended, in words, e.g. "ended with exit code 0".
+        """
+        self._say(FrameType.ENDED, rank, how)
+
     # Leaving.
 
     def announce_left(self, name: str, position: int) -> None:
@@ -351,9 +385,8 @@ class RendezvousClient:
 
         Once all members have said so, or left the world, the server drops what is called `name` or "name/...".
         """
-        with contextlib.suppress(GradsyncError, ValueError):
-            self._connection.raise_failure()
-            self._connection.post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
+        with contextlib.suppress(ValueError):
+            self._say(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
         """Returns the members that have left a communicator, as the world counts, and after how many collectives."""
@@ -460,6 +493,12 @@ class RendezvousClient:
 
     def _ask_at_once(self, operation: str, frame_type: FrameType, *fields: object) -> Any:
         return self._connection.ask(operation, AT_ONCE_SECONDS, frame_type, *fields)
+
+    def _say(self, frame_type: FrameType, *fields: object) -> None:
+        """Sends a message that needs no answer, unless the generation has failed."""
+        with contextlib.suppress(GradsyncError):
+            self._connection.raise_failure()
+            self._connection.post(frame_type, *fields)
 
     def _scoped(self, name: str) -> str:
         return name if not self.name or is_under(name, self.name) else f"{self.name}/{name}"

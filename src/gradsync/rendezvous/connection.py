@@ -67,7 +67,7 @@ from gradsync.rendezvous.frames import (
     clip_text,
 )
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
-from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, look_at
+from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, look_at, look_at_process
 from gradsync.rendezvous.sockets import look_up, tune_stream
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
 
@@ -240,7 +240,10 @@ class Connection:
         except GradsyncError:
             raise
         except BaseException as error:  # KeyboardInterrupt above all: the server must not count this rank as waiting
-            if frame_type is FrameType.JOIN:  # it gives up its seat: the others hear why, and do not wait for it
+            if frame_type in (
+                FrameType.JOIN,
+                FrameType.JOIN_START,
+            ):  # it gives up its seat: the others hear why, and do not wait for it
                 self.report_failure(describe(error), None)
             elif pending.sequence:
                 with contextlib.suppress(RendezvousError):
@@ -459,7 +462,7 @@ class Connection:
                 self._fail(failure_of(message, self.label))
                 if not self._has_reported:  # who has reported it knows, and has told its own
                     self._push(message)
-        elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST):
+        elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST, FrameType.LOOK):
             self._push(message)
         elif kind is FrameType.VALUES:
             pending = self._pending.get(message.fields[0])
@@ -584,6 +587,9 @@ class Connection:
                     self._answer_question(*push.fields)
                 elif push.type is FrameType.STATUS_REQUEST:
                     self._answer_inquiry(*push.fields)
+                elif push.type is FrameType.LOOK:
+                    rank, pid = push.fields
+                    self.post(FrameType.LOOKED, rank, look_at_process(pid).name)
                 else:
                     self._note_trouble(push.fields[-1].partition("\n")[0])
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
 MAX_EXCHANGED_BYTES = 512 * 1024  # of all members' values together: each member gets them all
@@ -28,6 +28,7 @@ MAX_FAILURE_BYTES = 48 * 1024  # a stuck collective is reported with the stacks 
 MAX_REPORT_BYTES = 16 * 1024
 MAX_WHAT_BYTES = 1024
 MAX_MACHINE_BYTES = 256
+MAX_START_BYTES = 64
 MAX_TOLD_GROUPS = 16
 MAX_TOLD_CALLS = 128
 MAX_CALL_BYTES = 200
@@ -72,6 +73,11 @@ class FrameType(enum.IntEnum):
     STUCK = 33
     STATUS = 34
     LEFT_RANKS = 35
+    JOIN_START = 36
+    BEGIN_START = 37
+    STARTED = 38
+    ENDED = 39
+    LOOKED = 40
 
     REPLY = 64
     REFUSED = 65
@@ -85,6 +91,7 @@ class FrameType(enum.IntEnum):
     JOINED = 73
     VALUES = 74
     POSITIONS = 75
+    LOOK = 76
 
     @property
     def from_server(self) -> bool:
@@ -209,15 +216,25 @@ _STATUS = Field(
 )
 _MACHINE = _text("machine", MAX_MACHINE_BYTES)
 _PID = _integer("pid", 0, 2**31)
+# The form of JOIN is the same in every protocol version: versions meet here, and are compared first. Up to version 6
+# its last field was a deadline.
+_JOIN = (
+    _integer("protocol version", 0, 2**31),
+    _integer("rank", 0, 2**31),
+    _integer("world_size", 0, 2**31),
+    _integer("generation", 0, 10**12),
+)
+_START = _text("start", MAX_START_BYTES)
 
 SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
-    # The form of JOIN is the same in every protocol version: versions meet here, and are compared first. Up to
-    # version 6 its last field was a deadline.
-    FrameType.JOIN: (
-        _integer("protocol version", 0, 2**31),
-        _integer("rank", 0, 2**31),
-        _integer("world_size", 0, 2**31),
-        _integer("generation", 0, 10**12),
+    FrameType.JOIN: _JOIN,
+    FrameType.JOIN_START: (_START, *_JOIN),
+    FrameType.BEGIN_START: (_START, _SIZE),
+    FrameType.STARTED: (_RANK, _PID),
+    FrameType.ENDED: (_RANK, _text("how", MAX_REASON_BYTES)),
+    FrameType.LOOKED: (
+        _RANK,
+        Field("state", "the name of a process's state", lambda v: type(v) is str and v in ProcessState.__members__),
     ),
     FrameType.SET: (_KEY, _VALUE, _flag("replaces")),
     FrameType.GET: (_KEY, _integer("from_rank", 0, MAX_RANKS - 1, optional=True)),
@@ -265,6 +282,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         Field("positions", "a position for each rank", _are_positions),
     ),
     FrameType.PULSE: (),
+    FrameType.LOOK: (_RANK, _PID),
     FrameType.STATUS_REQUEST: (_INQUIRY,),
     FrameType.FAILED: (
         _REQUEST,
@@ -372,7 +390,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The process of a rank runs on the server's machine, as its launcher knows; the rank may not have joined."""
+    """The process of a rank has started, as its launcher knows; the rank may not have joined."""
 
     rank: int
     pid: int
@@ -429,6 +447,13 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class MakeRoom:
+    """Make room for the connections of so many ranks, beside the launchers'."""
+
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
     """Tell the operator (the log)."""
 
@@ -436,4 +461,4 @@ class Notice:
 
 
 Event = Received | Lost | Started | Ended | Looked | Tick
-Action = Send | Close | Look | Notice
+Action = Send | Close | Look | MakeRoom | Notice

@@ -160,7 +160,8 @@ def join(
         others_look = place.world_size > 1 and (secret is None or spot.address is None)
         meeting = kept or _start_hosting(spot, place, secret, _LOOPBACK, is_found_by_file=others_look)
     elif secret is not None and spot.address is not None:
-        meeting = Meeting(spot, place.world_size, Endpoint(spot.address, secret))
+        start = place.start if hosted_for_us else None
+        meeting = Meeting(spot, place.world_size, Endpoint(spot.address, secret, start))
     else:
         return _find(spot, secret, place, kept, deadline)
     with _closing_at_failure(meeting, kept):
@@ -282,6 +283,7 @@ def _connect(endpoint: Endpoint, place: RankEnvironment, deadline: float) -> Ren
         rank=place.rank,
         world_size=place.world_size,
         timeout_seconds=max(0.1, deadline - time.monotonic()),
+        start=endpoint.start,
     )
 
 

@@ -148,6 +148,10 @@ class RendezvousCore:
             actions = [*self._look_at_silent(now), *self._advance_stuck(now), *self._name_missing(now)]
         return actions + self._advance_generations(now)
 
+    def has_running_member(self, connection: int) -> bool:
+        """Whether a connection is a member's, of a generation that has formed and not failed."""
+        return connection in self._seats and self._seats[connection][0].is_running
+
     def next_deadline(self) -> float | None:
         """Returns when the next Tick is due, in monotonic seconds, or None."""
         due = [self._notice_at, self._peers.next_deadline()]

@@ -22,10 +22,16 @@ _NOTICE_EVERY_SECONDS = 5.0
 
 
 class Endpoint(NamedTuple):
-    """Where a rendezvous server listens, as host:port, and the secret of its run."""
+    """Where a rendezvous server listens, as host:port, and the secret of its run.
+
+    Attributes:
+        address, secret: these.
+        start: on a server that launchers share with their ranks, the start of the ranks that meet there.
+    """
 
     address: str
     secret: bytes
+    start: str | None = None
 
     def __repr__(self) -> str:
         return f"Endpoint({self.address!r})"

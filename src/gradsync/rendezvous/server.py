@@ -36,6 +36,7 @@ from gradsync.rendezvous.frames import (
     Look,
     Looked,
     Lost,
+    MakeRoom,
     Message,
     Notice,
     Received,
@@ -47,6 +48,7 @@ from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, NONCE_BYTES, ServerH
 from gradsync.rendezvous.liveness import look_at
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.sockets import adopt_listener, bind_listener, format_address, make_room, tune_stream
+from gradsync.rendezvous.starts import LaunchersCore
 from gradsync.rendezvous.wire import (
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_FRAME_BYTES,
@@ -74,17 +76,16 @@ _log = logging.getLogger("gradsync.rendezvous")
 
 
 class RendezvousServer:
-    """The server through which the ranks of one run find each other.
+    """The server through which the ranks of one run find each other, or the launchers of several machines and theirs.
 
     Args:
-        world_size: ranks in every generation, from 1.
+        world_size: ranks in every generation, from 1; or launchers.
         secret: what every rank of the run knows and nobody else, at least 16 bytes.
         host: the interface to bind; loopback by default.
         port: the port to bind; 0 takes a free one, and the bound socket is its reservation.
         listener: a bound TCP socket to use instead of host and port; the server owns it from now on.
         run_id: names the run in messages and binds its sessions; random by default, at most 64 bytes.
-        noun: what messages call a member; those of the launchers' own rendezvous are nodes.
-        host_rank: the member that hosts the server, and ends it when not all join in its time.
+        of_launchers: whether the members are launchers, which begin starts of ranks here, see `LaunchersCore`.
 
     Attributes:
         address: where clients connect, e.g. "127.0.0.1:43211" or "[::1]:4000".
@@ -104,8 +105,7 @@ class RendezvousServer:
         port: int = 0,
         listener: socket.socket | None = None,
         run_id: str | None = None,
-        noun: str = "rank",
-        host_rank: int | None = None,
+        of_launchers: bool = False,
     ) -> None:
         size = integer_of(world_size)
         if size is None or not 1 <= size <= MAX_RANKS:
@@ -114,10 +114,9 @@ class RendezvousServer:
         self.run_id = _check_run_id(run_id)
         secret = check_secret(secret)
         check_removed_variables()
-        make_room(2 * world_size + MAX_STRANGERS)
         listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
         self.address = format_address(listener)
-        self._core = RendezvousCore(world_size, machine=machine_identity(), noun=noun, host=host_rank)
+        self._core = (LaunchersCore if of_launchers else RendezvousCore)(world_size, machine=machine_identity())
         self._loop = EventLoop(listener, self._core, secret=secret, run_id=self.run_id, ranks=world_size)
         self._pid = os.getpid()
         self._runner: int | None = None  # the thread that runs the loop
@@ -352,10 +351,14 @@ class ServerConnection:
 
         Up to version 6 no generation was named; the core refuses such a JOIN, with both versions.
         """
-        if message.type is not FrameType.JOIN or message.fields[0] < _FIRST_VERSION_WITH_GENERATION:
+        if message.type is FrameType.JOIN:
+            if message.fields[0] < _FIRST_VERSION_WITH_GENERATION:
+                return
+        elif message.type is not FrameType.JOIN_START:
             return
-        if message.fields[3] != self._handshake.generation:
-            raise FrameError(f"JOIN names generation {message.fields[3]}, HELLO has named {self._handshake.generation}")
+        named = message.fields[-1]
+        if named != self._handshake.generation:
+            raise FrameError(f"JOIN names generation {named}, HELLO has named {self._handshake.generation}")
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
         """Queues a message for an authenticated peer.
@@ -408,7 +411,7 @@ class EventLoop:
     """
 
     def __init__(
-        self, listener: socket.socket, core: RendezvousCore, *, secret: bytes, run_id: str, ranks: int
+        self, listener: socket.socket, core: RendezvousCore | LaunchersCore, *, secret: bytes, run_id: str, ranks: int
     ) -> None:
         self.empty = Latch(is_set=True)
         self.over = Latch(is_set=False)
@@ -417,9 +420,8 @@ class EventLoop:
         self._secret = secret
         self._run_id = run_id
         self._process = ServerProcess.of(machine_identity(), os.getpid())
-        self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
-        self._max_strangers = ranks + MAX_STRANGERS
-        self._batch_seconds = _batch_seconds(ranks)
+        self._ranks = ranks
+        self._make_room(0)
         self._is_quiet = False  # whether nothing but heartbeats has come in this turn
         self._stopping = False
         self._notices = _NoticeWriter()
@@ -615,6 +617,14 @@ class EventLoop:
         _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
         self._handle_event(Lost(connection.number, cause))
 
+    def _make_room(self, more_ranks: int) -> None:
+        """Makes room for the connections of all members, and of so many more."""
+        ranks = self._ranks + more_ranks
+        make_room(2 * ranks + MAX_STRANGERS)
+        self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
+        self._max_strangers = ranks + MAX_STRANGERS
+        self._batch_seconds = _batch_seconds(ranks)
+
     # The core.
 
     def _handle_event(self, event: Event) -> None:
@@ -635,6 +645,9 @@ class EventLoop:
             return None
         if isinstance(action, Look):
             self._look(action)
+            return None
+        if isinstance(action, MakeRoom):
+            self._make_room(action.ranks)
             return None
         connection = self._connections.get(action.connection)
         if connection is None:

@@ -8,7 +8,7 @@ import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.diagnostics.dump import FORMAT
-from gradsync.launching.nodes.run import NodeReport
+from gradsync.launching.nodes import NodeReport, encode
 from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame
@@ -25,7 +25,7 @@ def seeds() -> dict[str, list[bytes]]:
     script += [[rank, REQUESTS.index(FrameType.INTRODUCE), "m", "h", 7, None, 0] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
     record = {"node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": "eth0", "n_ranks": 2}
-    record |= {"restart": 0, "max_restarts": 0, "server": "10.0.0.1:4000", "nonce": "00ff"}
+    record |= {"restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
     error = {"text": "Traceback", "summary": "ValueError", "is_consequence": False, "missed_rank": None}
     told = json.dumps(error).encode()
     return {
@@ -36,8 +36,8 @@ def seeds() -> dict[str, list[bytes]]:
         "client_handshake": [challenge[:-32] + bytes(32), hello],
         "server_core": [b"".join(msgpack.packb(step) for step in script)],
         "node_words": [
-            NodeReport(1, 0, "failed").to_bytes(),
-            NodeReport(1).to_bytes(),
+            encode(NodeReport(1, 0, "failed")),
+            encode(NodeReport(1)),
             json.dumps(record).encode(),
         ],
         "report_pipe": [b"E" + len(told).to_bytes(8, "little") + told, b"R" + bytes(8), b"R" + b"\xff" * 8],
@@ -69,6 +69,12 @@ def _samples() -> list[list[object]]:
     """A message of most kinds."""
     return [
         [FrameType.JOIN, PROTOCOL_VERSION, 0, 3, 0],
+        [FrameType.JOIN_START, "00ff", PROTOCOL_VERSION, 0, 3, 0],
+        [FrameType.BEGIN_START, "00ff", 3],
+        [FrameType.STARTED, 1, 7],
+        [FrameType.ENDED, 1, "ended with exit code 0"],
+        [FrameType.LOOKED, 1, "RUNNING"],
+        [FrameType.LOOK, 1, 7],
         [FrameType.INTRODUCE, "m", "h", 7, None, 0],
         [FrameType.INTRODUCE, "m", "h", 7, 2, 5],
         [FrameType.SET, "k", b"v", True],

@@ -26,8 +26,7 @@ from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import divergences, report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
-from gradsync.launching.nodes.meeting import NodeRecord
-from gradsync.launching.nodes.run import NodeReport
+from gradsync.launching.nodes import NodeRecord, NodeReport, decode
 from gradsync.launching.rank_environment import parse_gpus
 from gradsync.launching.rank_report import FrameReader as ReportReader
 from gradsync.launching.rank_report import read_error
@@ -179,7 +178,7 @@ def message_fields(data: bytes) -> None:
 
 def node_words(data: bytes) -> None:
     """What one launcher tells another."""
-    for read in (NodeReport.from_bytes, lambda told: NodeRecord.from_bytes(1, told)):
+    for read in (lambda told: decode(NodeReport, told, "a report"), lambda told: NodeRecord.from_bytes(1, told)):
         with contextlib.suppress(RendezvousError):
             read(data)
 

@@ -146,6 +146,7 @@ LAUNCHER = """
         unique_id = client.get("id", from_rank=0)
         interface = os.environ["NCCL_SOCKET_IFNAME"]
         os.write(1, f"id {unique_id.hex()[:12]} {interface}\\n".encode())
+        client.barrier("told")
         if role == "fail":
             try:
                 raise ValueError("boom")

@@ -1,0 +1,828 @@
+"""A run on several machines, as the launcher of one of them goes through it: meet, start, end together, try again.
+
+Node 0 hosts one server, for the launchers and for their ranks. For every start of the ranks the launchers form a new
+generation there, so that a launcher which was lost, and started again by hand, is one of the next. They tell each other
+what each brings, begin the start, and say which ranks have started and ended. When ranks fail, the first launcher that
+knows it says so; in the end each says how its ranks ended. Threads wait for the others, so that the launcher's own loop
+never does: what they receive comes into its inbox of signals. The server reports a launcher that dies, or whose machine
+is cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import json
+import os
+import re
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from types import FrameType, TracebackType
+from typing import NamedTuple, TypeVar
+
+from gradsync.arguments import LARGEST_PORT, check_seconds, parse_address
+from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET_FILE, read_secret_option, take_secret
+from gradsync.errors import (
+    AuthenticationError,
+    CommunicatorClosed,
+    GradsyncError,
+    InvalidArgument,
+    RankFailed,
+    RendezvousError,
+    RendezvousTimeout,
+    describe,
+)
+from gradsync.launching.free_port import reserved_port
+from gradsync.launching.hosting import own_listener
+from gradsync.launching.job import Job, Network, NodePlace
+from gradsync.launching.outcome import Outcome, distance_from_cause, failure_text, lines_on_others, signal_name
+from gradsync.launching.output import Notices
+from gradsync.launching.rank_report import from_told
+from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
+from gradsync.launching.supervisor import MakeOutput, Supervisor
+from gradsync.machine import interface_of
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.connection import StreamEnded
+from gradsync.rendezvous.frames import MAX_RANKS
+from gradsync.rendezvous.secret_files import Endpoint
+from gradsync.rendezvous.server import RendezvousServer
+from gradsync.rendezvous.sockets import look_up
+
+_NOTICE_SECONDS = 4.0  # out of step with the notices of the server, which would miss a launcher that only asks again
+_RETRY_SECONDS = 0.5
+_EXCHANGE_SECONDS = 30.0  # for a launcher that has joined to say what it brings
+_LEAVING_SECONDS = 5.0  # for the other launchers to say goodbye, once all have told how their ranks ended
+_LEAVING_AFTER_LOSS_SECONDS = 0.5
+_TERMINAL_SECONDS = 1.0  # for a terminal that stands still
+_REPORTS_SECONDS = 60.0  # after a failure: more than ranks take that have to be killed
+_REPORTS_NOTICE_SECONDS = 5.0  # how often a launcher that waits for reports looks whether the run has failed
+_TEXT_SECONDS = 5.0
+_AS_LONG_AS_IT_TAKES_SECONDS = 1e8  # the heartbeats end a wait for a launcher that is gone
+_THREAD_SECONDS = 1.0
+_MAX_TEXT_BYTES = 40 * 1024  # in a value of at most 60 KiB
+_START_BYTES = 8
+_WHAT_IS_REPORTED = "the report of another launcher"
+
+# How near to the cause an end is. A signal to a launcher comes first, and one that is lost: no rank's failure can be
+# why. Then come the failures of ranks, as `distance_from_cause` sorts them.
+_SIGNALLED, _LOST, _SUFFERING = -2, -1, 2
+
+_Told = TypeVar("_Told")
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """This machine among those of a run; made by `check_node_options`.
+
+    Attributes:
+        nnodes: number of machines.
+        node_rank: number of this one.
+        rendezvous: host:port of the server, as the user wrote it.
+        secret: of the run.
+        join_timeout_seconds: how long one waits for the others.
+        node_address: this machine's address, where the user names it.
+    """
+
+    nnodes: int
+    node_rank: int
+    rendezvous: str
+    secret: bytes = field(repr=False)
+    join_timeout_seconds: float = 120.0
+    node_address: str | None = None
+
+    @property
+    def name(self) -> str:
+        """This node in messages."""
+        return f"node {self.node_rank} of {self.nnodes}"
+
+
+def check_node_options(
+    nnodes: int,
+    node_rank: int | None,
+    rendezvous: str | None,
+    secret_file: str | None,
+    join_timeout_seconds: float,
+    node_address: str | None,
+) -> NodeOptions:
+    """Checks the options of a run on several machines.
+
+    Raises:
+        InvalidArgument: one is missing, malformed or out of its range, or the secret cannot be read.
+    """
+    check_seconds("gradsync run", "--join-timeout", join_timeout_seconds)
+    if nnodes > MAX_RANKS:
+        raise InvalidArgument(f"--nnodes needs to be at most {MAX_RANKS}, got {nnodes}")
+    if node_rank is None:
+        raise InvalidArgument(f"--nnodes {nnodes} needs --node-rank, this machine's number from 0 to {nnodes - 1}")
+    if node_rank >= nnodes:
+        raise InvalidArgument(f"--node-rank needs to be from 0 to {nnodes - 1} with --nnodes {nnodes}, got {node_rank}")
+    if rendezvous is None:
+        raise InvalidArgument(
+            f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on every machine: an address of the machine "
+            "with --node-rank 0, and a port that is free there"
+        )
+    _check_rendezvous(rendezvous)
+    if node_address is not None:
+        _check_host("--node-address", node_address)
+    secret = take_secret() if secret_file is None else read_secret_option(secret_file)
+    if secret is None:
+        raise InvalidArgument(
+            f"--nnodes {nnodes} needs --secret-file (or {SECRET_FILE}), so that nobody else can join the run: make one "
+            f"with: {HOW_TO_MAKE_A_SECRET_FILE}, and copy it to every machine"
+        )
+    return NodeOptions(nnodes, node_rank, rendezvous, secret, join_timeout_seconds, node_address)
+
+
+def _check_rendezvous(rendezvous: str) -> None:
+    try:
+        host, _ = parse_address(rendezvous)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--rendezvous: {error}") from None
+    _check_host("--rendezvous", host)
+
+
+def _check_host(option: str, host: str) -> None:
+    """Refuses addresses that mean something else on every machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return
+    if address.is_unspecified or (address.version == 6 and address.is_link_local):
+        raise InvalidArgument(
+            f"{option} needs an address by which the other machines reach this one or node 0, got {host!r}, which "
+            "names no particular machine"
+        )
+
+
+@contextlib.contextmanager
+def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServer | None]:
+    """Runs the server of the launchers and the ranks, on node 0; gives None on the others.
+
+    Raises:
+        InvalidArgument: the name stands for no particular machine.
+        RendezvousError: the address is not this machine's, or the port is taken.
+    """
+    if options.node_rank != 0:
+        yield None
+        return
+    host, port = parse_address(options.rendezvous)
+    with contextlib.ExitStack() as stack:
+        try:
+            another = "name another port in --rendezvous, on every machine"
+            bound_host = options.node_address or _resolve(host, port, notices)
+            listener = stack.enter_context(own_listener(bound_host, port, if_taken=another))
+        except RendezvousError as error:
+            if isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE:
+                raise RendezvousError(f"{options.name}: {error}") from None
+            raise RendezvousError(
+                f"{options.name}: {error}; node 0 hosts the rendezvous: start it on the machine that "
+                f"{options.rendezvous!r} names, or give its own address by --node-address"
+            ) from None
+        server = RendezvousServer(options.nnodes, secret=options.secret, listener=listener, of_launchers=True)
+        yield stack.enter_context(server)
+
+
+def _resolve(host: str, port: int, notices: Notices) -> str:
+    """Returns the address that a name stands for on this machine."""
+    try:
+        found = str(look_up(host, port)[0][4][0])
+    except OSError as error:
+        raise RendezvousError(
+            f"--rendezvous: node 0 needs to know the address of {host!r}: {error}; give an address in figures, or name "
+            "this machine's by --node-address"
+        ) from None
+    address = ipaddress.ip_address(found.partition("%")[0])
+    if address.is_unspecified or (address.version == 6 and address.is_link_local):
+        raise InvalidArgument(
+            f"--rendezvous: {host!r} stands for {found}, which other machines cannot use; name another"
+        )
+    if address.is_loopback and host != "localhost" and host != found:
+        notices.tell(
+            f"gradsync: warning: {host!r} stands for {found} on this machine, where no other machine can reach it; "
+            "name an address in figures, or this machine's by --node-address"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """What a launcher tells the others of itself before a start.
+
+    Attributes:
+        node: its number.
+        host: its host's name.
+        pid: its process.
+        address: by which its machine reaches the rendezvous.
+        interface: that has this address, where it is known.
+        n_ranks: how many ranks it starts.
+        restart: how often it would have started them again then.
+        max_restarts: how often at most.
+        master_port: MASTER_PORT; of node 0's record, like the next.
+        start: the name of the start.
+    """
+
+    node: int
+    host: str
+    pid: int
+    address: str
+    interface: str | None
+    n_ranks: int
+    restart: int
+    max_restarts: int
+    master_port: int
+    start: str
+
+    @property
+    def name(self) -> str:
+        """This node in messages."""
+        return f"node {self.node} ({self.host}, {self.address})"
+
+    @classmethod
+    def from_bytes(cls, node: int, data: bytes) -> NodeRecord:
+        """Returns the record of a node's launcher.
+
+        Raises:
+            RendezvousError: it cannot be of this node.
+        """
+        record = decode(cls, data, f"the record of node {node}")
+        if record.node != node or record.n_ranks < 1 or not 0 <= record.master_port <= LARGEST_PORT:
+            what = f"node {record.node}, {record.n_ranks} ranks, port {record.master_port}"
+            raise _unreadable(f"the record of node {node}", what)
+        return record
+
+
+def encode(told: NodeRecord | NodeReport) -> bytes:
+    """Returns it as text for another launcher."""
+    return json.dumps(asdict(told), separators=(",", ":")).encode()  # short: thousands of nodes have room for one each
+
+
+def decode(kind: type[_Told], data: bytes, what: str) -> _Told:
+    """Returns what another launcher has encoded.
+
+    Raises:
+        RendezvousError: it is something else.
+    """
+    try:
+        return from_told(kind, data)
+    except ValueError as error:
+        raise _unreadable(what, str(error)) from None
+
+
+def _unreadable(what: str, why: str) -> RendezvousError:
+    return RendezvousError(f"{what} cannot be read: {why}; run the same version of gradsync on every machine")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The launchers of a run that have met for one start.
+
+    Attributes:
+        client: this one's.
+        own: what this one brings.
+        nodes: what each brings, by node.
+    """
+
+    client: RendezvousClient
+    own: NodeRecord
+    nodes: tuple[NodeRecord, ...]
+
+    @property
+    def restart(self) -> int:
+        """How often the ranks have been started before: a launcher that was lost itself does not know."""
+        return max(record.restart for record in self.nodes)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are on all machines."""
+        return sum(record.n_ranks for record in self.nodes)
+
+    def job(self, job: Job, secret: bytes) -> Job:
+        """Returns the job of this machine's ranks, from that of a machine alone."""
+        own, first = self.own, self.nodes[0]
+        return replace(
+            job,
+            world_size=self.world_size,
+            rank_start=sum(record.n_ranks for record in self.nodes[: own.node]),
+            master_addr=first.address,
+            master_port=first.master_port,
+            endpoint=Endpoint(self.client.address, secret, first.start),
+            node=NodePlace(own.node, len(self.nodes), run_name=first.start[:8]),
+            network=None if own.interface is None else Network(own.interface, ":" in own.address),
+        )
+
+
+def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notices: Notices) -> int:
+    """Runs the ranks of this machine, together with those of the others.
+
+    Args:
+        options: this machine among the others.
+        job: what to run here, as if there were no other machine.
+        make_output: see `Supervisor`.
+        notices: where it is told what happens.
+
+    Returns:
+        The exit code, the same on all machines.
+
+    Raises:
+        InvalidArgument: the options do not fit this machine, or those of the others.
+        AuthenticationError, RendezvousError, RendezvousTimeout: the launchers do not meet.
+    """
+    with _ended_by_signals(), _hosting(options, notices) as server:
+        return _NodeRun(options, job, make_output, notices, server).run()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets signals end this launcher in good order also while no ranks run, and it waits for the others.
+
+    Otherwise they would end it where it stands, and what it has made, such as the state directory, would stay.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored, or somebody else's
+                previous[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _NodeRun:
+    """The starts of one run, one after the other."""
+
+    def __init__(
+        self,
+        options: NodeOptions,
+        job: Job,
+        make_output: MakeOutput,
+        notices: Notices,
+        server: RendezvousServer | None,
+    ) -> None:
+        self._options = options
+        self._job = job
+        self._make_output = make_output
+        self._notices = notices
+        self._server = server
+        self._address = options.rendezvous if server is None else server.address
+        self._restart = 0  # how often this launcher has started its ranks again
+
+    def run(self) -> int:
+        """Starts the ranks as often as need be."""
+        while True:
+            verdict, report = self._start()
+            if verdict.cause is None:
+                self._leave(verdict)
+                return 0
+            if not verdict.may_retry or self._restart >= self._job.max_restarts:
+                self._notices.insist(report)
+                self._leave(verdict)
+                return verdict.cause.exit_code
+            self._notices.tell(report, wait_seconds=_TERMINAL_SECONDS)
+            self._restart += 1
+            how_often = f"restart {self._restart} of at most {self._job.max_restarts}"
+            when = f", once node {verdict.cause.node} is back" if verdict.is_lost else ""
+            self._notices.tell(f"gradsync: starting all ranks again{when} ({how_often})")
+
+    def _leave(self, verdict: Verdict) -> None:
+        """Lets the others leave before node 0 does; a launcher that is cut off never says goodbye."""
+        if self._server is not None:
+            self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
+
+    def _start(self) -> tuple[Verdict, str]:
+        """Goes through one start; returns how it ended, and the report of it."""
+        with contextlib.ExitStack() as stack:
+            master_port = 0 if self._server is None else stack.enter_context(reserved_port())
+            meeting = self._meet(master_port)
+            self._restart = meeting.restart
+            signals = stack.enter_context(SignalInbox())
+            link = stack.enter_context(NodeLink(meeting, signals, self._notices))
+            job = self._job_of(meeting)
+            supervisor = Supervisor(
+                job,
+                signals,
+                make_output=self._make_output,
+                notices=self._notices,
+                server=meeting.client,
+                on_stopping=link.report_stopping,
+            )
+            with supervisor:
+                supervisor.start(meeting.restart)
+                outcome = supervisor.finish_start()
+            verdict = link.gather(report_of(meeting.own.node, outcome), failure_text(outcome))
+        return verdict, _report(verdict, outcome, meeting)
+
+    def _meet(self, master_port: int) -> Meeting:
+        """Joins the next generation of the launchers, exchanges what each brings, and begins a start.
+
+        Raises:
+            RendezvousTimeout: not all launchers came in time; the text has the names.
+            AuthenticationError: the secrets differ.
+            RendezvousError: the rendezvous refused this launcher, or is gone.
+            InvalidArgument: the launchers were told different things.
+        """
+        node_address = self._options.node_address
+        named = None if node_address is None else _check_own(node_address)
+        while True:
+            try:
+                client = self._join()
+                try:
+                    own = self._own_record(named or client.own_host, master_port)
+                    told = client.exchange("nodes", encode(own), timeout_seconds=_EXCHANGE_SECONDS)
+                    meeting = Meeting(
+                        client, own, tuple(NodeRecord.from_bytes(node, data) for node, data in enumerate(told))
+                    )
+                    _check_alike(meeting.nodes)
+                    client.begin_start(meeting.nodes[0].start, meeting.world_size)
+                    return meeting
+                except InvalidArgument:
+                    client.close()
+                    raise
+                except BaseException:
+                    client.abandon()
+                    raise
+            except RankFailed as error:  # it had joined, and has not told what it brings
+                self._notices.tell(f"gradsync: {self._options.name} waits for others anew: {error}")
+
+    def _own_record(self, address: str, master_port: int) -> NodeRecord:
+        return NodeRecord(
+            node=self._options.node_rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=address,
+            interface=interface_of(address),
+            n_ranks=self._job.n_ranks,
+            restart=self._restart,
+            max_restarts=self._job.max_restarts,
+            master_port=master_port,
+            start=os.urandom(_START_BYTES).hex(),
+        )
+
+    def _join(self) -> RendezvousClient:
+        """Joins, and tells every few seconds who is missing; on node 0 its server tells it."""
+        options = self._options
+        deadline = time.monotonic() + options.join_timeout_seconds
+        last = ""  # who is missing, as node 0 told it last: it may end its waiting first
+        while True:
+            left_seconds = max(deadline - time.monotonic(), 0.0)
+            try:
+                return RendezvousClient.connect(
+                    self._address,
+                    secret=options.secret,
+                    rank=options.node_rank,
+                    world_size=options.nnodes,
+                    timeout_seconds=min(left_seconds, _NOTICE_SECONDS) if options.node_rank else left_seconds,
+                    noun="node",
+                )
+            except AuthenticationError as error:
+                raise AuthenticationError(f"{error}; --secret-file needs to hold the same on every machine") from None
+            except RendezvousTimeout as error:
+                reason = _reason(error, last)
+                last = reason if error.missing_ranks else last
+            except RankFailed as error:
+                reason = f"one left while others joined ({error})"
+                time.sleep(_RETRY_SECONDS)
+            except RendezvousError as error:
+                if not self._restart and not isinstance(error.__cause__, StreamEnded):
+                    raise RendezvousError(f"{error} (--nnodes, --node-rank, --rendezvous)") from None
+                reason = f"{error}{_before_that(last)}"
+                time.sleep(_RETRY_SECONDS)
+            if time.monotonic() + _RETRY_SECONDS >= deadline:
+                raise RendezvousTimeout(
+                    f"{options.name}: not all nodes met at {options.rendezvous} within "
+                    f"{options.join_timeout_seconds:g} s (--join-timeout): {reason}"
+                )
+            self._notices.tell(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
+
+    def _job_of(self, meeting: Meeting) -> Job:
+        """Returns the job of this machine's ranks in this start, and tells which they are."""
+        stdin_rank = self._job.stdin_rank
+        if stdin_rank is not None and stdin_rank >= meeting.world_size:
+            raise InvalidArgument(f"--stdin needs a rank from 0 to {meeting.world_size - 1}, or none, got {stdin_rank}")
+        own, job = meeting.own, meeting.job(self._job, self._options.secret)
+        ranks = f"rank {job.rank_start}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {job.ranks[-1]}"
+        self._notices.tell(
+            f"gradsync: node {own.node} of {len(meeting.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
+            f"{own.address} ({own.interface or 'no interface known'}); rendezvous at {self._options.rendezvous}"
+        )
+        return job
+
+
+def _check_own(node_address: str) -> str:
+    """Returns the address that the user names, in figures: checked before it joins, and others rely on it."""
+    try:
+        address = str(look_up(node_address, 0)[0][4][0])
+    except OSError as error:
+        raise InvalidArgument(f"--node-address {node_address!r} is not known on this machine: {error}") from None
+    if interface_of(address) is None:
+        raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
+    return address
+
+
+def _check_alike(nodes: tuple[NodeRecord, ...]) -> None:
+    for record in nodes:
+        if record.max_restarts != nodes[0].max_restarts:
+            raise InvalidArgument(
+                f"all machines need the same --max-restarts, node 0 has {nodes[0].max_restarts}, "
+                f"{record.name} {record.max_restarts}"
+            )
+
+
+def _reason(error: RendezvousTimeout, last: str) -> str:
+    """Returns who is missing, or why node 0 cannot be reached, and who was missing when it could."""
+    if error.missing:
+        return f"missing: {error.missing}"
+    cause = (error.cause or str(error)).removeprefix("no answer").lstrip()  # which is said already
+    return f"missing: node 0 (no answer{' ' if cause.startswith('to ') else ': '}{cause}){_before_that(last)}"
+
+
+def _before_that(last: str) -> str:
+    return f"; before that, {last}" if last else ""
+
+
+def _report(verdict: Verdict, outcome: Outcome, meeting: Meeting) -> str:
+    """Says why a start failed, in the same words on all machines, after what else failed on this one."""
+    cause = verdict.cause
+    if cause is None:
+        return ""
+    is_told_below = cause.node == meeting.own.node and not verdict.is_lost
+    before = "" if is_told_below else lines_on_others(outcome)
+    head = f"gradsync: {meeting.nodes[cause.node].name} {cause.how}"
+    return f"{before}{head}{':' if verdict.text else ''}\n{verdict.text}".rstrip("\n")
+
+
+class Verdict(NamedTuple):
+    """How a start of the ranks ended on all machines.
+
+    Attributes:
+        cause: the report on the machine that was the cause; None where all ended well.
+        text: its report on its ranks, whole lines.
+        is_lost: whether a launcher is gone, so that no other can be asked.
+        may_retry: whether the ranks may be started again.
+    """
+
+    cause: NodeReport | None
+    text: str
+    is_lost: bool
+    may_retry: bool
+
+
+class NodeLink:
+    """This launcher's connection to the others during one start; a context, which ends it.
+
+    Args:
+        meeting: the launchers that have met.
+        signals: the inbox of this launcher, entered.
+        notices: where a Ctrl-C is answered with a line.
+    """
+
+    def __init__(self, meeting: Meeting, signals: SignalInbox, notices: Notices) -> None:
+        self._client = meeting.client
+        self._nodes = meeting.nodes
+        self._node = meeting.own.node
+        self._signals = signals
+        self._notices = notices
+        # Of the first launcher to say that its ranks fail. `how` is empty: it cannot say yet how they end, unless they
+        # have ended before.
+        self._first: NodeReport | None = None
+        self._loss: NodeReport | None = None
+        self._reports: list[NodeReport] = []
+        self._has_gathered = False
+        self._waking = threading.Lock()
+        self._is_over = False  # then the inbox is about to close
+        self._is_incomplete = False  # not all have told how their ranks ended
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> NodeLink:
+        self._run(self._listen)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._client.report_failure(describe(error))
+        if self._loss is None:
+            self._client.close()
+        else:
+            self._client.abandon()
+        for thread in self._threads:
+            thread.join(_THREAD_SECONDS)
+        with self._waking:
+            self._is_over = True
+
+    def report_stopping(self, only_suffers: bool) -> None:
+        """Tells the others that the ranks here fail, and end; returns at once.
+
+        Args:
+            only_suffers: whether that is because of a rank on another machine, as far as is known.
+        """
+        report = NodeReport(self._node, _SUFFERING if only_suffers else 0)
+        self._run(lambda: self._say_first(report))
+
+    def gather(self, report: NodeReport, text: str) -> Verdict:
+        """Tells how the ranks here have ended, and waits until all others have told it too, or one is lost.
+
+        A signal meanwhile ends the others; a second one ends the wait. After a failure the others have a minute.
+
+        Args:
+            report: how the ranks here have ended.
+            text: the report on them, whole lines.
+        """
+        self._run(lambda: self._exchange_reports(report, text))
+        interrupted: NodeReport | None = None
+        poll = select.poll()
+        poll.register(self._signals.descriptor, select.POLLIN)
+        while not self._has_gathered:
+            poll.poll()
+            for number in self._signals.read():
+                if number == signal.SIGTSTP:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif number < signal.NSIG and (interrupted is not None or report.is_signalled):
+                    self._has_gathered = True
+                elif number < signal.NSIG:
+                    interrupted = self._interrupt(number)
+        first = self._first if self._first is not None and self._first.how else None
+        known = [*self._reports, report, interrupted, first, self._loss]
+        return self._judge([one for one in known if one is not None], text)
+
+    def _interrupt(self, number: int) -> NodeReport:
+        """Ends the ranks of the others, where those here have ended already."""
+        report = signal_report(self._node, number)
+        self._notices.tell("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
+        self._run(lambda: self._say_first(report))
+        return report
+
+    def _judge(self, reports: list[NodeReport], own_text: str) -> Verdict:
+        is_lost = self._loss is not None or self._is_incomplete
+        cause = cause_of(reports, None if self._first is None else self._first.node)
+        text = ""
+        if cause is not None and cause.node == self._node:
+            text = own_text if cause.level != _LOST else ""
+        elif cause is not None and not is_lost:
+            with contextlib.suppress(GradsyncError):
+                text = self._client.get(f"text/{cause.node}", timeout_seconds=_TEXT_SECONDS).decode(errors="replace")
+        may_retry = cause is not None and not self._is_incomplete and all(report.may_retry for report in reports)
+        return Verdict(cause, text, is_lost, may_retry)
+
+    def _listen(self) -> None:
+        """Waits until a launcher says that its ranks fail, or is gone."""
+        try:
+            data = self._client.get("first", timeout_seconds=_AS_LONG_AS_IT_TAKES_SECONDS)
+            first = decode(NodeReport, data, _WHAT_IS_REPORTED)
+        except CommunicatorClosed:
+            return
+        except GradsyncError as error:
+            if self._client.has_failed():  # else the others are done, and have left
+                self._lose(error)
+            return
+        self._first = first
+        if first.node == self._node:
+            self._wake(NEWS_ELSEWHERE)
+        else:
+            self._wake(SUFFERED_ELSEWHERE if first.only_suffers else FAILED_ELSEWHERE)
+
+    def _say_first(self, report: NodeReport) -> None:
+        """Says that the ranks here fail, unless a launcher has said so before: one is enough to end all."""
+        with contextlib.suppress(GradsyncError):  # who listens is told of it
+            self._client.set("first", encode(report), replace=False)
+
+    def _exchange_reports(self, report: NodeReport, text: str) -> None:
+        """Tells how the ranks here ended, and waits for the reports of the others."""
+        give_up_at: float | None = None
+        try:
+            if report.level is not None:
+                self._say_first(NodeReport(self._node, report.level))
+            self._client.set(f"text/{self._node}", _clipped(text))
+            while not self._reports:
+                try:
+                    told = self._client.exchange("reports", encode(report), timeout_seconds=_REPORTS_NOTICE_SECONDS)
+                    self._reports = [decode(NodeReport, data, _WHAT_IS_REPORTED) for data in told]
+                except RendezvousTimeout as error:
+                    if self._first is None and report.level is None:
+                        continue
+                    give_up_at = give_up_at or time.monotonic() + _REPORTS_SECONDS - _REPORTS_NOTICE_SECONDS
+                    if time.monotonic() >= give_up_at:
+                        self._stop_waiting(error.missing_ranks)
+                        break
+        except CommunicatorClosed:
+            return
+        except GradsyncError as error:
+            self._lose(error)
+        self._has_gathered = True
+        self._wake(NEWS_ELSEWHERE)
+
+    def _stop_waiting(self, missing: tuple[int, ...]) -> None:
+        """Goes on without the reports that have not come: a launcher may be stopped, or its terminal stand still."""
+        silent = self._nodes[missing[0] if missing else 0]
+        self._notices.tell(
+            f"gradsync: {silent.name} has not told how its ranks ended within {_REPORTS_SECONDS:g} s of a failure; not "
+            "waiting for it any more"
+        )
+        self._is_incomplete = True
+
+    def _lose(self, error: GradsyncError) -> None:
+        """Notes that a launcher is gone: the one that the server names, or node 0, which hosts it."""
+        node = error.rank if isinstance(error, RankFailed) and error.rank is not None else 0
+        if self._loss is None:
+            why = str(error).partition(": ")[2]
+            if not isinstance(error, RankFailed):
+                why = f"the rendezvous that it hosts is gone, or this machine is cut off: {why}"
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - _silent_seconds(why)))
+            self._loss = loss_report(node, f"is gone since {since}: {why}")
+        self._wake(FAILED_ELSEWHERE)
+
+    def _wake(self, number: int) -> None:
+        with self._waking:
+            if not self._is_over:
+                self._signals.put(number)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="gradsync nodes", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+
+def _silent_seconds(why: str) -> float:
+    """Returns for how long a lost launcher had been silent, as the rendezvous tells it; 0 where its end was seen."""
+    found = re.search(r"not heard of for ([\d.]+) s", why)
+    return 0.0 if found is None else float(found[1])
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """How a start of the ranks ended on one machine.
+
+    Attributes:
+        node: the machine's number.
+        level: how near to the cause it is, the least is nearest; None where nothing failed.
+        how: what happened to the node, in words that follow its name.
+        exit_code: for all launchers, where this is the cause.
+        may_retry: whether the ranks may be started again.
+    """
+
+    node: int
+    level: int | None = None
+    how: str = ""
+    exit_code: int = 0
+    may_retry: bool = True
+
+    @property
+    def is_signalled(self) -> bool:
+        """Whether somebody told the launcher to end."""
+        return self.level == _SIGNALLED
+
+    @property
+    def only_suffers(self) -> bool:
+        """Whether its ranks failed, as far as is known, only because of one on another machine."""
+        return self.level is not None and self.level >= _SUFFERING
+
+
+def report_of(node: int, outcome: Outcome) -> NodeReport:
+    """Returns the report on the ranks of this machine."""
+    root = outcome.root_cause
+    if outcome.signal_number is not None:
+        return signal_report(node, outcome.signal_number)
+    if root is None:
+        return NodeReport(node)
+    return NodeReport(node, distance_from_cause(root)[0], "failed", outcome.exit_code, outcome.may_be_tried_again)
+
+
+def signal_report(node: int, number: int) -> NodeReport:
+    """Returns the report of a launcher that was told to end."""
+    return NodeReport(node, _SIGNALLED, f"was stopped by {signal_name(number)}", 128 + number, may_retry=False)
+
+
+def loss_report(node: int, how: str) -> NodeReport:
+    """Returns a report on behalf of a launcher that cannot tell it."""
+    return NodeReport(node, _LOST, how, exit_code=1)
+
+
+def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeReport | None:
+    """Returns the cause; None where nothing failed.
+
+    Args:
+        reports: of all machines, as far as they are known.
+        first_node: the one that was the first to say that it has failed, if one did.
+    """
+    failed = [report for report in reports if report.level is not None]
+    return min(failed, key=lambda report: (report.level, report.node != first_node, report.node), default=None)
+
+
+def _clipped(text: str) -> bytes:
+    """Returns the text as bytes, without the beginning of a long one: the cause comes last."""
+    data = text.encode(errors="backslashreplace")
+    if len(data) <= _MAX_TEXT_BYTES:
+        return data
+    return b"gradsync: (the beginning of this report is left out)\n" + data[-_MAX_TEXT_BYTES:].partition(b"\n")[2]
