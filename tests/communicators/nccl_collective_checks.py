@@ -192,6 +192,28 @@ def take_means_of_half_precision(comm: Any) -> None:
             assert abs(ratio - 1) < side, (name, what, ratio)
 
 
+def round_means_of_half_precision_once(comm: Any) -> None:
+    """Of sums that the dtype has, so that no hop of NCCL's rounds: what is wrong then is the mean alone."""
+    for name, bits in (("float16", 11), ("bfloat16", 8)):
+        dtype = dtype_of(name)
+        drawn = [
+            np.random.default_rng([6, rank]).integers(0, 2**bits // comm.world_size, 3000) for rank in ranks_of(comm)
+        ]
+        wanted = (sum(drawn) / comm.world_size).astype(dtype)
+        source = cupy.asarray(drawn[comm.rank].astype(dtype))
+        assert (comm.all_reduce(source, "mean", out=cupy.empty_like(source)).get() == wanted).all(), name
+        reduced = comm.reduce(source, "mean", root=0, out=cupy.empty_like(source))
+        if comm.rank == 0:
+            assert (reduced.get() == wanted).all(), name
+        assert (source.get() == drawn[comm.rank]).all()
+        part = slice(comm.rank * 3000 // comm.world_size, (comm.rank + 1) * 3000 // comm.world_size)
+        assert (comm.reduce_scatter(source, "mean").get() == wanted[part]).all(), name
+        assert (comm.all_reduce(source, "mean").get() == wanted).all(), name
+    assert (
+        comm.all_reduce(cupy.full(5, 6e4, np.float16), "mean").get() == np.float16(6e4)
+    ).all()  # their sum is too large
+
+
 def uneven(comm: Any) -> list[int]:
     return [3 * comm.world_size - 2 * (comm.world_size - 1), *[2] * (comm.world_size - 1)]
 

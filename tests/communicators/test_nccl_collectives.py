@@ -32,16 +32,16 @@ def test_streams(place: Place, world_size: int, name: str) -> None:
         "reuse_host_arrays_at_once",
         "broadcast_in_one_go",
         "leave_no_group_open",
-        "take_means_of_half_precision",
     ],
 )
 def test_arrays_and_calls(place: Place, world_size: int, name: str) -> None:
     place.run(world_size, check, name)
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*always_on(STAND_IN, 3), *on(GPU, 3)])
-def test_means_of_half_precision(place: Place, world_size: int) -> None:
-    place.run(world_size, check, "take_means_of_half_precision")
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *always_on(STAND_IN, 3), *on(GPU, 3)])
+@pytest.mark.parametrize("name", ["take_means_of_half_precision", "round_means_of_half_precision_once"])
+def test_means_of_half_precision(place: Place, world_size: int, name: str) -> None:
+    place.run(world_size, check, name)
 
 
 # Messages.

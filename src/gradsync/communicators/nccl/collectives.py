@@ -8,9 +8,10 @@ NCCL has no 16-bit integers: they travel widened, and wrap around when they are 
 no product of complex numbers: they are gathered, and multiplied in rank order. It scatters the result of a reduction in
 equal parts only: other parts are reduced one by one, in one group.
 
-Its mean multiplies each contribution by 1 / n, rounded to the dtype. That of bfloat16 is off by up to 0.2 % where n is
-no power of two, always to the same side, so there the sum is divided instead. Of float16 it is off by less than a
-rounding; the mean stays NCCL's, as a sum overflows where a mean does not.
+NCCL's mean multiplies each contribution by 1 / n, rounded to the dtype. In half precision, where n is no power of two,
+that is wrong by up to 0.2 % (bfloat16), always to the same side. There the sum is divided instead, in float32, and
+rounded once. A sum of float16 may overflow where the mean does not: its contributions are first scaled down by a power
+of two, which is exact but for values too small for float16.
 
 Source: NCCL, src/enqueue.cc (ncclAvg is a sum with a factor before it).
 """
@@ -170,9 +171,14 @@ class Collectives:
     ) -> None:
         """Reduces by another operator, or in another dtype, and makes of that what was asked for."""
         if self._must_divide(source.dtype, op):
+            shift = 0 if dtype_name(source.dtype) == "bfloat16" else (self._world_size - 1).bit_length()
+            if shift:
+                scaled = target if target is not None and target.size == source.size else cupy.empty_like(source)
+                self._arrays.multiply(source, 2.0**-shift, scaled)
+                source = scaled
             reduce(source, target, ReduceOp.SUM)
             if target is not None:
-                self._arrays.divide(target, self._world_size)
+                self._arrays.divide(target, self._world_size / 2.0**shift)
             return
         wide = source.astype(self._nccl.wire(source.dtype).widened)
         if target is None:
@@ -184,7 +190,7 @@ class Collectives:
 
     def _must_divide(self, dtype: Any, op: ReduceOp) -> bool:
         is_power_of_two = self._world_size & (self._world_size - 1) == 0
-        return op is ReduceOp.MEAN and not is_power_of_two and dtype_name(dtype) == "bfloat16"
+        return op is ReduceOp.MEAN and not is_power_of_two and dtype_name(dtype) in ("bfloat16", "float16")
 
     def _must_gather(self, dtype: Any, op: ReduceOp) -> bool:
         return op is ReduceOp.PROD and dtype.kind == "c"

@@ -142,7 +142,7 @@ class DeviceArrays:
         with cupy.cuda.Device(self._device_id):
             native[...] = value
 
-    def divide(self, flat: Any, count: int) -> None:
+    def divide(self, flat: Any, count: float) -> None:
         """See ArrayKind; half precision in float32, which has every count."""
         parts = flat.view(part_dtype(flat.dtype))
         wide = product_dtype(parts.dtype, parts.dtype)
