@@ -11,7 +11,17 @@ from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
 from contract_coverage import coverage
 from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
 from security_tables import hostile, transcripts
-from timing_tables import adapters, over_mpi, partition, real_model, rendezvous_scale, start_up, steady_cost, timings
+from timing_tables import (
+    adapters,
+    over_mpi,
+    partition,
+    real_model,
+    rendezvous_scale,
+    start_up,
+    steady_cost,
+    timings,
+    training_speed,
+)
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -24,6 +34,7 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "buckets.thresholds": thresholds,
     "buckets.knobs": knobs,
     "buckets.at_a_glance": at_a_glance,
+    "training_speed": training_speed,
     "start_up": start_up,
     "over_mpi": over_mpi,
     "adapters": adapters,
@@ -66,6 +77,12 @@ METHODS = {
     "buckets.at_a_glance": (
         METHOD[0],
         f"{METHOD[1]}; the MPIs tensor by tensor. All ways, and what each knob costs: docs/performance.md",
+    ),
+    "training_speed": (
+        "Measured",
+        f"{METHOD[1]}. All but the first column use all cores; all train on the same batches to the same accuracy. "
+        "The last column is the fastest with ranks beside the fastest process alone. Made by "
+        "`python benchmarks/training_speed.py`",
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),

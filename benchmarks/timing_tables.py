@@ -67,6 +67,28 @@ def real_model(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def training_speed(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with a line for each network and a column for each way to share the cores."""
+    by_model: dict[str, list[dict[str, Any]]] = {}
+    for row in results["results"]:
+        by_model.setdefault(row["model"], []).append(row)
+    columns = [_who_trains(row) for row in next(iter(by_model.values()))]
+    lines = [f"| a step of training | {' | '.join(columns)} | ranks against one process |"]
+    lines.append("| --- | --- |" + " --- |" * len(columns))
+    for model, rows in by_model.items():
+        cells = [f"{1e3 * row['step_seconds']['median']:.3g} ms" for row in rows]
+        alone, ranks = ([row for row in rows if (row["ranks"] > 1) is several] for several in (False, True))
+        best_alone, best = (min(row["step_seconds"]["median"] for row in each) for each in (alone, ranks or alone))
+        what = f"{model}, {rows[0]['parameters']:,} parameters"
+        lines.append(f"| {what} | {' | '.join(cells)} | {best_alone / best:.2f} times as fast |")
+    return lines
+
+
+def _who_trains(row: dict[str, Any]) -> str:
+    threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"
+    return f"1 process, {threads}" if row["ranks"] == 1 else f"{row['ranks']} ranks, {threads} each"
+
+
 def partition(results: dict[str, Any]) -> list[str]:
     """Returns the lines of the table of machines that are cut off: the later of both sides counts."""
     by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}

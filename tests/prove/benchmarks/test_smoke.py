@@ -19,7 +19,15 @@ BENCHMARKS = ROOT / "benchmarks"
 MEASURED = "measured"
 STATUSES = {MEASURED, "not installed", "not offered"}
 #: Scripts that measure nothing: makers of pages, and the ranks of others; and those of the part fault_matrix.
-OTHER_SCRIPTS = {"adapters_rank", "against_rank", "readme", "real_model_rank", "scaling_page", "scenes"}
+OTHER_SCRIPTS = {
+    "adapters_rank",
+    "against_rank",
+    "readme",
+    "real_model_rank",
+    "scaling_page",
+    "scenes",
+    "training_speed_rank",
+}
 OTHER_SCRIPTS |= {"detection", "fault_matrix", "gpu_tests", "predict_threshold", "trace_picture"}
 
 
@@ -55,6 +63,7 @@ SMOKES = [
     Smoke("rendezvous_scale", ("--quick",), 2),
     Smoke("start_up", ("--quick", "--ranks", "2"), 1),
     Smoke("steady_cost", ("--quick",), 1),
+    Smoke("training_speed", ("--quick",), 2),
 ]
 
 
