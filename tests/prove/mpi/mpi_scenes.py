@@ -162,6 +162,43 @@ def gradients_differ_late_in_a_bucket(comm: Any) -> None:
         tell(str(error).replace("\n", " | "))
 
 
+def small_arrays_travel_with_the_agreement(comm: Any) -> None:
+    """Sizes about the largest that do, alone and in a list; and nothing is written where the ranks differ."""
+    limit = comm._backend._agreement.payload_bytes
+    for size in (0, 1, limit - 1, limit, limit + 1):
+        for dtype in ("uint8", "float16", "float32", "complex128"):
+            n = size // np.dtype(dtype).itemsize
+            values = np.arange(n) % 7
+            array = (values + comm.rank).astype(dtype)
+            comm.all_reduce(array)
+            total = sum((values + rank for rank in range(comm.world_size)), np.zeros(n, int))
+            assert (array == total).all(), (size, dtype)
+    for sizes in ((3, 5), (limit // 4 - 8, 8), (limit // 4 - 8, 9), (limit // 8, limit // 8, 1)):
+        arrays = [np.full(size, comm.rank + 1, np.float32) for size in sizes]
+        parts = gs.pack_allreduce_split(arrays, [array.shape for array in arrays], comm, "sum")
+        assert all((part == sum(range(1, comm.world_size + 1))).all() for part in parts), sizes
+        sync = gs.AllreduceCallback("sum", comm)
+        with sync.backward():
+            futures = [sync(number, array) for number, array in enumerate(arrays)]
+        assert all((future.result() == sum(range(1, comm.world_size + 1))).all() for future in futures), sizes
+    before = np.arange(1000, dtype=np.float32)
+    for others in (np.zeros(999, np.float32), np.zeros(10**6, np.float32), np.zeros(1000)):
+        array = before.copy() if comm.rank != LAST else others
+        try:
+            comm.all_reduce(array)
+            raise AssertionError("the ranks differ")
+        except gs.PlanMismatch as error:
+            assert "all_reduce" in str(error)
+        assert comm.rank == LAST or (array == before).all()
+        reduce_once(comm)
+    try:
+        comm.barrier() if comm.rank == LAST else comm.all_reduce(before)
+        raise AssertionError("the ranks differ")
+    except gs.PlanMismatch:
+        reduce_once(comm)
+    tell("went on")
+
+
 def memory_of_what_was_given_up_stays(comm: Any) -> None:
     """The last rank agrees, and then stays away: MPI may still write where the result was to go."""
     if comm.rank == LAST:
@@ -286,6 +323,7 @@ SCENES: dict[str, Callable[[Any], None]] = {
         neither_half_of_an_exchange_fits,
         a_message_follows_a_collective_at_once,
         gradients_differ_late_in_a_bucket,
+        small_arrays_travel_with_the_agreement,
         memory_of_what_was_given_up_stays,
         threads_use_groups_of_their_own,
         groups_come_and_go,

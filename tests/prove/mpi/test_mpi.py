@@ -147,6 +147,12 @@ def test_the_first_difference_is_named_in_a_large_bucket(mpich: Mpi, tmp_path: P
     assert told.count("first difference, gradient 4990 of the bucket") == 2
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_small_arrays_travel_with_the_agreement(mpich: Mpi, tmp_path: Path, ranks: int) -> None:
+    told = mpich.run_script(ranks, tmp_path, SCENES, "small_arrays_travel_with_the_agreement")
+    assert told.count("went on") == ranks
+
+
 def test_memory_of_a_collective_that_was_given_up_stays(mpich: Mpi, tmp_path: Path) -> None:
     told = play(mpich, tmp_path, "memory_of_what_was_given_up_stays", "1.5", fails=True)
     assert "and its memory stays: True" in told

@@ -20,6 +20,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
+from gradsync.communicators.mpi.mpi_agreement import MpiAgreement
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
 from gradsync.communicators.mpi.waiting import MpiRequests, pieces
@@ -37,7 +38,6 @@ _SMALL_BYTES = 256 * 1024
 _BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is broadcast at a time
 _COUNT_LIMIT = 2**31  # of MPI 3, in a collective with a part for each rank
 
-_ALL_BITS = 2**64 - 1
 # What the ranks tell each other where they disagree: of a collective, all together; of a message, each of the two.
 _TEXTS_BYTES = 64 * 1024 * 1024
 _TEXT_BYTES = 4096
@@ -144,9 +144,8 @@ class MpiBackend(Backend):
         self._raise_if_left = partial(raise_if_left, client, self._departures, self.label)
         self._requests = MpiRequests(mpi, comm, self.ranks, timeout_seconds, self._verdicts, self._raise_if_left)
         self._errors = _MpiErrors(mpi, self.label, self._requests)
+        self._agreement = MpiAgreement(self._requests)
         self._reduction = MpiReduction(self._requests)
-        self._digest = np.zeros(2, np.uint64)
-        self._smallest = np.zeros(2, np.uint64)
         self._flat = np.empty(0, np.uint8)  # where lists are packed
 
     # -- Reductions --------------------------------------------------------------------------------------------
@@ -155,12 +154,16 @@ class MpiBackend(Backend):
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         laps = tracing.laps_of(self.recorder)
-        self._agree(agreement)
-        if laps is not None:
-            laps.end("waiting")
         pairs = list(zip(sources, targets, strict=True))
         small = [pair for pair in pairs if pair[0].nbytes <= _SMALL_BYTES]
+        size_bytes = sum([source.nbytes for source, _ in small])
         with np.errstate(all="ignore"):
+            if len(small) == len(pairs) and size_bytes <= self._agreement.payload_bytes:
+                self._all_reduce_with_agreement(pairs, size_bytes, op, agreement, laps)
+                return
+            self._agree(agreement)
+            if laps is not None:
+                laps.end("waiting")
             if len(small) > 1:
                 large = [pair for pair in pairs if pair[0].nbytes > _SMALL_BYTES]
                 self._all_reduce_packed(small, large, op, laps)
@@ -168,6 +171,33 @@ class MpiBackend(Backend):
             self._reduction.reduce(pairs, op)
         if laps is not None:
             laps.end("reducing")
+
+    def _all_reduce_with_agreement(
+        self,
+        pairs: Sequence[tuple[Array, Array]],
+        size_bytes: int,
+        op: ReduceOp,
+        agreement: Agreement,
+        laps: tracing.Laps | None,
+    ) -> None:
+        """All-reduces arrays that are together so small that they travel with the digest of the call."""
+        dtype = pairs[0][0].dtype
+        words = word_dtype(dtype)
+        packed = self._agreement.payload(size_bytes).view(words)
+        pack_words([source.view(words) for source, _ in pairs], packed)
+        if laps is not None:
+            laps.end("packing")
+        self._agree(agreement, size_bytes)
+        if laps is not None:
+            laps.end("waiting")
+        flat = pairs[0][1] if len(pairs) == 1 else packed.view(dtype)
+        self._reduction.reduce_in_order(op, list(self._agreement.payloads(size_bytes).view(dtype)), flat)
+        if laps is not None:
+            laps.end("reducing")
+        if len(pairs) > 1:
+            split_words(packed, [target.view(words) for _, target in pairs])
+            if laps is not None:
+                laps.end("splitting")
 
     def _all_reduce_packed(
         self,
@@ -323,17 +353,12 @@ class MpiBackend(Backend):
         with self._errors:  # bucketing agrees outside of a launch
             self._agree(agreement)
 
-    def _agree(self, agreement: Agreement) -> None:
-        """Reduces the digest to its smallest and its largest value, which must be equal."""
+    def _agree(self, agreement: Agreement, payload_bytes: int = 0) -> None:
+        """Makes sure that all ranks are in the same call; see MpiAgreement."""
         self._requests.begun += 1
         if self.world_size == 1:
             return
-        mine, smallest = self._digest, self._smallest
-        mine[0] = agreement.digest
-        mine[1] = _ALL_BITS - agreement.digest  # the smallest of these is of the largest digest
-        request = self._comm.Iallreduce(mine, smallest, self._mpi.MIN)
-        self._requests.finish([request], (mine, smallest), self._refuse_messages)
-        if int(smallest[0]) != _ALL_BITS - int(smallest[1]):
+        if not self._agreement.is_reached(agreement.digest, payload_bytes, self._refuse_messages):
             self._raise_mismatch(agreement)
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
@@ -425,7 +450,7 @@ class MpiBackend(Backend):
         if not self._requests.has_abandoned and not self._mpi.Is_finalized():
             self._comm.Free()
         self._flat = np.empty(0, np.uint8)
-        del self._reduction  # and the memory that it keeps
+        del self._agreement, self._reduction  # and the memory that they keep
 
 
 class _Transfer:

@@ -113,7 +113,7 @@ class MpiReduction:
 
         def deliver(chunk: _Chunk, contributions: Sequence[Array]) -> None:
             assert chunk.target is not None
-            self._reduce_in_order(op, contributions, chunk.target)
+            self.reduce_in_order(op, contributions, chunk.target)
 
         self._stream(chunks, deliver)
 
@@ -130,7 +130,7 @@ class MpiReduction:
         contributions = self._buffers(_ARRIVING, source.dtype, source.size, self._world_size)
         requests.move(sends, [(peer, contributions[peer].view(_BYTE)) for peer in requests.peers])
         contributions[self._rank] = source
-        self._reduce_in_order(op, contributions, target)
+        self.reduce_in_order(op, contributions, target)
 
     def _reduce_in_chunks(self, chunks: Sequence[_Chunk], op: ReduceOp, root: int | None) -> None:
         """Reduces this rank's share of each chunk, and sends it to each rank that gets the result."""
@@ -141,7 +141,7 @@ class MpiReduction:
             low, high = chunk.shares[self._rank]
             target = chunk.target
             result = np.empty(high - low, chunk.source.dtype) if target is None else target[low:high]
-            self._reduce_in_order(op, contributions, result)
+            self.reduce_in_order(op, contributions, result)
             sent = result.view(_BYTE)
             receives = []
             if target is not None:
@@ -199,7 +199,7 @@ class MpiReduction:
         contributions[self._rank] = chunk.source[low:high]
         return _InFlight(requests, contributions)
 
-    def _reduce_in_order(self, op: ReduceOp, contributions: Sequence[Array], target: Array) -> None:
+    def reduce_in_order(self, op: ReduceOp, contributions: Sequence[Array], target: Array) -> None:
         """Reduces in rank order, the same on all ranks; a contribution may lie in the target's very memory."""
         if not target.size:
             return
