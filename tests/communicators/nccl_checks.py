@@ -68,6 +68,10 @@ def held_up(*streams: Any) -> Iterator[None]:
         obstacle.lift()
 
 
+def client_of(comm: Any) -> Any:
+    return comm._backend.client
+
+
 def side_stream() -> Any:
     """Returns a stream that waits for nothing but what the current one has to do now."""
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -290,6 +294,41 @@ def keep_callbacks_from_the_watcher(comm: Any) -> None:
     assert not called.is_set()
     goes_on.set()
     assert called.wait(SECONDS)
+    for group in (*groups, comm):
+        with contextlib.suppress(gs.GradsyncError):
+            group.close()
+
+
+def keep_callbacks_of_a_failure_from_the_watcher(comm: Any) -> None:
+    """What a failure ends, of two communicators: no callback keeps the watcher from failing the other one."""
+    groups = [comm.new_group(range(comm.world_size)) for _ in range(2)]
+    callbacks = [gs.AllreduceCallback("sum", group) for group in groups]
+    is_in_it, goes_on, threads = threading.Event(), threading.Event(), []
+
+    def dawdle(_: Any) -> None:
+        threads.append(threading.current_thread().name)
+        is_in_it.set()
+        goes_on.wait(SECONDS)
+
+    for group, callback in zip(groups, callbacks, strict=True):
+        callback("w", full(0))
+        callback.flush()
+        group.barrier()
+    producer = side_stream()
+    with held_up(producer):
+        with producer:
+            for group, callback in zip(groups, callbacks, strict=True):
+                group.asynchronous.all_reduce(full(0)).add_done_callback(dawdle)
+                callback("w", full(0)).add_done_callback(dawdle)
+                callback.flush()
+        client_of(comm).barrier("all ranks have launched")
+        if comm.rank == comm.world_size - 1:
+            comm.abort("enough")
+        wait_until(lambda: comm.closed and all(group.closed for group in groups))
+        assert is_in_it.wait(SECONDS)
+    goes_on.set()
+    wait_until(lambda: len(threads) == 4)
+    assert set(threads) == {"gradsync-nccl-callbacks"}
     for group in (*groups, comm):
         with contextlib.suppress(gs.GradsyncError):
             group.close()

@@ -40,8 +40,9 @@ def test_streams(place: Place, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2, 3), *on(GPU, 2)])
-def test_a_slow_callback_keeps_nobody_from_noticing_failures(place: Place, world_size: int) -> None:
-    place.run(world_size, check, "keep_callbacks_from_the_watcher")
+@pytest.mark.parametrize("name", ["keep_callbacks_from_the_watcher", "keep_callbacks_of_a_failure_from_the_watcher"])
+def test_a_slow_callback_keeps_nobody_from_noticing_failures(place: Place, world_size: int, name: str) -> None:
+    place.run(world_size, check, name)
 
 
 def test_pinned_memory_is_given_back() -> None:
