@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     # The world's communicator; there is one between init_process_group() and destroy_process_group().
     WORLD: Communicator
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> the module that defines it.
 _HOME = {

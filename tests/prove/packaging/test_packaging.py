@@ -18,8 +18,8 @@ import gradsync as gs
 pytest.importorskip("build", reason="the extra `prove` brings it")
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="releases are built from the repository")
 
-# What the repository has, and a release does not need.
-NOT_RELEASED = {".gitignore", ".ci/run"}
+# Only maintainers need these files of the repository.
+NOT_RELEASED = re.compile(r"\.gitignore|\.ci/.*|Makefile|tests/.*|benchmarks/.*")
 # What only setuptools makes.
 MADE = re.compile(r"PKG-INFO|setup\.cfg|src/gradsync\.egg-info/.*")
 
@@ -34,10 +34,11 @@ def empty(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return environment_with(built[1], tmp_path_factory.mktemp("environment") / "empty")
 
 
-def test_the_sdist_has_what_the_repository_has(built: tuple[Path, Path]) -> None:
+def test_the_sdist_has_what_users_need(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as sdist:
         inside = {name.partition("/")[2] for name in sdist.getnames() if not sdist.getmember(name).isdir()}
-    assert {name for name in inside if not MADE.fullmatch(name)} == files_of_the_repository() - NOT_RELEASED
+    needed = {name for name in files_of_the_repository() if not NOT_RELEASED.fullmatch(name)}
+    assert {name for name in inside if not MADE.fullmatch(name)} == needed
 
 
 def test_the_wheel_has_the_library_and_nothing_else(built: tuple[Path, Path]) -> None:
