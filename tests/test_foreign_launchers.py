@@ -179,4 +179,4 @@ def test_a_launcher_inside_a_rank_of_gradsync_is_told(
     same = 0 if outer_size == 1 else 2
     assert told.count("InvalidArgument: ") == 2 * outer_size - same
     assert told.count("name different places for this process") == 2 * outer_size - same
-    assert told.count("has inherited the variables of a rank, and not the secret") == same
+    assert told.count("has inherited the rank's variables without the secret") == same

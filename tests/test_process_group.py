@@ -297,7 +297,7 @@ def test_a_rank_that_has_joined_already_and_a_wrong_world_size_are_refused() -> 
         assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["joined\n"] * 2
         for rank, world_size, told in [
             (1, 2, "rank 1/2 has joined already"),
-            (0, 3, "world_size 2, rank 0 came with 3"),
+            (0, 3, "world_size 2, rank 0 joined with world_size 3"),
         ]:
             stranger = start(rank, world_size)
             out, err = stranger.communicate(timeout=60)
@@ -399,9 +399,9 @@ def test_ranks_with_different_addresses_say_where_theirs_is_from(tmp_path: Path)
     (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, script=script)]
     assert "missing: rank 1" in first
     assert re.search(
-        r"rank 0 has the address 127.0.0.1:\d+ from MASTER_ADDR and MASTER_PORT: every rank needs the", first
+        r"rank 0 has the address 127.0.0.1:\d+ from MASTER_ADDR and MASTER_PORT; every rank needs the", first
     )
-    assert re.search(r"rank 1 has the address 127.0.0.1:\d+ from GRADSYNC_ADDRESS: every rank needs the same", second)
+    assert re.search(r"rank 1 has the address 127.0.0.1:\d+ from GRADSYNC_ADDRESS; every rank needs the same", second)
 
 
 def test_plain_ranks_tell_an_uncaught_exception(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ class Part:
 
     def _come_to_joined(self, connection: Connection, request: Any, *_: Any) -> None:
         """Waits until this rank has its seat: in the thread that joins, as the one that reads is not to be struck."""
-        while not connection.is_seated and connection.failure is None and request.is_over.locked():
+        while not connection.is_accepted and connection.failure is None and request.is_over.locked():
             time.sleep(0.001)
         self._arrive(JOINED)
 

@@ -69,7 +69,7 @@ class GradsyncRank:
         raise ValueError(phase)
 
     def _take(self, message: Message) -> None:
-        if message.type is FrameType.SEATED:
+        if message.type is FrameType.JOIN_ACCEPTED:
             return
         if message.type is FrameType.PULSE:
             self.pulses += 1

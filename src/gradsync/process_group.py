@@ -459,11 +459,11 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
 def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:
     """Meets the other ranks of the world, which want this backend."""
     from gradsync.communicators import status
-    from gradsync.rendezvous.hosting import is_told_over_mpi, join
+    from gradsync.rendezvous.hosting import is_sent_over_mpi, join
 
     global _client, _meeting
     place, share = settings.place, None
-    if is_told_over_mpi(place, settings.address, wanted):
+    if is_sent_over_mpi(place, settings.address, wanted):
         from gradsync.communicators.mpi.mpi_job import share_over_mpi
 
         share = share_over_mpi(place)

@@ -9,7 +9,7 @@ import pytest
 from gradsync.communicators import status
 from gradsync.communicators.agreement import agreement_on
 from gradsync.diagnostics.recorder import FlightRecorder, Place
-from gradsync.rendezvous.frames import MAX_TOLD_GROUPS
+from gradsync.rendezvous.frames import MAX_STATUS_GROUPS
 
 BARRIER = agreement_on("barrier", (), None, "")
 
@@ -28,7 +28,7 @@ class Group:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    groups = [Group(f"g{number}") for number in range(2 * MAX_TOLD_GROUPS)]
+    groups = [Group(f"g{number}") for number in range(2 * MAX_STATUS_GROUPS)]
     monkeypatch.setattr(status, "usable_recorders", lambda: [group.recorder for group in groups])
     return groups
 
@@ -48,8 +48,8 @@ def test_of_many_groups_those_in_use_are_told(groups: list[Any]) -> None:
             group.use()
     groups[0].use()
     told = status.positions()
-    assert len(told) == MAX_TOLD_GROUPS
-    assert set(told) == {"g0", "g7"} | {group.recorder.group for group in groups[-MAX_TOLD_GROUPS + 2 :]}
+    assert len(told) == MAX_STATUS_GROUPS
+    assert set(told) == {"g0", "g7"} | {group.recorder.group for group in groups[-MAX_STATUS_GROUPS + 2 :]}
     assert next(iter(told)) == "g7"  # in a collective now
     report = status.report()
     assert report.index("group 'g7'") < report.index("group 'g0'")

@@ -138,7 +138,7 @@ def test_mistake_in_on_asked_is_logged_and_harms_nobody(pair, caplog, on_asked) 
     with caplog.at_level(logging.ERROR, logger="gradsync.rendezvous"):
         _, missing = run_threads([lambda: pair[0].get("done"), ask])
     assert missing == (0,)
-    assert "rank 0/2: position 0 of group 'g' counts as not reached yet" in caplog.text
+    assert "rank 0/2: position 0 of group 'g' counts as not launched" in caplog.text
     assert run_threads([lambda c=c: c.agree("g", 0, 1) for c in pair]) == [Decision.AGREED] * 2
 
 

@@ -298,7 +298,7 @@ def test_wrong_secret() -> None:
 
 def test_wrong_world_size_and_duplicate_rank() -> None:
     with RendezvousServer(2, secret=SECRET) as server:
-        with pytest.raises(RendezvousError, match="world_size 2, rank 0 came with 3"):
+        with pytest.raises(RendezvousError, match="world_size 2, rank 0 joined with world_size 3"):
             connect(server, 0, 3)
         clients = connect_all(server, 2)
         with pytest.raises(RendezvousError, match="rank 1/2 has joined already"):
@@ -363,5 +363,5 @@ def test_a_generation_of_some_follows_a_failure() -> None:
         results = run_threads([lambda: rebuild(0), lambda: rebuild(2)])
         values = [b"0", b"2"]
         assert results == [(0, 2, 2, 1, "rank 0/2", values), (1, 2, 2, 1, "rank 1/2", values)]
-        with pytest.raises(RendezvousError, match="rank 1 came for generation 2, the next one is 3"):
+        with pytest.raises(RendezvousError, match="rank 1 wants to join generation 2, the next one is 3"):
             connect(server, 1, 3, generation=2, min_ranks=2)

@@ -73,8 +73,8 @@ class Wire:
         monkeypatch.setattr(connection_module, "look_at", self._look_at)
         monkeypatch.setattr(connection_module.time, "monotonic", lambda: self.now)
         self.connection._interval_seconds = 0.5
-        self.connection._beat_at = self.now + 0.5
-        self.connection._server_peer.restart(self.now)
+        self.connection.beat_at = self.now + 0.5
+        self.connection._server_peer.reset(self.now)
 
     def _look_at(self, pid: int | None, _stream: socket.socket) -> ProcessState:
         self.pids.append(pid)
@@ -171,9 +171,9 @@ def test_slow_server_is_worth_one_warning(wire: Wire, caplog) -> None:
     wire.push((FrameType.PULSE,))
     assert wire.connection.failure is None
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 0/2: the rendezvous server at server:1 (pid 7) has not been heard of for 5 s, but runs "
-        "(a long call that holds Python's lock?)",
-        "rank 0/2: the rendezvous server at server:1 (pid 7) is heard of again",
+        "rank 0/2: the rendezvous server at server:1 (pid 7) has sent nothing for 5 s, but runs "
+        "(perhaps in a long call that holds Python's lock)",
+        "rank 0/2: the rendezvous server at server:1 (pid 7) responds again",
     ]
     assert set(wire.pids) == {7}
 
@@ -185,7 +185,7 @@ def test_a_message_that_is_never_finished_is_a_failure(wire: Wire) -> None:
     wire.beat(9)
     assert wire.connection.failure is None
     wire.beat(2)
-    assert "server:1 (pid 7) is lost: it has left a message unfinished for 5 s" in str(wire.connection.failure)
+    assert "server:1 (pid 7) is lost: its last message has been incomplete for 5 s" in str(wire.connection.failure)
 
 
 def test_a_heartbeat_waits_for_nobody_who_sends(wire: Wire) -> None:
@@ -337,7 +337,7 @@ def test_callbacks_that_raise_or_say_too_much_harm_nobody(pair) -> None:
     pair[1].describe_with(lambda: groups, lambda: "é" * 20_000, lambda: {"0": calls})
     with pytest.raises(CollectiveTimeout) as caught:
         pair[0].report_stuck("world", 7, "all_reduce #7", 300.0, [1])
-    assert "(its report cannot be made: ZeroDivisionError: division by zero)" in str(caught.value)
+    assert "(its report failed: ZeroDivisionError: division by zero)" in str(caught.value)
     assert "ééé" in str(caught.value)
 
 
@@ -513,7 +513,7 @@ def test_a_rank_that_is_interrupted_while_it_joins_tells_the_others_why(monkeypa
     wait, has_joined = Connection._wait, threading.Event()
 
     def interrupted_wait(self, pending, deadline):
-        while not self.is_seated:
+        while not self.is_accepted:
             time.sleep(0.001)
         if self.label == "rank 0/3":
             has_joined.set()

@@ -6,7 +6,7 @@ import pytest
 
 from gradsync.environment import RankEnvironment
 from gradsync.errors import AuthenticationError, InvalidArgument
-from gradsync.rendezvous.hosting import Spot, _is_here, _spot, join
+from gradsync.rendezvous.hosting import MeetingPoint, _is_here, _meeting_point, join
 
 
 def rank(**known: object) -> RankEnvironment:
@@ -25,29 +25,29 @@ def rank(**known: object) -> RankEnvironment:
     ],
 )
 def test_where(known: dict[str, object], where: str) -> None:
-    assert _spot(rank(**known), None)[:2] == (where if ":" in where else None, where)
-    assert _spot(rank(**known), "other:7") == Spot("other:7", "other:7", "address=")
+    assert _meeting_point(rank(**known), None)[:2] == (where if ":" in where else None, where)
+    assert _meeting_point(rank(**known), "other:7") == MeetingPoint("other:7", "other:7", "address=")
 
 
 @pytest.mark.parametrize("known", [{}, {"master_addr": "node0"}, {"master_port": 29500}])
 def test_nowhere_to_meet_names_what_to_set(known: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument, match="rank 1/2 does not know where to meet.*MASTER_ADDR.*gradsync run"):
-        _spot(rank(**known), None)
+    with pytest.raises(InvalidArgument, match="rank 1/2 needs the rendezvous. address.*MASTER_ADDR.*gradsync run"):
+        _meeting_point(rank(**known), None)
 
 
 @pytest.mark.parametrize("where", ["PMI-1-2", "localhost:1", "127.0.0.1:1", "127.9.9.9:1", "[::1]:1"])
 def test_what_only_this_machine_reaches(where: str) -> None:
-    assert _is_here(Spot(where if ":" in where else None, where))
+    assert _is_here(MeetingPoint(where if ":" in where else None, where))
 
 
 @pytest.mark.parametrize("where", ["node0:1", "192.0.2.1:1", "0.0.0.0:1", "[fe80::1]:1"])
 def test_what_others_reach_too(where: str) -> None:
-    assert not _is_here(Spot(where, where))
+    assert not _is_here(MeetingPoint(where, where))
     with pytest.raises(AuthenticationError, match="across hosts needs a secret.*GRADSYNC_SECRET_FILE"):
         join(rank(), where, 1.0)
 
 
 def test_a_process_that_a_rank_started_is_told_that_it_is_none() -> None:
     inherited = rank(address="127.0.0.1:4000", hosted=True, source="gradsync")
-    with pytest.raises(AuthenticationError, match="inherited the variables of a rank.*begin with GRADSYNC_"):
+    with pytest.raises(AuthenticationError, match="inherited the rank.s variables.*begin with GRADSYNC_"):
         join(inherited, None, 1.0)

@@ -107,7 +107,7 @@ def test_a_verdict_is_one_on_its_generation_alone() -> None:
     bench.wait(1)  # it has still to be found anew
     bench.states[PID] = ProcessState.RUNNING
     bench.join(6, 1)
-    assert [message[0] for message in bench.take(5)] == [FrameType.SEATED, FrameType.JOINED]
+    assert [message[0] for message in bench.take(5)] == [FrameType.JOIN_ACCEPTED, FrameType.JOINED]
 
 
 def test_nobody_is_looked_at_whose_process_is_not_known() -> None:

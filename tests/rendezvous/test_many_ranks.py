@@ -99,7 +99,7 @@ def test_thousands_of_silent_ranks_are_looked_at_in_one_turn() -> None:
 
 def test_a_rank_that_is_turned_away_while_it_joins_comes_again(crowd_of, monkeypatch) -> None:
     with RendezvousServer(8, secret=SECRET) as server:
-        server._loop._max_strangers = 2
+        server._loop._max_unauthenticated = 2
         crowd = crowd_of(server, 8)
         crowd.play(JOIN)
         assert crowd.lost > 0
@@ -131,7 +131,7 @@ def test_room_for_connections(monkeypatch, caplog) -> None:
     assert not caplog.records
     sockets.make_room(9000)
     assert limits[2:] == [(4096, 4096)]
-    assert "may have 4096 files open, and a rendezvous of this size may need up to 9256" in caplog.text
+    assert "needs up to 9256 open files, this process may open 4096" in caplog.text
 
 
 def test_the_library_s_own_client_meets_the_simulated_ranks(crowd_of) -> None:

@@ -176,11 +176,11 @@ def test_strangers_are_bounded_and_cost_no_threads() -> None:
         threads = set(threading.enumerate())
         streams = [
             stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
-            for _ in range(ranks + server_module.MAX_STRANGERS + 20)
+            for _ in range(ranks + server_module.MAX_UNAUTHENTICATED + 20)
         ]
         for stream in streams[:20]:  # the oldest go first
             assert stream.recv(1) == b""
-        assert 60 < len(server._loop._strangers) <= ranks + server_module.MAX_STRANGERS
+        assert 60 < len(server._loop._unauthenticated) <= ranks + server_module.MAX_UNAUTHENTICATED
         assert set(threading.enumerate()) <= threads
 
 
@@ -255,5 +255,5 @@ def test_a_session_is_for_the_generation_that_its_hello_has_named() -> None:
                 [message] = connection.receive()
                 assert message.fields[3] == 5
             else:
-                with pytest.raises(FrameError, match=f"JOIN names generation {joined}, HELLO has named 5"):
+                with pytest.raises(FrameError, match=f"JOIN names generation {joined}, HELLO named 5"):
                     connection.receive()

@@ -229,7 +229,7 @@ def test_member_that_does_not_read_is_dropped(monkeypatch) -> None:
                 # No fixed number: the kernel's buffers take many requests before a busy server reads one.
                 while time.monotonic() < deadline:
                     connection.post(FrameType.GET, "big", None)
-            with pytest.raises(RankFailed, match="unread"):
+            with pytest.raises(RankFailed, match="has not read its last"):
                 clients[0].barrier()
         finally:
             for client in clients:

@@ -92,9 +92,9 @@ def test_busy_rank_is_told_of_once_and_never_condemned(state: ProcessState) -> N
     bench.live(60, [0], {1: state})
     [notice] = bench.notices
     who = "rank 1/2 (pid 1001), in phase 'running',"
-    assert notice.startswith(f"{who} has not been heard of for 5 s, but {state.value} (")
+    assert notice.startswith(f"{who} has sent nothing for 5 s, but {state.value} (")
     bench.send(1, FrameType.DELETE, "k")  # any message is a sign of life
-    assert bench.notices[1:] == ["rank 1/2 (pid 1001) is heard of again"]
+    assert bench.notices[1:] == ["rank 1/2 (pid 1001) responds again"]
     bench.live(10, [0, 1])
     assert len(bench.notices) == 2
     assert bench.failures(0) == []
@@ -166,19 +166,19 @@ steps = st.lists(st.tuples(st.floats(0.0, 3.0), st.sampled_from([None, *ProcessS
 @given(steps)
 def test_only_two_fatal_states_after_a_full_silence_are_lost(steps: list[tuple[float, ProcessState | None]]) -> None:
     """Against a model that keeps the whole history."""
-    now, heard_at, history = 100.0, 100.0, []
+    now, last_seen_at, history = 100.0, 100.0, []
     silence = Peer(now)
     for pause, state in steps:
         now += pause
         if state is None:
-            silence.hear(now)
-            heard_at, history = now, []
+            silence.note_alive(now)
+            last_seen_at, history = now, []
             continue
         judgement = silence.judge(now, state)
-        if now < heard_at + 1.5:
+        if now < last_seen_at + 1.5:
             assert judgement is Judgement.NONE
             continue
         history.append(state)
         assert (judgement is Judgement.LOST) == (len(history) > 1 and all(f.is_fatal for f in history[-2:]))
         if judgement is Judgement.SLOW:
-            assert now >= heard_at + 5
+            assert now >= last_seen_at + 5

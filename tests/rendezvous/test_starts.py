@@ -80,7 +80,7 @@ def test_a_rank_of_another_start_is_refused(bench: StartsBench) -> None:
     bench.join_rank(0)
     [(kind, _, reason, text)] = bench.take(RANKS[0])
     assert (kind, reason, bench.closed) == (FrameType.REFUSED, REFUSED, [RANKS[0]])
-    assert "rank 0 is of another start of the ranks than the present one" in text
+    assert "rank 0 belongs to another start of the ranks, not to the current one" in text
 
 
 def test_the_next_start_turns_the_ranks_of_the_last_one_away(bench: StartsBench) -> None:

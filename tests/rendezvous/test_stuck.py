@@ -12,7 +12,7 @@ from gradsync.rendezvous.frames import (
     DEATH,
     MAX_FAILURE_BYTES,
     MAX_REPORT_BYTES,
-    MAX_TOLD_GROUPS,
+    MAX_STATUS_GROUPS,
     OF_MESSAGES,
     SILENCE,
     STUCK,
@@ -399,7 +399,7 @@ def test_verdict_on_a_group_goes_to_all_and_names_its_members() -> None:
     assert text.startswith("rank 1 waited 300 s in all_reduce #57 for rank 3\n")
 
 
-@pytest.mark.parametrize(("told_groups", "missing"), [(MAX_TOLD_GROUPS - 1, (1,)), (MAX_TOLD_GROUPS, ())])
+@pytest.mark.parametrize(("told_groups", "missing"), [(MAX_STATUS_GROUPS - 1, (1,)), (MAX_STATUS_GROUPS, ())])
 def test_who_tells_of_all_the_groups_it_may_can_be_anywhere_in_others(told_groups: int, missing: tuple) -> None:
     bench = WaitingBench(3)
     bench.miss(0, group="pair", ranks=[0, 1])

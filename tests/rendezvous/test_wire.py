@@ -20,9 +20,9 @@ from gradsync.rendezvous.frames import (
     MAX_PHASE_BYTES,
     MAX_RANKS,
     MAX_REPORT_BYTES,
+    MAX_STATUS_CALLS,
+    MAX_STATUS_GROUPS,
     MAX_TEXT_BYTES,
-    MAX_TOLD_CALLS,
-    MAX_TOLD_GROUPS,
     MAX_VALUE_BYTES,
     MAX_WHAT_BYTES,
     FieldError,
@@ -69,11 +69,11 @@ requests = st.one_of(
 )
 texts = st.text(max_size=200).map(clip_text)
 phases = st.sampled_from(["joining", "running", "left"])
-progress = st.dictionaries(groups, positions, max_size=MAX_TOLD_GROUPS)
+progress = st.dictionaries(groups, positions, max_size=MAX_STATUS_GROUPS)
 ranks_in_order = st.lists(st.integers(0, 1000), unique=True, max_size=20).map(sorted)
 calls = st.tuples(positions, digests, st.text(max_size=50).map(clip_text), st.booleans()).map(list)
 of_group = st.tuples(positions, st.lists(calls, max_size=8)).map(list)
-statuses = st.dictionaries(groups, of_group, max_size=MAX_TOLD_GROUPS)
+statuses = st.dictionaries(groups, of_group, max_size=MAX_STATUS_GROUPS)
 tidings = st.one_of(
     st.tuples(
         st.just(FrameType.INTRODUCE),
@@ -88,7 +88,7 @@ tidings = st.one_of(
     st.tuples(st.just(FrameType.STATUS), positions, statuses, texts),
 )
 pushes = st.one_of(
-    st.tuples(st.just(FrameType.SEATED), positions),
+    st.tuples(st.just(FrameType.JOIN_ACCEPTED), positions),
     st.tuples(st.just(FrameType.PULSE)),
     st.tuples(st.just(FrameType.STATUS_REQUEST), positions),
     st.tuples(
@@ -153,8 +153,8 @@ def test_mutated_frames_are_refused(message: tuple) -> None:
 def test_longest_report_and_verdict_fit() -> None:
     client, server = make_sessions()
     call = [2**63 - 1, 2**64 - 1, "c" * MAX_CALL_BYTES, True]
-    calls = [call] * (MAX_TOLD_CALLS // MAX_TOLD_GROUPS)
-    status = {f"{n:02}" + "g" * (MAX_GROUP_BYTES - 2): (2**63 - 1, calls) for n in range(MAX_TOLD_GROUPS)}
+    calls = [call] * (MAX_STATUS_CALLS // MAX_STATUS_GROUPS)
+    status = {f"{n:02}" + "g" * (MAX_GROUP_BYTES - 2): (2**63 - 1, calls) for n in range(MAX_STATUS_GROUPS)}
     assert open_bytes(server, client.seal(FrameType.STATUS, 1, status, "x" * MAX_REPORT_BYTES)) is not None
     for missing in (0, 4096, 12 * 1024, MAX_RANKS):
         failure = Failure(0, "p" * MAX_PHASE_BYTES, "é" * MAX_FAILURE_BYTES, tuple(range(missing)))
@@ -246,7 +246,7 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.HEARTBEAT, ([],)),
         (FrameType.HEARTBEAT, ({"g": -1},)),
         (FrameType.HEARTBEAT, ({1: 1},)),
-        (FrameType.HEARTBEAT, ({str(n): 1 for n in range(MAX_TOLD_GROUPS + 1)},)),
+        (FrameType.HEARTBEAT, ({str(n): 1 for n in range(MAX_STATUS_GROUPS + 1)},)),
         (FrameType.INTRODUCE, ("m" * (MAX_MACHINE_BYTES + 1), "host", 1, None, 0)),
         (FrameType.INTRODUCE, ("m", "host", -1, None, 0)),
         (FrameType.STATUS, (1, {"world": 1}, "")),
@@ -255,7 +255,7 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.STATUS, (1, {"world": (1, [[1, 2, "barrier", 1]])}, "")),
         (FrameType.STATUS, (1, {"world": (1, "calls")}, "")),
         (FrameType.STATUS, (1, {"world": (1, [[1, 2, "x" * (MAX_CALL_BYTES + 1), True]])}, "")),
-        (FrameType.STATUS, (1, {"world": (1, [[1, 2, "x", True]] * (MAX_TOLD_CALLS + 1))}, "")),
+        (FrameType.STATUS, (1, {"world": (1, [[1, 2, "x", True]] * (MAX_STATUS_CALLS + 1))}, "")),
         (FrameType.STUCK, ("g", None, 1, "w" * (MAX_WHAT_BYTES + 1), 0, None, True)),
         (FrameType.STUCK, ("g", None, 1, "all_reduce #1", 1.5, None, False)),
         (FrameType.STUCK, ("g", None, 1, "all_reduce #1", 0, [1, 0], False)),

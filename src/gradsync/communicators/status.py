@@ -6,7 +6,7 @@ import math
 
 from gradsync.communicators.lifetime import usable_recorders
 from gradsync.diagnostics import FlightRecorder, stack_report
-from gradsync.rendezvous.frames import MAX_CALL_BYTES, MAX_TOLD_CALLS, MAX_TOLD_GROUPS, clip_text
+from gradsync.rendezvous.frames import MAX_CALL_BYTES, MAX_STATUS_CALLS, MAX_STATUS_GROUPS, clip_text
 
 _LAST_COLLECTIVES = 8
 
@@ -24,7 +24,7 @@ def report() -> str:
 def history() -> dict[str, list[tuple[int, int, str, bool]]]:
     """Returns the last collectives of each group, for comparison: number, digest, what it is, whether it runs."""
     told = _told_recorders()
-    return {recorder.group: _calls(recorder, MAX_TOLD_CALLS // len(told)) for recorder in told}
+    return {recorder.group: _calls(recorder, MAX_STATUS_CALLS // len(told)) for recorder in told}
 
 
 def _calls(recorder: FlightRecorder, last: int) -> list[tuple[int, int, str, bool]]:
@@ -38,9 +38,9 @@ def _calls(recorder: FlightRecorder, last: int) -> list[tuple[int, int, str, boo
 def _told_recorders() -> list[FlightRecorder]:
     """Returns the recorders of the groups that matter most, as many as there is room for in a message."""
     recorders = [r for r in usable_recorders() if r.place is not None and len(r.place.ranks) > 1]
-    if len(recorders) <= MAX_TOLD_GROUPS:
+    if len(recorders) <= MAX_STATUS_GROUPS:
         return recorders
-    return sorted(recorders, key=_last_used, reverse=True)[:MAX_TOLD_GROUPS]
+    return sorted(recorders, key=_last_used, reverse=True)[:MAX_STATUS_GROUPS]
 
 
 def _last_used(recorder: FlightRecorder) -> float:

@@ -756,7 +756,7 @@ class NodeLink:
 
 def _silent_seconds(why: str) -> float:
     """Returns for how long a lost launcher had been silent, as the rendezvous tells it; 0 where its end was seen."""
-    found = re.search(r"not heard of for ([\d.]+) s", why)
+    found = re.search(r"no sign of life for ([\d.]+) s", why)
     return 0.0 if found is None else float(found[1])
 
 

@@ -1,16 +1,17 @@
-"""Agreement on the next collective, by position: asked for by NCCL communicators, decided here.
+"""Agreement of a group's members on their next collective; NCCL communicators ask for it.
 
-NCCL cannot carry a digest of what the ranks are about to reduce, so its communicators ask the rendezvous server. Each
-communicator is a group that numbers its collectives: position 0, 1, 2, ... A rank whose next collective is the one
-that the common history predicts launches it without asking; any other rank asks, with the digest of its collective,
-and waits for the decision.
+NCCL cannot carry a digest of the collective, so its communicators ask the rendezvous server. Each communicator is a
+group that numbers its collectives: position 0, 1, 2, ... A rank whose next collective is the one that the common
+history predicts launches it without asking. Any other rank asks, with the digest of its collective, and waits for the
+decision.
 
-Part of the server's core, without I/O. A rank that asks waits until every member has reported the digest of what it
-does at that position: by asking too, or by saying that it has launched already, and what. The first question is
-forwarded to the other members, so that one which would not ask by itself does, or answers.
+Part of the server's core, without I/O. A question waits until every member has reported its digest for that position,
+by its own question or, if it has launched already, by a LAUNCHED frame. The server forwards the first question to the
+other members, so that a member that would launch without asking asks too, or reports what it has launched.
 
-A member that launched something else than another one asks about cannot take it back: from that position on everybody
-gets LAUNCHED, at once. A member that launched the same is as good as one that asked.
+A launched collective cannot be taken back. If a member has launched another collective than a member asks about, every
+question about that position or a later one gets LAUNCHED at once. A member that launched the same counts as one that
+asked.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from gradsync.rendezvous.store import Keys, Request, Wait, WaitTable
 
 MAX_GROUPS = 16_384
 MAX_OPEN_POSITIONS = 16_384  # of one group
-_REMEMBERED_VERDICTS = 16  # of one group, for members who had stopped waiting when the decision came
+_REMEMBERED_DECISIONS = 16  # of one group, for members that had stopped waiting when the decision came
 
 
 def _decide(request: Request, decision: Decision, position: int) -> Send:
-    """Answers with a decision, and the position that brought it."""
+    """Answers with a decision, and the position that it was made at."""
     return Send(request.connection, FrameType.DECISION, (request.sequence, int(decision), position))
 
 
 class Agreement:
-    """One position of one group, on which its members have begun to agree.
+    """The open agreement on one position of a group.
 
     Args:
-        group: the group; the agreement stands among its positions while any member has reported.
-        position: which of its collectives.
+        group: the group, which holds the agreement while any member has reported.
+        position: the number of the collective.
     """
 
     def __init__(self, group: Group, position: int) -> None:
         self.group = group
         self.position = position
-        self.waits: dict[int, Wait] = {}  # of the members who ask
-        self.digests: dict[int, int] = {}  # of these, and of the members who have launched already
-        self.is_forwarded = False  # whether the other members know of the question
-        self._reports: Counter[int] = Counter()  # how many members have reported each digest
-        self._cancelled: set[int] = set()  # asked, and stopped waiting
+        self.waits: dict[int, Wait] = {}  # the members that have asked
+        self.digests: dict[int, int] = {}  # of these, and of the members that have launched already
+        self.is_forwarded = False  # whether the question was forwarded to the other members
+        self._reports: Counter[int] = Counter()  # the number of members by digest
+        self._cancelled: set[int] = set()  # ranks that have asked and stopped waiting
 
     def ask(self, wait: Wait, digest: int) -> None:
         """Records a member that waits for the decision."""
@@ -57,12 +58,12 @@ class Agreement:
         self._cancelled.discard(wait.request.rank)
 
     def report(self, rank: int, digest: int) -> None:
-        """Records what a member does."""
+        """Records a member's digest."""
         self.digests[rank] = digest
         self._reports[digest] += 1
 
     def withdraw(self, wait: Wait) -> None:
-        """Takes a question back: the agreement goes on as if that rank had not come yet."""
+        """Removes a question, as if that rank had not asked yet."""
         del self.waits[wait.request.rank]
         digest = self.digests.pop(wait.request.rank)
         self._reports[digest] -= 1
@@ -73,22 +74,22 @@ class Agreement:
             del self.group.positions[self.position]
 
     def absent_ranks(self) -> Iterator[int]:
-        """Returns the members who have not reported, one after the other."""
+        """Iterates over the members that have not reported."""
         return (rank for rank in self.group.ranks if rank not in self.digests)
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the members who never reported; when there are none, those that stopped waiting."""
+        """Returns the members that never reported; if there are none, the members that stopped waiting."""
         absent = tuple(self.absent_ranks())
         return tuple(rank for rank in absent if rank not in self._cancelled) or absent
 
     def launched_ranks(self) -> tuple[int, ...]:
-        """Returns the members who have launched already."""
+        """Returns the members that have launched already."""
         return tuple(rank for rank in self.digests if rank not in self.waits)
 
     def decision(self) -> Decision | None:
         """Returns the decision, or None while it is open.
 
-        Members who differ wait for the last one nevertheless: it may have launched already.
+        Members that differ wait for the last report all the same, because that member may have launched already.
         """
         differ = len(self._reports) > 1
         if differ and len(self.digests) > len(self.waits):
@@ -100,7 +101,7 @@ class Agreement:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """The members of one group, and the positions on which they have begun to agree."""
+    """The members of one group, and its open agreements by position."""
 
     name: str
     ranks: Members
@@ -109,13 +110,13 @@ class Group:
     decided: dict[int, Decision] = field(default_factory=dict)  # the last positions with another decision
 
     def remember(self, position: int, decision: Decision) -> None:
-        """Keeps a decision for who asks again, and forgets the oldest."""
+        """Keeps a decision for members that ask again; drops the oldest."""
         self.decided[position] = decision
-        if len(self.decided) > _REMEMBERED_VERDICTS:
+        if len(self.decided) > _REMEMBERED_DECISIONS:
             del self.decided[next(iter(self.decided))]
 
     def open(self, position: int) -> Agreement | None:
-        """Returns the agreement on a position, a new one where there is none; None when too many are open."""
+        """Returns the open agreement on a position, or a new one; None if too many are open."""
         agreement = self.positions.get(position)
         if agreement is None and len(self.positions) < MAX_OPEN_POSITIONS:
             agreement = self.positions[position] = Agreement(self, position)
@@ -128,7 +129,7 @@ class AgreementService:
     Args:
         roster: the members.
         waits: the server's table of open waits.
-        keys: where the descriptions of those who have launched already are stored, within the keys' bounds.
+        keys: stores the descriptions of collectives that were launched already.
     """
 
     def __init__(self, roster: Roster, waits: WaitTable, keys: Keys) -> None:
@@ -138,7 +139,7 @@ class AgreementService:
         self._groups: dict[str, Group] = {}
 
     def ask(self, request: Request, name: str, ranks: Members, position: int, digest: int) -> list[Send]:
-        """Lets a member ask whether all do the same at a position; the last report brings the decision for all."""
+        """Handles a member's question about a position; the last report decides it for all members."""
         group = self._find(request, name, ranks)
         if isinstance(group, Send):
             return [group]
@@ -153,12 +154,12 @@ class AgreementService:
         if request.rank in agreement.digests:
             return [self._refuse_second(request, agreement)]
         agreement.ask(self._waits.add(request, agreement), digest)
-        return [*self._forward(agreement), *self._settle(agreement)]
+        return [*self._forward(agreement), *self._conclude(agreement)]
 
     def report_launched(self, rank: int, name: str, position: int, digest: int, description: str) -> list[Send]:
-        """Takes in that a member has launched already, and what. It needs no answer, so it is never refused.
+        """Records the collective that a member has launched already. The frame needs no answer: it is never refused.
 
-        The word of a rank that is no member, or that waits at this very position, means nothing and is left out.
+        A report of a rank that is not a member, or that has reported for this position, is ignored.
         """
         group = self._groups.get(name)
         if group is None or rank not in group.ranks or position in group.decided:
@@ -170,16 +171,16 @@ class AgreementService:
         sends = self._keys.publish(event_key(name, position, rank), description.encode())
         if agreement is not None:
             agreement.report(rank, digest)
-            sends += self._settle(agreement)
+            sends += self._conclude(agreement)
         return sends
 
     def forget(self, prefix: str) -> None:
-        """Drops the groups under a name that nobody uses any more."""
+        """Removes the groups that all members have left."""
         for name in [name for name in self._groups if is_under(name, prefix)]:
             del self._groups[name]
 
     def rank_left(self, rank: int) -> list[Send]:
-        """Fails the agreements that still need a rank which has left."""
+        """Fails the agreements that still need a rank that has left."""
         groups = [group for group in self._groups.values() if rank in group.ranks]
         agreements = [a for group in groups for a in group.positions.values() if rank not in a.digests]
         return [send for agreement in agreements for send in self._fail(agreement, rank)]
@@ -197,7 +198,7 @@ class AgreementService:
         return group
 
     def _refuse_second(self, request: Request, agreement: Agreement) -> Send:
-        what = "already waits" if request.rank in agreement.waits else "said that it has launched, and cannot ask,"
+        what = "already waits" if request.rank in agreement.waits else "has launched already and cannot ask"
         where = f"at position {agreement.position} of group {agreement.group.name!r}"
         return request.refuse(f"{self._roster.label(request.rank)} {what} {where}")
 
@@ -210,8 +211,8 @@ class AgreementService:
         absent = set(agreement.absent_ranks())
         return [Send(m.connection, FrameType.ASKED, fields) for rank, m in self._roster.present() if rank in absent]
 
-    def _settle(self, agreement: Agreement) -> list[Send]:
-        """Gives the decision, where it is known or cannot come any more."""
+    def _conclude(self, agreement: Agreement) -> list[Send]:
+        """Sends the decision if it is known, or a failure if a member that is still needed has left."""
         decision = agreement.decision()
         if decision is Decision.LAUNCHED:
             return self._break_off(agreement.group, agreement.position)
@@ -221,7 +222,7 @@ class AgreementService:
         return [] if left is None else self._fail(agreement, left)
 
     def _break_off(self, group: Group, position: int) -> list[Send]:
-        """Gives LAUNCHED to all who ask about this position or a later one, now or ever."""
+        """Answers LAUNCHED to every open and future question about this position or a later one."""
         group.launched_from = position
         agreements = [a for a in group.positions.values() if a.position >= position]
         return [send for agreement in agreements for send in self._finish(agreement, Decision.LAUNCHED, position)]
@@ -230,16 +231,16 @@ class AgreementService:
         del agreement.group.positions[agreement.position]
         if decision is not Decision.LAUNCHED:
             agreement.group.remember(agreement.position, decision)
-        if decision is Decision.AGREED:  # nobody will ask for the descriptions
+        if decision is Decision.AGREED:  # the descriptions are only read after a mismatch
             for rank in agreement.launched_ranks():
                 self._keys.discard(event_key(agreement.group.name, agreement.position, rank))
-        waits, agreement.waits = agreement.waits, {}  # they refer to each other: only so they go at once
+        waits, agreement.waits = agreement.waits, {}  # breaks the reference cycle, so that both are freed at once
         for wait in waits.values():
             self._waits.close(wait)
         return [_decide(wait.request, decision, position) for wait in waits.values()]
 
     def _fail(self, agreement: Agreement, left: int) -> list[Send]:
-        need = f"position {agreement.position} of group {agreement.group.name!r} needs its word"
+        need = f"position {agreement.position} of group {agreement.group.name!r} needs its digest"
         failure = self._roster.left_failure(left, need)
         waits = list(agreement.waits.values())
         for wait in waits:

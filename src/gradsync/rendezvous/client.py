@@ -1,7 +1,7 @@
-"""The face of the rendezvous for a rank: it joins a generation, and shares keys, meetings and failures with the others.
+"""The rendezvous client: a rank joins a generation, and shares keys, barriers and failures with the others.
 
-Used by the process group and the communicators. The world and a group of its ranks are one class: a group has a name,
-which stands before all names that it uses, and some of the ranks.
+Used by the process group and the communicators. The world and a group of its ranks are one class. A group has some of
+the ranks, and a name that prefixes all names it uses.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _JOIN_ATTEMPTS = 50
 
 
 class RendezvousClient:
-    """A rank's place in one generation, made by `connect`, or in a group of its ranks, made by `group`.
+    """A rank's membership of one generation, made by `connect`, or of a group of its ranks, made by `group`.
 
     Any number of threads may use it, each call with its own deadline. Every call ends in its result or in a typed
-    error. A failure of the generation is sticky: once known, every call raises it. Ranks that are passed to a group
-    count within the group; ranks in errors and reports are the world's.
+    error. Once the generation has failed, every call raises that failure. Arguments of a group's methods are ranks of
+    the group; ranks in errors and reports are ranks of the world.
 
     Attributes:
-        rank, world_size: this rank's number, and how many members there are.
-        world_ranks: the members' numbers in the world, by rank.
-        name: of the group; "" is the world.
+        rank, world_size: this rank's number, and the number of members.
+        world_ranks: the members' ranks in the world, by rank.
+        name: the group's name; "" is the world.
         label: this rank in messages, e.g. "rank 1/4", or "rank 1/2 of group 'pair' (rank 2 of the world)".
-        generation: counted by the server from 1.
-        most_advanced: the rank that has completed the most steps, as `connect` was told.
+        generation: the generation's number, counted by the server from 1.
+        most_advanced: the rank that has completed the most steps, by the `steps` passed to `connect`.
         address: the server's address.
-        own_host: the address of this machine by which it reaches the server.
-        has_failed: a function that returns, in a tenth of a microsecond, whether `check` would raise, or will in the
-            other ranks in a moment; for loops that are too fast for `check`.
+        own_host: the address from which this machine reaches the server.
+        has_failed: a function that takes 0.1 us and returns whether the generation has failed or this rank has
+            reported a failure; for loops that are too fast for `check`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RendezvousClient:
         self.label = connection.label
         self._world = world
         self._connection = connection
-        self._members: list[int] | None = None  # None is all ranks
+        self._members: list[int] | None = None  # None: all ranks
         if world is not None:
             self.label = f"rank {rank}/{self.world_size} of group {name!r} (rank {world_ranks[rank]} of the world)"
             self._members = sorted(world_ranks)
@@ -108,29 +108,29 @@ class RendezvousClient:
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
-        Every rank must call it once per generation. With `min_ranks`, after a failure, the generation forms of the
-        ranks that come: at the first deadline, or once all others are known to have ended. They are numbered anew then,
-        in their order.
+        Every rank must call it once per generation. With `min_ranks`, after a failure, the generation forms from the
+        ranks that join: at the first rank's deadline, or once all others are known to have ended. These ranks are then
+        numbered anew, in their old order.
 
         Args:
             address: the server's address, "host:port" or "[IPv6]:port".
             secret: the run's secret, at least 16 bytes.
-            rank: this rank as it was launched, from 0.
-            world_size: how many ranks were launched.
-            timeout_seconds: one deadline for all of it.
-            noun: what messages call a member, as the server does.
-            generation: the number of the generation to join; 0 is whichever forms next. Who comes too late for it is
-                refused.
-            min_ranks: of how many ranks at least it may form; None needs all. Needs `generation`.
-            steps: how many this rank has completed.
-            start: which start of the ranks this one is of, where launchers share the server, see `begin_start`.
+            rank: this rank's number at launch, from 0.
+            world_size: the number of launched ranks.
+            timeout_seconds: one deadline for connecting and joining.
+            noun: the word for a member in messages, the same as the server's.
+            generation: the number of the generation to join; 0 is the one that forms next. The server refuses a rank
+                whose generation has formed without it.
+            min_ranks: the smallest number of ranks to form a generation with; None needs all. Needs `generation`.
+            steps: the number of training steps that this rank has completed.
+            start: the name of the start that this rank belongs to, if launchers share the server, see `begin_start`.
 
         Raises:
             InvalidArgument: an argument is out of its range.
             RendezvousTimeout: the server was not reached (the text has the address and the last cause), or
                 not all ranks joined (`missing_ranks` names them).
             AuthenticationError: the server does not know the secret.
-            RendezvousError: the server refused this rank, or something else holds the port.
+            RendezvousError: the server refused this rank, or another service holds the port.
             RankFailed: another rank died while the generation was forming.
         """
         deadline = time.monotonic() + check_timeout(timeout_seconds)
@@ -138,7 +138,7 @@ class RendezvousClient:
         if not 0 <= rank < world_size:
             raise InvalidArgument(f"connect needs a rank from 0 to world_size - 1 = {world_size - 1}, got {rank}")
         if min_ranks is not None and generation == NEXT_GENERATION:
-            raise InvalidArgument("connect with min_ranks needs the generation that follows the one which has failed")
+            raise InvalidArgument("connect with min_ranks needs generation=, the number after the failed generation's")
         secret = check_secret(secret)
         label = f"{noun} {rank}/{world_size}"
         host = clip_text(socket.gethostname(), MAX_MACHINE_BYTES)
@@ -150,7 +150,7 @@ class RendezvousClient:
             connection = dial(address, secret=secret, deadline=deadline, label=label, generation=generation)
             try:
                 connection.start(heartbeat_seconds(world_size))
-                # The introduction travels right behind: a rank that is stopped in between would never be missed.
+                # INTRODUCE is sent together with JOIN: a rank that stopped in between would go unnoticed.
                 joined = connection.ask(
                     "joining",
                     max(deadline - time.monotonic(), 0.0),
@@ -164,8 +164,8 @@ class RendezvousClient:
                 )
             except BaseException as error:
                 connection.abandon()
-                # A server flooded by strangers may drop a connection that it does not know yet.
-                if not isinstance(error.__cause__, StreamEnded) or connection.is_seated or not attempts_left:
+                # A server that is flooded with connections may drop one that has not authenticated yet.
+                if not isinstance(error.__cause__, StreamEnded) or connection.is_accepted or not attempts_left:
                     raise
                 continue
             number, own_rank, size, most_advanced = joined
@@ -173,17 +173,17 @@ class RendezvousClient:
             return cls(connection, tuple(range(size)), own_rank, generation=number, most_advanced=most_advanced)
 
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
-        """Returns this rank's place among some of the members. All of these make one, with the same arguments.
+        """Returns this rank's client for a group of the members. All of them must call it, with the same arguments.
 
-        What they share stands under the group's name: a key, barrier or group that is not called so, or "name/...",
-        gets "name/" before it.
+        The group's keys, barriers and groups have its name: a name other than `name` and "name/..." is prefixed with
+        "name/".
 
         Args:
-            members: ranks of this client; in this order they are rank 0, 1, 2 ... of the group.
-            name: not used before in this generation; at most 500 bytes.
+            members: ranks of this client; in this order they become rank 0, 1, 2 ... of the group.
+            name: a name not used before in this generation; at most 500 bytes.
 
         Raises:
-            InvalidArgument: this rank is no member, or a member is named twice or does not exist.
+            InvalidArgument: this rank is not a member, or a member is named twice or does not exist.
         """
         numbers = [operator.index(member) for member in members]
         fits = all(0 <= member < self.world_size for member in numbers) and len(set(numbers)) == len(numbers)
@@ -217,15 +217,15 @@ class RendezvousClient:
     ) -> None:
         self.close()
 
-    # Keys and meetings.
+    # Keys, exchanges and barriers.
 
     def set(self, key: str, value: bytes, *, replace: bool = True) -> bool:
-        """Stores a value of at most 60 KiB under a key, for all members; returns whether it was stored.
+        """Stores a value under a key, for all members; returns whether it was stored.
 
         Args:
-            key: its name.
-            value: bytes.
-            replace: whether to replace a value that is there; else the first one stays.
+            key: the key's name.
+            value: at most 60 KiB.
+            replace: whether to replace an existing value; otherwise the first value stays.
 
         Raises:
             InvalidArgument: the key or the value does not fit.
@@ -238,13 +238,13 @@ class RendezvousClient:
         """Returns the value of a key; waits until it is set.
 
         Args:
-            key: its name.
-            from_rank: the member that sets it: it is named if it does not in time, and the wait ends if it leaves.
+            key: the key's name.
+            from_rank: the member that sets the key. A timeout names it, and the wait ends if it leaves.
             timeout_seconds: this rank's deadline.
 
         Raises:
-            RendezvousTimeout: nobody set it by the deadline; `missing_ranks` names `from_rank`.
-            RankFailed: a rank died, `from_rank` has left, or every other rank has.
+            RendezvousTimeout: the key was not set by the deadline; `missing_ranks` has `from_rank`.
+            RankFailed: a rank died, `from_rank` has left, or every other rank has left.
         """
         setter = None if from_rank is None else self.world_ranks[from_rank]
         operation = f"get {key!r}"
@@ -258,14 +258,14 @@ class RendezvousClient:
         """Returns the values of all members, by rank. Every member must call it, with the same name.
 
         Args:
-            name: names the exchange.
-            value: at most 60 KiB, and 512 KiB shared by the members.
+            name: the exchange's name.
+            value: at most 60 KiB, and at most 512 KiB divided by the number of members.
             timeout_seconds: this rank's deadline.
 
         Raises:
             InvalidArgument: the value is too long.
-            RendezvousTimeout: `missing_ranks` names the ranks that did not come, the text where they are.
-            RankFailed: a rank died, or one that is needed has left.
+            RendezvousTimeout: `missing_ranks` has the ranks that did not arrive; the text has their states.
+            RankFailed: a rank died, or a member has left.
         """
         fields = self._scoped(name), self._members, bytes(value)
         values = self._connection.ask(f"exchange {name!r}", timeout_seconds, FrameType.EXCHANGE, *fields)
@@ -275,7 +275,7 @@ class RendezvousClient:
     def barrier(self, name: str = "", *, timeout_seconds: float = 120.0) -> None:
         """Waits until every member has arrived. Every member must call it, with the same name; reusable.
 
-        A rank whose deadline comes first is withdrawn, and may come back to it. Raises as `exchange`.
+        A rank that reaches its deadline is withdrawn, and may call it again. Raises as `exchange`.
         """
         operation = f"barrier {name!r}"
         self._connection.ask(operation, timeout_seconds, FrameType.BARRIER, self._scoped(name), self._members)
@@ -291,25 +291,26 @@ class RendezvousClient:
         timeout_seconds: float = 120.0,
         arriving: tuple[list[object], object] | None = None,
     ) -> Decision:
-        """Asks whether all members do the same at a position of their group, and returns the decision.
+        """Asks whether all members run the same collective at a position of their group, and returns the decision.
 
-        Returns once every member has called it for this position, or has said, asked through `follow`, that it has
-        launched already: AGREED when all digests are equal, else MISMATCH, or LAUNCHED when a member launched another
-        digest. LAUNCHED comes at once, and for every later position of the group too; `launched_position` says where.
+        Returns once every member has called it for this position, or has reported through `follow` that it has launched
+        already. AGREED: all digests are equal. MISMATCH: they differ, and no member has launched. LAUNCHED: a member
+        has launched another digest; this comes at once, also for every later position of the group, and
+        `launched_position` gives the first such position.
 
         Args:
             group: the group's name, at most 960 bytes.
-            position: which of the group's collectives, from 0.
-            digest: of what this rank is about to do, an unsigned integer of 64 bits.
+            position: the number of the collective in the group, from 0.
+            digest: the digest of this rank's next collective, an unsigned integer of 64 bits.
             timeout_seconds: this rank's deadline.
-            arriving: a list, and what is appended to it when the decision comes: before any thread is woken, and in the
-                order in which the server has decided, which threads that ask at the same time cannot tell otherwise.
+            arriving: a list and an item. The item is appended when the decision arrives, before any thread wakes. So
+                the list is in the server's order, which threads that ask at the same time cannot know otherwise.
 
         Raises:
             InvalidArgument: an argument is out of its range, the members differ from an earlier call's, or this rank
                 already waits at this position.
-            RendezvousTimeout: `missing_ranks` names the members who did not report, the text where they are.
-            RankFailed: a rank died, or a member who has not reported has left.
+            RendezvousTimeout: `missing_ranks` has the members that did not report; the text has their states.
+            RankFailed: a rank died, or a member that has not reported has left.
         """
         name = self._scoped(group)
         fields = name, operator.index(position), operator.index(digest), self._members
@@ -321,83 +322,84 @@ class RendezvousClient:
         return Decision(decision)
 
     def launched_position(self, group: str) -> int | None:
-        """Returns where a member of the group launched something else, known after a decision LAUNCHED; else None.
+        """Returns the first position at which a member launched another collective; None before a decision LAUNCHED.
 
-        It may lie before the position that this rank asked about: then this rank launched there too.
+        It may be before the position that this rank asked about: then this rank has launched there too.
         """
         return self._launched_positions.get(self._scoped(group))
 
     def follow(self, group: str, on_asked: OnAsked) -> None:
-        """Lets `on_asked(position)` say what this rank launched there, whenever another member asks.
+        """Sets the callback that answers when another member asks about a position.
 
-        Call it before the group's first collective: a question that comes earlier is not kept. `on_asked` runs in a
-        thread of this client's. It is to be quick, not to raise, and to wait for nothing that needs the server.
+        Call it before the group's first collective: earlier questions are dropped. `on_asked` runs in a thread of this
+        client. It must be quick, must not raise, and must not wait for the server.
 
         Args:
             group: the group's name.
-            on_asked: returns what this rank launched at that position, or None when it has not come there yet. It
-                must `agree` there then, even if it would have launched without asking.
+            on_asked: `on_asked(position)` returns the collective that this rank has launched there, or None if it has
+                not reached that position. After None this rank must call `agree` there before it launches.
 
         Raises:
-            InvalidArgument: the group is followed already.
+            InvalidArgument: the group has a callback already.
         """
         self._connection.follow(self._scoped(group), on_asked)
 
     def unfollow(self, group: str) -> None:
-        """Ends `follow`; a call under way in another thread may still run. Idempotent."""
+        """Removes the callback of `follow`; a running call goes on. Idempotent."""
         self._connection.unfollow(self._scoped(group))
 
-    # What a launcher says of its ranks, on a server of launchers.
+    # Reports of a launcher about its ranks, on a server of launchers.
 
     def begin_start(self, start: str, world_size: int) -> None:
-        """Begins a start of the ranks. Every launcher must call it, with the same arguments, before it starts any.
+        """Begins a start of the ranks. Every launcher must call it, with the same arguments, before it starts ranks.
 
-        The ranks join with its name. Those of the start before are turned away.
+        The ranks join with the start's name. The server closes the connections of the start before.
 
         Args:
-            start: its name, at most 64 bytes; not used before.
-            world_size: how many ranks there are on all machines.
+            start: the start's name, at most 64 bytes; not used before.
+            world_size: the number of ranks on all machines.
         """
-        self._ask_at_once("beginning a start", FrameType.BEGIN_START, start, world_size)
+        self._ask_at_once("begin_start", FrameType.BEGIN_START, start, world_size)
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Names the process of a rank on this machine: should it stand still before it joins, the others are told.
+        """Records a rank's process on this machine. If it is stopped before it joins, the waiting ranks get an error.
 
         Args:
-            rank: its number.
+            rank: the rank's number.
             pid: its process id.
         """
-        self._say(FrameType.STARTED, rank, pid)
+        self._post(FrameType.STARTED, rank, pid)
 
     def note_end(self, rank: int, how: str) -> None:
-        """Says that a rank's process has ended: whoever waits for it to join is told.
+        """Records that a rank's process has ended; ranks that wait for it to join get an error.
 
         Args:
-            rank: its number.
-            how: it ended, in words, e.g. "ended with exit code 0".
+            rank: the rank's number.
+            how: how it ended, in words, e.g. "ended with exit code 0".
         """
-        self._say(FrameType.ENDED, rank, how)
+        self._post(FrameType.ENDED, rank, how)
 
     # Leaving.
 
     def announce_left(self, name: str, position: int) -> None:
-        """Says that this rank has left a communicator, after so many of its collectives; never waits, nor raises.
+        """Reports that this rank has left a communicator after `position` collectives; never waits nor raises.
 
-        Once all members have said so, or left the world, the server drops what is called `name` or "name/...".
+        Once all members have reported this, or have left the world, the server removes entries named `name` or
+        "name/...".
         """
         with contextlib.suppress(ValueError):
-            self._say(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
+            self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
-        """Returns the members that have left a communicator, as the world counts, and after how many collectives."""
+        """Returns the world ranks that have left a communicator, each with the number of collectives it had begun."""
         asked = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
         return dict(zip(*asked, strict=True))
 
     def close(self) -> None:
-        """Leaves the group, or the world; idempotent. The generation goes on without this rank.
+        """Leaves the group, or the world. Idempotent. The generation goes on without this rank.
 
-        A group waits for nothing. The world's client says goodbye and closes the connection; a thread that waits in a
-        request of it, or of its groups, gets CommunicatorClosed.
+        A group's client does not wait. The world's client sends LEAVE, waits up to 1 s and closes the connection;
+        threads that wait in its requests, or in those of its groups, get CommunicatorClosed.
         """
         if self._world is None:
             self._connection.close()
@@ -406,17 +408,17 @@ class RendezvousClient:
             self.announce_left(self.name, 0)
 
     def abandon(self) -> None:
-        """Closes the connection without a goodbye: for a client that has failed. Idempotent."""
+        """Closes the connection without LEAVE, after a failure. Idempotent."""
         self._connection.abandon()
 
     # Failures.
 
     def check(self) -> None:
-        """Raises when the generation has failed or the server is gone; never waits.
+        """Raises the failure of the generation, if it has failed; never waits. Every later call raises it again.
 
         Raises:
-            RankFailed: a rank of this generation died, was stopped or reported a failure; raised again at every call.
-            CollectiveTimeout: a rank did not come to a collective in time, and another one has reported that; likewise.
+            RankFailed: a rank of this generation died, was stopped or reported a failure.
+            CollectiveTimeout: a rank did not arrive at a collective in time.
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
         """
@@ -429,50 +431,53 @@ class RendezvousClient:
         history: Callable[[], Calls] = dict,
         on_trouble: Callable[[str], None] | None = None,
     ) -> None:
-        """Lets these say where this rank is, while it lives and when another rank misses it.
+        """Sets the callbacks that describe this rank to the server and the other ranks.
 
-        They run in threads of this client's, are to be quick and not to raise; one that raises counts as a text that
-        says so.
+        They run in threads of this client. They must be quick and must not raise; the error of one that raises becomes
+        its report.
 
         Args:
-            positions: returns, for at most 16 groups, how many collectives this rank has begun there. It runs at every
-                heartbeat, twice a second.
-            report: returns what this rank does, for the other ranks' error; cut to 16 KiB.
-            history: returns this rank's last collectives, by group: number, digest, what it is, whether it is inside.
-            on_trouble: called with a line, after this rank was asked and has answered, and once the generation fails.
+            positions: returns the number of collectives that this rank has begun, for at most 16 groups. It runs at
+                every heartbeat, twice a second.
+            report: returns the text on this rank for the other ranks' error; shortened to 16 KiB.
+            history: returns this rank's last collectives, by group: number, digest, description, and whether this rank
+                is still in it.
+            on_trouble: called with one line, after this rank has answered a status request, and once the generation
+                fails.
         """
         self._connection.describe_with(positions, report, history, on_trouble)
 
     def report_waiting(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
     ) -> None:
-        """Tells the operator that this rank waits in a collective for others; never waits for an answer, nor raises.
+        """Reports that this rank waits for others in a collective; does not wait for an answer, and does not raise.
 
-        The server says so once for each position of a group, however many ranks report it.
+        The server logs it once for each position of a group, however many ranks report it.
 
         Args:
-            group: the group's name, as in the positions that `describe_with` tells.
-            position: which of the group's collectives, counted from 1: how many this rank has begun, this one included.
-            what: the collective in words, its number included, e.g. "all_reduce #57".
-            waited_seconds: how long this rank has waited for it.
-            missing: the ranks that it waits for, as the world counts; None where it cannot know: then those that have
-                begun fewer.
+            group: the group's name, as in the positions of `describe_with`.
+            position: the number of the collective in the group, counted from 1.
+            what: the collective in words, with its number, e.g. "all_reduce #57".
+            waited_seconds: how long this rank has waited there.
+            missing: the world ranks that it waits for; None if it does not know them: then the ranks that have begun
+                fewer collectives.
         """
         with contextlib.suppress(GradsyncError):
+            self._connection.raise_failure()
             report = position, what, waited_seconds, _ascending(missing)
-            self._connection.report_waiting(self._scoped(group), self._members, *report)
+            self._connection.post_stuck(self._scoped(group), self._members, *report, is_over=False)
 
     def report_stuck(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
     ) -> NoReturn:
-        """Ends the generation because a collective has reached its deadline, and raises the failure of all ranks.
+        """Fails the generation because a collective has reached its deadline, and raises that failure.
 
-        The server asks every rank what it does, for at most half a second. The same error is then raised on every
-        rank, the missing ones too, by this call or whichever comes next. Arguments as for `report_waiting`.
+        The server asks every rank for its status, for at most half a second. Then every rank, also a missing one, gets
+        the same error, in this call or its next one. Arguments as for `report_waiting`.
 
         Raises:
-            CollectiveTimeout: `missing_ranks` names the ranks that did not come; the text has what each rank does.
-                It is this rank's own where the server does not answer within a second.
+            CollectiveTimeout: `missing_ranks` has the ranks that did not arrive; the text has every rank's report. If
+                the server does not answer within a second, the error has only this rank's view.
             RankFailed: a rank turned out to be dead or stopped, or the generation has failed before.
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
@@ -483,18 +488,18 @@ class RendezvousClient:
     def report_failure(self, reason: str, *, culprit: int | None = None) -> None:
         """Fails the generation: every rank gets RankFailed with this rank and the reason.
 
-        Meant for the way out of an error: it waits for nothing, and never raises.
+        For error handlers: it never waits and never raises.
 
         Args:
-            reason: why; cut to 4 KiB.
-            culprit: whom RankFailed names where this rank has failed because of another one, as the world counts.
+            reason: the text of the failure; shortened to 4 KiB.
+            culprit: the world rank that caused this rank's failure, which RankFailed then names.
         """
         self._connection.report_failure(reason, culprit)
 
     def _ask_at_once(self, operation: str, frame_type: FrameType, *fields: object) -> Any:
         return self._connection.ask(operation, AT_ONCE_SECONDS, frame_type, *fields)
 
-    def _say(self, frame_type: FrameType, *fields: object) -> None:
+    def _post(self, frame_type: FrameType, *fields: object) -> None:
         """Sends a message that needs no answer, unless the generation has failed."""
         with contextlib.suppress(GradsyncError):
             self._connection.raise_failure()

@@ -1,8 +1,7 @@
 """Frame types, their schemas, and the events and actions of the server's core.
 
-The vocabulary of the rendezvous. `wire` checks every message against its schema, in both directions; the core and the
-client handle what passed. A new frame type needs a number and a schema here, and a handler in `protocol` or
-`connection`.
+`wire` checks every message against its schema, in both directions, before the core or the client handles it. A new
+frame type needs a number and a schema here, and a handler in `protocol` or `connection`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gradsync.rendezvous.liveness import ProcessState
 PROTOCOL_VERSION = 9
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
-MAX_EXCHANGED_BYTES = 512 * 1024  # of all members' values together: each member gets them all
+MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
 MAX_NAME_BYTES = 1024
 MAX_GROUP_BYTES = MAX_NAME_BYTES - 64  # the name of a group that agrees becomes part of its events' keys
 MAX_EVENT_BYTES = 48 * 1024
@@ -29,29 +28,29 @@ MAX_REPORT_BYTES = 16 * 1024
 MAX_WHAT_BYTES = 1024
 MAX_MACHINE_BYTES = 256
 MAX_START_BYTES = 64
-MAX_TOLD_GROUPS = 16
-MAX_TOLD_CALLS = 128
+MAX_STATUS_GROUPS = 16
+MAX_STATUS_CALLS = 128
 MAX_CALL_BYTES = 200
 MAX_WAITED_MS = 10**12
 MAX_RANKS = 16_384
 
-OF_MESSAGES = 0  # in place of a collective's number, which counts from 1: the rank waits in a message
-TO_GENERATION = 0  # as a request sequence: a push to all members, in answer to no request
+OF_MESSAGES = 0  # instead of a collective's number, which starts at 1: the rank waits in a send or receive
+TO_GENERATION = 0  # instead of a request's sequence: a push to all members
 THE_WORLD = ""  # as the name in LEAVE: the rank leaves the generation
-NEXT_GENERATION = 0  # in JOIN: whichever forms next
+NEXT_GENERATION = 0  # in JOIN: the generation that forms next
 INVALID = 0  # kinds of refusal: the caller's mistake ...
-REFUSED = 1  # ... or a state of the run that forbids it
+REFUSED = 1  # ... or a state of the run that forbids the request
 DEATH = 0  # kinds of failure: a rank died, failed or left ...
-STUCK = 1  # ... or did not come to a collective in time ...
-SILENCE = 2  # ... or was found stopped, gone or out of reach
+STUCK = 1  # ... or did not arrive at a collective in time ...
+SILENCE = 2  # ... or is silent, and its process is stopped, gone or unreachable
 
 
 class FieldError(ValueError):
-    """A message's field does not fit its schema; the text says which, what it needs, and what came."""
+    """A message's field does not fit its schema. The text names the field, the need and the value."""
 
 
 class FrameType(enum.IntEnum):
-    """What a frame says. 1-15: handshake; 16-63: client to server; from 64: server to client."""
+    """The type of a frame. 1-15: handshake; 16-63: client to server; from 64: server to client."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -83,7 +82,7 @@ class FrameType(enum.IntEnum):
     REFUSED = 65
     TIMED_OUT = 66
     FAILED = 67
-    SEATED = 68
+    JOIN_ACCEPTED = 68
     ASKED = 69
     DECISION = 70
     PULSE = 71
@@ -101,7 +100,7 @@ class FrameType(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a message: its name, what it needs in words, and the check."""
+    """One field of a message: its name, its need in words, and its check."""
 
     name: str
     needed: str
@@ -120,7 +119,7 @@ def _integer(name: str, low: int, high: int, *, optional: bool = False) -> Field
 
 def _text(name: str, max_bytes: int) -> Field:
     def accepts(value: Any) -> bool:
-        # A character takes at most 4 bytes: short texts need no encoding to be known to fit.
+        # A character takes at most 4 bytes, so a short text fits without being encoded.
         return type(value) is str and (len(value) * 4 <= max_bytes or _utf8_length(value) <= max_bytes)
 
     return Field(name, f"text of at most {max_bytes} bytes in UTF-8", accepts)
@@ -160,14 +159,14 @@ def _is_result(value: Any) -> bool:
 
 
 def _is_progress(value: Any) -> bool:
-    if type(value) is not dict or len(value) > MAX_TOLD_GROUPS:
+    if type(value) is not dict or len(value) > MAX_STATUS_GROUPS:
         return False
     return all(_GROUP.accepts(group) and _POSITION.accepts(begun) for group, begun in value.items())
 
 
 def _is_status(value: Any) -> bool:
-    """Returns whether a value gives, by group, how many collectives were begun, and the last calls."""
-    if type(value) is not dict or len(value) > MAX_TOLD_GROUPS or not all(map(_GROUP.accepts, value)):
+    """Whether a value maps each group to its count of begun collectives and its last calls."""
+    if type(value) is not dict or len(value) > MAX_STATUS_GROUPS or not all(map(_GROUP.accepts, value)):
         return False
     calls = 0
     for of_group in value.values():
@@ -176,7 +175,7 @@ def _is_status(value: Any) -> bool:
         if type(of_group[1]) not in (list, tuple) or not all(map(_is_call, of_group[1])):
             return False
         calls += len(of_group[1])
-    return calls <= MAX_TOLD_CALLS
+    return calls <= MAX_STATUS_CALLS
 
 
 def _is_call(value: Any) -> bool:
@@ -204,19 +203,19 @@ _REQUEST = _integer("request sequence", 0, 2**63 - 1)
 _GROUP = _text("group", MAX_GROUP_BYTES)
 _POSITION = _integer("position", 0, 2**63 - 1)
 _DIGEST = _integer("digest", 0, 2**64 - 1)
-_PROGRESS = Field("progress", f"at most {MAX_TOLD_GROUPS} groups with the collectives begun in each", _is_progress)
+_PROGRESS = Field("progress", f"at most {MAX_STATUS_GROUPS} groups with the collectives begun in each", _is_progress)
 _INQUIRY = _integer("inquiry", 0, 2**63 - 1)
 _VALUE = Field("value", f"bytes of length 0 to {MAX_VALUE_BYTES}", _is_value)
-# Number, digest, what it is, and whether the rank is inside.
+# Number, digest, the call in words, and whether the rank is still in it.
 _CALL = (_POSITION, _DIGEST, _text("call", MAX_CALL_BYTES), _flag("runs"))
 _STATUS = Field(
     "status",
-    f"at most {MAX_TOLD_GROUPS} groups, each with the collectives begun and its last calls, {MAX_TOLD_CALLS} together",
+    f"at most {MAX_STATUS_GROUPS} groups, each with its begun collectives and last calls, {MAX_STATUS_CALLS} together",
     _is_status,
 )
 _MACHINE = _text("machine", MAX_MACHINE_BYTES)
 _PID = _integer("pid", 0, 2**31)
-# The form of JOIN is the same in every protocol version: versions meet here, and are compared first. Up to version 6
+# JOIN has the same form in every protocol version, because the server compares versions here first. Up to version 6
 # its last field was a deadline.
 _JOIN = (
     _integer("protocol version", 0, 2**31),
@@ -271,7 +270,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks", optional=False), _text("text", MAX_TEXT_BYTES)),
-    FrameType.SEATED: (_REQUEST,),
+    FrameType.JOIN_ACCEPTED: (_REQUEST,),
     FrameType.JOINED: (_REQUEST, _integer("generation", 1, 10**12), _RANK, _SIZE, _RANK),
     FrameType.ASKED: (_GROUP, _POSITION),
     FrameType.DECISION: (_REQUEST, _integer("decision", 0, 2), _POSITION),
@@ -296,19 +295,19 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
 
 
 class Decision(enum.IntEnum):
-    """What the server decides about one position of a group, the same for every rank that asked."""
+    """The server's decision on one position of a group, the same for every rank that asked."""
 
-    AGREED = 0  # every member is about to do the same: go on
+    AGREED = 0  # all members are about to run the same collective
     MISMATCH = 1  # the members differ, and none has launched
-    LAUNCHED = 2  # a member has launched something else than another one is about to do
+    LAUNCHED = 2  # a member has already launched a different collective
 
 
 class LaunchedEvent(NamedTuple):
-    """What a rank launched at a position that another one asks about.
+    """The collective that a rank has launched at a position.
 
     Attributes:
         digest: of the collective, an unsigned integer of 64 bits.
-        description: the collective in words, for the other ranks' error; cut to 48 KiB.
+        description: the collective in words, for the other ranks' error; shortened to 48 KiB.
     """
 
     digest: int
@@ -316,9 +315,9 @@ class LaunchedEvent(NamedTuple):
 
 
 def event_key(group: str, position: int, rank: int) -> str:
-    """Returns the key under which a rank's description of its collective stands when the ranks differ.
+    """Returns the key that holds a rank's description of its collective when the ranks differ.
 
-    The server stores it there for a rank that has launched; a rank that asked sets it itself, for the others.
+    The server sets the key for a rank that has launched. A rank that asked sets its own key.
     """
     return f"{group}/agree/{position}/{rank}"
 
@@ -328,9 +327,9 @@ def is_under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}/")
 
 
-@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples what that costs
+@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples the cost
 class Message:
-    """One authenticated message, never changed. Its fields stay out of the repr: they may hold an id, a capability."""
+    """One authenticated message, never changed. The repr leaves out the fields, which may hold a secret id."""
 
     type: FrameType
     sequence: int
@@ -338,7 +337,7 @@ class Message:
 
 
 def clip_text(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Returns the text shortened to so many bytes in UTF-8, with what cannot be encoded replaced."""
+    """Returns the text shortened to `max_bytes` in UTF-8; characters that cannot be encoded are replaced."""
     data = text.encode("utf-8", "replace")
     if len(data) <= max_bytes:
         return data.decode()
@@ -349,18 +348,18 @@ def check_fields(frame_type: FrameType, fields: tuple[Any, ...]) -> None:
     """Checks a message's fields against the schema of its type.
 
     Raises:
-        FieldError: a field is missing, too many, or not of the kind its schema needs.
+        FieldError: the number of fields is wrong, or a field does not fit its schema.
     """
     schema = SCHEMAS[frame_type]
     if len(fields) != len(schema):
         raise FieldError(f"{frame_type.name} needs {len(schema)} fields, got {len(fields)}")
-    for rule, value in zip(schema, fields):  # noqa: B905 - as many of both; `strict` takes as long as a check
+    for rule, value in zip(schema, fields):  # noqa: B905 - equal lengths; `strict` takes as long as a check
         if not rule.accepts(value):
             raise FieldError(f"{rule.name} needs to be {rule.needed}, got {_describe(value)}")
 
 
 def _describe(value: Any) -> str:
-    """Names a refused value without showing its content, which may be secret or long."""
+    """Describes a refused value without its content, which may be secret or long."""
     if type(value) is int:
         return str(value) if -(2**64) <= value <= 2**64 else "a larger integer"
     if isinstance(value, (bytes, str, list, tuple)):
@@ -368,13 +367,13 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-# What goes into the server's core and what comes out: plain data. The server turns sockets and the clock into events
-# and carries the actions out; the core decides.
+# Events go into the server's core and actions come out, both as plain data. The server makes events from sockets and
+# the clock, and carries out the actions.
 
 
 @dataclass(slots=True)  # not frozen, nor is Send: see Message
 class Received:
-    """An authenticated message came in."""
+    """An authenticated message arrived."""
 
     connection: int
     message: Message
@@ -382,7 +381,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A connection ended; `cause` says how, in words."""
+    """A connection ended; `cause` gives the reason in words."""
 
     connection: int
     cause: str
@@ -390,7 +389,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The process of a rank has started, as its launcher knows; the rank may not have joined."""
+    """A launcher has started a rank's process; the rank may not have joined yet."""
 
     rank: int
     pid: int
@@ -398,7 +397,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of a rank has ended, as its launcher knows; `how` in words: "ended with exit code 0"."""
+    """A launcher reports that a rank's process has ended; `how` is e.g. "ended with exit code 0"."""
 
     rank: int
     how: str
@@ -414,12 +413,12 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; what is due is to be done."""
+    """Time has passed: the core does its due work."""
 
 
 @dataclass(slots=True)
 class Send:
-    """Send this message. The fields stay out of the repr: they may hold an id, which is a capability."""
+    """Send this message. The repr leaves out the fields, which may hold a secret id."""
 
     connection: int
     type: FrameType
@@ -438,8 +437,8 @@ class Look:
     """Look at this peer's process and connection, and answer with Looked at once.
 
     Attributes:
-        peer: its connection; of a process that has not joined a negative number, see `liveness.process_key`.
-        pid: its process where that runs on the server's machine, else None.
+        peer: the connection's number; for a process that has not joined, its `liveness.process_key`.
+        pid: the process id on the server's machine; None on another machine.
     """
 
     peer: int
@@ -448,14 +447,14 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class MakeRoom:
-    """Make room for the connections of so many ranks, beside the launchers'."""
+    """Make room for the connections of `ranks` ranks, in addition to the launchers'."""
 
     ranks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Tell the operator (the log)."""
+    """Write this text to the log."""
 
     text: str
 

@@ -1,7 +1,7 @@
-"""The handshake: each side proves that it knows the run's secret, and both derive the keys of their session.
+"""The handshake: both sides prove that they know the run's secret, and derive the keys of their session.
 
-Sits between `wire` and the connections of both ends. Pure state machines: nonces are handed in, frames go in, bytes
-come out.
+Used by the connections of both ends, on top of `wire`. The two classes are state machines without I/O: they take
+nonces and frames, and return bytes.
 
     client                                  server
     HELLO     magic, generation and client nonce ->
@@ -10,16 +10,15 @@ come out.
     PROOF     MAC: the client's proof ->
     JOIN ... (session keys)          <->
 
-The server proves itself first, so a client never answers a stranger, and a client with a wrong secret learns
-so by itself. Each proof covers every byte exchanged so far and carries its direction's label, so that nothing
-can be reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder runs before
-authentication.
+The server gives its proof first. So a client never proves itself to an unknown server, and a client with a wrong secret
+notices that by itself. Each proof covers all bytes exchanged so far and the label of its direction, so no frame can be
+reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder runs before authentication.
 
-The first 8 bytes of the client's nonce are the generation that it comes for, which its JOIN repeats: so the keys of a
-session hold for one run and one generation, and a rank of another one is refused.
+The first 8 bytes of the client's nonce are the number of the generation to join, which JOIN repeats. So the keys of a
+session hold for one run and one generation, and the server refuses a rank of another generation.
 
-The CHALLENGE says which process the server is (a digest of its machine's identity, and its pid): a client that hears
-nothing more can look whether it was stopped.
+The CHALLENGE identifies the server's process (a digest of its machine's identity, and its pid), so that a client can
+check whether a silent server was stopped.
 
 Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with HMAC-SHA256.
 """
@@ -37,14 +36,14 @@ from gradsync.rendezvous.frames import NEXT_GENERATION, FrameType
 from gradsync.rendezvous.wire import MAC_BYTES, Frame, FrameError, Mac, Session, pack_frame
 
 NONCE_BYTES = 32
-RANDOM_BYTES = 24  # of a client's nonce; the rest is the generation
+RANDOM_BYTES = 24  # the random part of a client's nonce; the rest is the generation
 MIN_SECRET_BYTES = 16
 MAX_RUN_ID_BYTES = 64
 _MAGIC = b"gradsync"
 _REVISION = 2
 _PREFIX = _MAGIC + bytes([_REVISION])
-_PROCESS = struct.Struct(">8sI")  # a digest of the machine's identity, zeros where that is not known, and the pid
-_NO_MAC = bytes(MAC_BYTES)  # HELLO: nothing is agreed yet; both proofs cover it
+_PROCESS = struct.Struct(">8sI")  # a digest of the machine's identity (zeros if unknown), and the pid
+_NO_MAC = bytes(MAC_BYTES)  # in HELLO: there is no key yet; both proofs cover the frame later
 
 _SERVER_PROOF = b"gradsync 1 server proof\0"
 _CLIENT_PROOF = b"gradsync 1 client proof\0"
@@ -53,10 +52,10 @@ _SERVER_TO_CLIENT = b"gradsync 1 server to client\0"
 
 
 class ServerProcess(NamedTuple):
-    """Which process the server is, as it says in its CHALLENGE.
+    """The server's process, as its CHALLENGE identifies it.
 
     Attributes:
-        machine: a digest of its `machine_identity`; zeros where that is not known.
+        machine: a digest of the server's `machine_identity`; zeros if unknown.
         pid: its process id on that machine.
     """
 
@@ -65,11 +64,11 @@ class ServerProcess(NamedTuple):
 
     @classmethod
     def of(cls, machine: str, pid: int) -> ServerProcess:
-        """Returns it for a machine's identity, or "", and a pid."""
+        """Returns the process with this pid on the machine with this identity; "" is an unknown machine."""
         return cls(hashlib.sha256(machine.encode()).digest()[:8] if machine else bytes(8), pid)
 
     def is_on(self, machine: str) -> bool:
-        """Whether it runs on the machine of this identity, so that its pid means something there."""
+        """Whether the process runs on the machine with this identity."""
         return bool(machine) and self.machine == ServerProcess.of(machine, 0).machine
 
 
@@ -80,7 +79,7 @@ def check_secret(secret: bytes) -> bytes:
     """Returns the secret as bytes.
 
     Raises:
-        InvalidArgument: it is not bytes, or too short to protect a run.
+        InvalidArgument: the secret is not bytes, or has fewer than 16.
     """
     if not isinstance(secret, (bytes, bytearray)) or len(secret) < MIN_SECRET_BYTES:
         size = f"{len(secret)} bytes" if isinstance(secret, (bytes, bytearray)) else type(secret).__name__
@@ -115,16 +114,16 @@ def _expect(frame: Frame, frame_type: FrameType, sequence: int) -> None:
 
 
 class ServerHandshake:
-    """The server's side, for one connection.
+    """The server's side of the handshake, for one connection.
 
     Args:
         secret: the run's secret.
-        run_id: names this run; bound into every MAC of the session.
-        nonce: 32 fresh random bytes.
-        process: which process the server is.
+        run_id: the run's name; part of every MAC of the session.
+        nonce: 32 new random bytes.
+        process: the server's process.
 
     Attributes:
-        generation: for which the client has come; only known to be true once its session has opened a message.
+        generation: the generation that the client wants to join; unverified until the session has opened a message.
     """
 
     def __init__(self, secret: bytes, run_id: str, nonce: bytes, process: ServerProcess = _UNKNOWN) -> None:
@@ -136,11 +135,11 @@ class ServerHandshake:
         self._transcript = b""
 
     def receive(self, frame: Frame) -> bytes | Session:
-        """Takes the client's next frame; returns bytes to send (CHALLENGE), or the session after the PROOF.
+        """Handles the client's next frame; returns bytes to send (CHALLENGE), or the session after the PROOF.
 
         Raises:
-            FrameError: the frame is not the one due now.
-            AuthenticationError: the client's proof does not hold.
+            FrameError: the frame is not the expected one.
+            AuthenticationError: the client's proof is wrong.
         """
         if not self._transcript:
             return self._challenge(frame)
@@ -167,15 +166,15 @@ class ServerHandshake:
 
 
 class ClientHandshake:
-    """The client's side, for one connection.
+    """The client's side of the handshake, for one connection.
 
     Args:
         secret: the run's secret.
-        nonce: 24 fresh random bytes.
-        generation: for which the client comes; NEXT_GENERATION is whichever forms next.
+        nonce: 24 new random bytes.
+        generation: the generation to join; NEXT_GENERATION is the one that forms next.
 
     Attributes:
-        run_id, server: the server's run id, and which process it is, once `receive` has accepted its proof.
+        run_id, server: the server's run id and process, valid once `receive` has accepted the server's proof.
     """
 
     def __init__(self, secret: bytes, nonce: bytes, generation: int = NEXT_GENERATION) -> None:
@@ -190,12 +189,12 @@ class ClientHandshake:
         return self._hello + _NO_MAC
 
     def receive(self, frame: Frame) -> tuple[bytes, Session]:
-        """Takes the CHALLENGE; returns the PROOF to send and the session that starts after it.
+        """Handles the CHALLENGE; returns the PROOF to send and the session that starts after it.
 
         Raises:
-            FrameError: the frame is no CHALLENGE: something else speaks on that port.
+            FrameError: the frame is not a CHALLENGE: another service uses that port.
             RendezvousError: the server speaks another revision of the handshake.
-            AuthenticationError: the server's proof does not hold: the secrets differ.
+            AuthenticationError: the server's proof is wrong: the secrets differ.
         """
         _expect(frame, FrameType.CHALLENGE, 0)
         self.run_id, self.server = _read_challenge(frame.body)
@@ -212,7 +211,7 @@ class ClientHandshake:
 
 
 def _read_challenge(body: bytes) -> tuple[str, ServerProcess]:
-    """Returns the run id of a CHALLENGE's body, and which process the server is."""
+    """Returns the run id and the server's process from a CHALLENGE's body."""
     if not body.startswith(_MAGIC) or len(body) < len(_PREFIX):
         raise FrameError("malformed CHALLENGE: the peer is not a gradsync server")
     if body[len(_MAGIC)] != _REVISION:

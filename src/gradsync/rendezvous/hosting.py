@@ -1,19 +1,18 @@
-"""From a rank's place to a joined rendezvous client: who hosts the server, where, and where the secret comes from.
+"""Hosting: decides which process hosts the rendezvous server and where the secret comes from, then joins.
 
-| the ranks were started by | who hosts, and where | the secret |
+| the ranks were started by | host and address | the secret |
 | --- | --- | --- |
-| gradsync | the launcher, at a free port | handed to its ranks by a descriptor |
-| anything, beside `gradsync serve` | that server: GRADSYNC_ADDRESS, with GRADSYNC_HOSTED=1 | GRADSYNC_SECRET_FILE |
-| anything, with GRADSYNC_ADDRESS | rank 0, there | the file, or on loopback one that rank 0 makes |
-| torchrun, or by hand | rank 0, at MASTER_ADDR and the port beside MASTER_PORT | likewise |
-| mpiexec or srun, on one machine | rank 0, at a free port | GRADSYNC_SECRET_FILE beside rank 0's file, or in it |
-| srun, on several machines | rank 0, at the step's first host and a port that its number gives | GRADSYNC_SECRET_FILE |
-| mpiexec or srun, with mpi4py | rank 0, at a free port of the address by which the others reach it | told over MPI |
+| gradsync | the launcher, at a free port | passed to its ranks through a file descriptor |
+| any, beside `gradsync serve` | that server: GRADSYNC_ADDRESS, with GRADSYNC_HOSTED=1 | GRADSYNC_SECRET_FILE |
+| any, with GRADSYNC_ADDRESS | rank 0, at that address | that file; on loopback also a file that rank 0 makes |
+| torchrun, or by hand | rank 0, at MASTER_ADDR and a port next to MASTER_PORT | as in the row above |
+| mpiexec or srun, on one machine | rank 0, at a free port, in its file | GRADSYNC_SECRET_FILE, or rank 0's file |
+| srun, on several machines | rank 0, at the step's first host; port by the step's number | GRADSYNC_SECRET_FILE |
+| mpiexec or srun, with mpi4py | rank 0, at a free port; it sends the address over MPI | sent over MPI |
 
-A file that rank 0 makes lies in the user's runtime directory (`secret_files.py`), and only until all ranks have met: a
-rank of the next run must not find this one's. The last three rows count where MASTER_ADDR and MASTER_PORT are not set;
-the very last one for backend "mpi", and on several machines where no other way is known. The generation is counted by
-whoever hosts.
+A file that rank 0 makes is in the user's runtime directory (`secret_files.py`), and only until all ranks have joined: a
+rank of the next run must not find it. The last three rows apply if MASTER_ADDR and MASTER_PORT are not set. The last
+row applies for backend "mpi", and on several machines if no other row does.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _LOOPBACK = "127.0.0.1"
-_TOLD_ADDRESSES = 8
-_ANY_PORT = 9  # nothing is sent there
+_MAX_SHARED_ADDRESSES = 8
+_ANY_PORT = 9  # no data is sent to it
 
-#: Gives a short text of this rank to all, by another way than the rendezvous, and returns every rank's, by rank; the
-#: second argument is the deadline, in monotonic seconds.
+#: An all-gather of short texts without the rendezvous (over MPI): takes this rank's text and a deadline in monotonic
+#: seconds, and returns every rank's text, by rank.
 Share = Callable[[bytes, float], list[bytes]]
 
 
-class Spot(NamedTuple):
-    """Where the ranks of a world meet, as all of them know without having met.
+class MeetingPoint(NamedTuple):
+    """The meeting point of a world's ranks, which each of them derives by itself.
 
     Attributes:
-        address: host:port, or None: rank 0 takes a free port, and says which.
-        name: what the others find it by, and errors call it.
-        source: who has named the address; "" where there is none.
+        address: host:port; None if rank 0 chooses a free port.
+        name: the name of rank 0's secret file, also used in errors.
+        source: the argument or variable that gave the address; "" if there is none.
     """
 
     address: str | None
@@ -61,18 +60,18 @@ class Spot(NamedTuple):
 
 @dataclass
 class Meeting:
-    """What this process keeps of a meeting, for those after it.
+    """A rendezvous that this process has joined, kept for the next `join`.
 
     Attributes:
-        spot: where.
-        world_size: number of ranks.
-        endpoint: the server, and the run's secret.
-        server: where this rank hosts it.
-        path: the file for the others, while there is one.
-        is_closed: whether it is of no use any more.
+        point: the meeting point.
+        world_size: the number of ranks.
+        endpoint: the server's address, and the run's secret.
+        server: the server, if this rank hosts it.
+        path: the secret file for the other ranks, while it exists.
+        is_closed: whether it cannot be used again.
     """
 
-    spot: Spot
+    point: MeetingPoint
     world_size: int
     endpoint: Endpoint
     server: RendezvousServer | None = None
@@ -80,30 +79,30 @@ class Meeting:
     is_closed: bool = False
 
     def withdraw(self) -> None:
-        """Removes the file for the others."""
+        """Removes the secret file for the other ranks."""
         path, self.path = self.path, None
         if path is not None:
-            with contextlib.suppress(OSError):  # the server must stop all the same
+            with contextlib.suppress(OSError):  # the server must stop in any case
                 os.unlink(path)
 
     def close(self, *, wait_seconds: float) -> None:
-        """Stops hosting, after giving the others `wait_seconds` to leave."""
+        """Stops hosting, after at most `wait_seconds` for the other ranks to leave."""
         self.is_closed = True
-        self.withdraw()  # first: once the port is free, a later run may put its own file there
+        self.withdraw()  # first: once the port is free, a later run may write its own file there
         if self.server is not None:
             self.server.wait_until_empty(wait_seconds)
             self.server.stop()
 
 
-def is_told_over_mpi(place: RankEnvironment, address: str | None, backend: str) -> bool:
-    """Whether the ranks tell each other over MPI where they meet, where MPI is there for that.
+def is_sent_over_mpi(place: RankEnvironment, address: str | None, backend: str) -> bool:
+    """Whether rank 0 sends the address and the secret over MPI, if mpi4py is installed.
 
-    They do where no address is given, and either they want "mpi", or mpiexec tells nothing else.
+    It does if no address is given, and either backend "mpi" is wanted or the launcher's variables give no other way.
 
     Args:
-        place: this rank's place.
+        place: this rank's environment.
         address: host:port from the caller, or None.
-        backend: what the ranks want; may be "auto".
+        backend: the wanted backend; may be "auto".
     """
     if address is not None or place.address is not None:
         return False
@@ -112,7 +111,7 @@ def is_told_over_mpi(place: RankEnvironment, address: str | None, backend: str) 
     if place.source not in SOURCES_WITH_MPI or place.world_size == 1:
         return False
     if place.source == SLURM and place.run_name is None and place.secret is None:
-        return True  # several machines of a Slurm step, whose address is of no use without a secret
+        return True  # a Slurm step on several machines: its address is useless without a secret
     return place.run_name is None and (place.master_addr is None or place.master_port is None)
 
 
@@ -124,56 +123,57 @@ def join(
     *,
     share: Share | None = None,
 ) -> tuple[RendezvousClient, Meeting]:
-    """Meets the other ranks.
+    """Joins the other ranks at the rendezvous; hosts the server if that is this rank's part.
 
     Args:
-        place: this rank's place.
-        address: host:port from the caller, or None for the environment's.
-        timeout_seconds: for all of it.
-        kept: this process's last meeting; used again where it fits, else closed.
-        share: by what rank 0 tells the others where it hosts, where no address is known; the same on all ranks.
+        place: this rank's environment.
+        address: host:port from the caller; None takes the environment's.
+        timeout_seconds: the deadline for all of it.
+        kept: this process's last meeting; used again if it fits, else closed.
+        share: sends rank 0's address and secret to the others over MPI; None if they are known without. All ranks must
+            agree whether it is None.
 
     Returns:
-        The joined client, and what to keep for the next meeting.
+        The joined client, and the meeting to keep for the next call.
 
     Raises:
         InvalidArgument: no address is known, or it is malformed.
-        AuthenticationError: no secret across hosts, or a wrong one.
+        AuthenticationError: there is no secret across hosts, or it is wrong.
         BackendUnavailable: no machine of an MPI job reaches another one.
-        RendezvousTimeout: the server, or a rank, was not there before the deadline.
-        RendezvousError: refused, or the port is taken.
+        RendezvousTimeout: the server did not answer, or a rank did not join, before the deadline.
+        RendezvousError: the server refused this rank, or the port is in use.
         RankFailed: a rank died while joining.
     """
     deadline = time.monotonic() + timeout_seconds
-    spot = _spot(place, address) if share is None else Spot(None, "over MPI")
-    if kept is not None and (kept.spot, kept.world_size) != (spot, place.world_size):
+    point = _meeting_point(place, address) if share is None else MeetingPoint(None, "over MPI")
+    if kept is not None and (kept.point, kept.world_size) != (point, place.world_size):
         kept.close(wait_seconds=0.0)
-    if kept is not None and kept.is_closed:  # now, or before a meeting elsewhere that has failed
+    if kept is not None and kept.is_closed:  # closed just now, or before a join elsewhere that failed
         kept = None
-    hosted_for_us = place.hosted and spot.address is not None and spot.address == place.address
+    hosted_for_us = place.hosted and point.address is not None and point.address == place.address
     secret = place.secret or take_secret()
-    if share is None and secret is None and (hosted_for_us or not _is_here(spot)):
-        raise _no_secret(place, spot, hosted_for_us=hosted_for_us)
+    if share is None and secret is None and (hosted_for_us or not _is_here(point)):
+        raise _no_secret(place, point, hosted_for_us=hosted_for_us)
     if share is not None:
-        meeting = _meeting_told_by_rank_0(spot, place, kept, share, deadline)
+        meeting = _meet_over_mpi(point, place, kept, share, deadline)
     elif place.rank == 0 and not hosted_for_us:
-        others_look = place.world_size > 1 and (secret is None or spot.address is None)
-        meeting = kept or _start_hosting(spot, place, secret, _LOOPBACK, is_found_by_file=others_look)
-    elif secret is not None and spot.address is not None:
+        others_look = place.world_size > 1 and (secret is None or point.address is None)
+        meeting = kept or _start_hosting(point, place, secret, _LOOPBACK, is_found_by_file=others_look)
+    elif secret is not None and point.address is not None:
         start = place.start if hosted_for_us else None
-        meeting = Meeting(spot, place.world_size, Endpoint(spot.address, secret, start))
+        meeting = Meeting(point, place.world_size, Endpoint(point.address, secret, start))
     else:
-        return _find(spot, secret, place, kept, deadline)
+        return _find(point, secret, place, kept, deadline)
     with _closing_at_failure(meeting, kept):
         try:
             client = _connect(meeting.endpoint, place, deadline)
         except RendezvousTimeout as error:
-            if not spot.source or hosted_for_us:
+            if not point.source or hosted_for_us:
                 raise
-            # The commonest cause of all: some ranks have one address, some another.
+            # The most common cause: the ranks have different addresses.
             raise RendezvousTimeout(
-                f"{error}; rank {place.rank} has the address {spot.address} from {spot.source}: every rank needs the "
-                "same",
+                f"{error}; rank {place.rank} has the address {point.address} from {point.source}; every rank needs the "
+                "same address",
                 missing_ranks=error.missing_ranks,
                 missing=error.missing,
                 cause=error.cause,
@@ -184,7 +184,7 @@ def join(
 
 @contextlib.contextmanager
 def _closing_at_failure(meeting: Meeting, kept: Meeting | None) -> Iterator[None]:
-    """Stops hosting where the block fails, but for what was hosted before."""
+    """Stops hosting if the block fails, unless the meeting was kept from an earlier call."""
     try:
         yield
     except BaseException:
@@ -193,34 +193,34 @@ def _closing_at_failure(meeting: Meeting, kept: Meeting | None) -> Iterator[None
         raise
 
 
-def _spot(place: RankEnvironment, address: str | None) -> Spot:
+def _meeting_point(place: RankEnvironment, address: str | None) -> MeetingPoint:
     if address is not None:
-        return Spot(check_address(address), address, "address=")
+        return MeetingPoint(check_address(address), address, "address=")
     if place.address is not None:
-        return Spot(place.address, place.address, ADDRESS)
+        return MeetingPoint(place.address, place.address, ADDRESS)
     if place.world_size == 1:
-        return Spot(None, "alone")  # nobody else needs to find it
+        return MeetingPoint(None, "alone")  # no other rank needs to find it
     if place.run_name is not None:
-        return Spot(None, place.run_name)
+        return MeetingPoint(None, place.run_name)
     if place.master_addr is None or place.master_port is None:
         raise InvalidArgument(
-            f"rank {place.rank}/{place.world_size} does not know where to meet the others: set MASTER_ADDR and "
+            f"rank {place.rank}/{place.world_size} needs the rendezvous' address, and none is set: set MASTER_ADDR and "
             f"MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`; "
-            "under mpiexec it is enough that mpi4py is installed for its MPI"
+            "under mpiexec it is enough to install mpi4py for its MPI"
         )
-    # MASTER_PORT is its owner's (torchrun, or the script itself); ours is the one beside it.
+    # MASTER_PORT belongs to torchrun, or to the script itself; gradsync uses a neighbouring port.
     known = join_address(place.master_addr, port_beside(place.master_port))
-    return Spot(known, known, "MASTER_ADDR and MASTER_PORT")
+    return MeetingPoint(known, known, "MASTER_ADDR and MASTER_PORT")
 
 
-def _is_here(spot: Spot) -> bool:
+def _is_here(point: MeetingPoint) -> bool:
     """Whether only this machine can reach the server."""
-    if spot.address is None:
+    if point.address is None:
         return True
-    host, _ = parse_address(spot.address)
+    host, _ = parse_address(point.address)
     if host == "localhost":
         return True
-    import ipaddress  # here, and more below: every rank's start-up counts, and few need it
+    import ipaddress  # imported here, like others below, to keep the start of every rank short
 
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -228,52 +228,52 @@ def _is_here(spot: Spot) -> bool:
         return False
 
 
-def _no_secret(place: RankEnvironment, spot: Spot, *, hosted_for_us: bool) -> AuthenticationError:
+def _no_secret(place: RankEnvironment, point: MeetingPoint, *, hosted_for_us: bool) -> AuthenticationError:
     who = f"rank {place.rank}/{place.world_size}"
     advice = f"put one into a file of mode 0600 and name it in {SECRET_FILE} on every rank"
     if not hosted_for_us:
-        return AuthenticationError(f"{who}: a run across hosts needs a secret: {advice} (address {spot.name})")
+        return AuthenticationError(f"{who}: a run across hosts needs a secret: {advice} (address {point.name})")
     return AuthenticationError(
-        f"{who}: no secret for the server at {spot.name} ({ADDRESS}, {HOSTED}=1). With `gradsync serve`, {advice}. But "
-        "if `gradsync run` started a rank, and that rank this process: it has inherited the variables of a rank, and "
-        "not the secret; for a run of its own, unset all variables whose names begin with GRADSYNC_"
+        f"{who}: the server at {point.name} ({ADDRESS}, {HOSTED}=1) needs a secret, and none is set. With `gradsync "
+        f"serve`, {advice}. If a rank of `gradsync run` started this process, it has inherited the rank's variables "
+        "without the secret: to start a separate run, unset all variables whose names begin with GRADSYNC_"
     )
 
 
 def _start_hosting(
-    spot: Spot, place: RankEnvironment, secret: bytes | None, free_port_of: str, *, is_found_by_file: bool
+    point: MeetingPoint, place: RankEnvironment, secret: bytes | None, free_port_of: str, *, is_found_by_file: bool
 ) -> Meeting:
     import secrets
 
     from gradsync.rendezvous.server import RendezvousServer
 
     secret = secret or secrets.token_bytes(32)
-    host, port = (free_port_of, 0) if spot.address is None else parse_address(spot.address)
-    # The port is bound before the secret is written: only the port's owner may name the secret.
+    host, port = (free_port_of, 0) if point.address is None else parse_address(point.address)
+    # The port is bound before the secret is written: only the port's owner may publish a secret for it.
     server = RendezvousServer(place.world_size, secret=secret, host=host, port=port)
-    meeting = Meeting(spot, place.world_size, Endpoint(spot.address or server.address, secret), server)
+    meeting = Meeting(point, place.world_size, Endpoint(point.address or server.address, secret), server)
     with _closing_at_failure(meeting, None):
         if is_found_by_file:
-            meeting.path = secret_path(spot.name)  # known before there is a file, so that none is left
+            meeting.path = secret_path(point.name)  # set before the file exists, so that a failure removes the file
             publish(meeting.path, Endpoint(server.address, secret))
         server.start()
     return meeting
 
 
 def _find(
-    spot: Spot, secret: bytes | None, place: RankEnvironment, kept: Meeting | None, deadline: float
+    point: MeetingPoint, secret: bytes | None, place: RankEnvironment, kept: Meeting | None, deadline: float
 ) -> tuple[RendezvousClient, Meeting]:
-    """Joins the server that rank 0 publishes, or that this process has found before: the file is gone by then."""
-    found = _wait_for_rank_0(spot, None, place, deadline) if kept is None else kept.endpoint
+    """Joins the server in rank 0's secret file, or in the kept meeting: after a first join the file is gone."""
+    found = _wait_for_rank_0(point, None, place, deadline) if kept is None else kept.endpoint
     while True:
-        endpoint = Endpoint(spot.address or found.address, secret or found.secret)
+        endpoint = Endpoint(point.address or found.address, secret or found.secret)
         try:
-            return _connect(endpoint, place, deadline), Meeting(spot, place.world_size, endpoint)
+            return _connect(endpoint, place, deadline), Meeting(point, place.world_size, endpoint)
         except AuthenticationError:
             if secret is not None:
                 raise
             # The file was an earlier run's; rank 0 of this run replaces it after binding the port.
-            found = _wait_for_rank_0(spot, found, place, deadline)
+            found = _wait_for_rank_0(point, found, place, deadline)
 
 
 def _connect(endpoint: Endpoint, place: RankEnvironment, deadline: float) -> RendezvousClient:
@@ -287,49 +287,49 @@ def _connect(endpoint: Endpoint, place: RankEnvironment, deadline: float) -> Ren
     )
 
 
-def _wait_for_rank_0(spot: Spot, stale: Endpoint | None, place: RankEnvironment, deadline: float) -> Endpoint:
-    path = secret_path(spot.name)
+def _wait_for_rank_0(point: MeetingPoint, stale: Endpoint | None, place: RankEnvironment, deadline: float) -> Endpoint:
+    path = secret_path(point.name)
     who = f"rank {place.rank}/{place.world_size}"
 
     def notice() -> None:
-        import logging  # here: start-up counts
+        import logging  # imported here to keep the start of a rank short
 
-        logging.getLogger("gradsync").warning("gradsync: %s waits for rank 0 to start hosting %s", who, spot.name)
+        logging.getLogger("gradsync").warning("gradsync: %s waits for rank 0 to start hosting %s", who, point.name)
 
     found = wait_for(path, stale, deadline, notice)
     if found is None:
         raise RendezvousTimeout(
-            f"{who}: rank 0 did not start hosting {spot.name} on this machine before the deadline (nothing new at "
-            f"{path}). Is it started, with the same MASTER_ADDR and MASTER_PORT (we meet at the port beside it)? If it "
-            f"runs elsewhere, name a secret in {SECRET_FILE} too; if a server runs already, set {ADDRESS} and "
+            f"{who}: rank 0 did not start hosting {point.name} on this machine before the deadline (no new file "
+            f"{path}). Check that rank 0 runs with the same MASTER_ADDR and MASTER_PORT. If it runs on another "
+            f"machine, name a secret in {SECRET_FILE} on every rank; if a server runs already, set {ADDRESS} and "
             f"{HOSTED}=1",
             missing_ranks=(0,),
         )
     return found
 
 
-def _meeting_told_by_rank_0(
-    spot: Spot, place: RankEnvironment, kept: Meeting | None, share: Share, deadline: float
+def _meet_over_mpi(
+    point: MeetingPoint, place: RankEnvironment, kept: Meeting | None, share: Share, deadline: float
 ) -> Meeting:
     host = _own_host(place, share, deadline)
     if place.rank != 0:
         address, secret = share(b"", deadline)[0].decode().split("\n")
-        return Meeting(spot, place.world_size, Endpoint(address, bytes.fromhex(secret)))
-    # No secret that outlives the run goes over MPI, where it could be read.
-    meeting = kept or _start_hosting(spot, place, None, host, is_found_by_file=False)
+        return Meeting(point, place.world_size, Endpoint(address, bytes.fromhex(secret)))
+    # A secret that outlives the run never goes over MPI, where others could read it.
+    meeting = kept or _start_hosting(point, place, None, host, is_found_by_file=False)
     with _closing_at_failure(meeting, kept):
         share(f"{meeting.endpoint.address}\n{meeting.endpoint.secret.hex()}".encode(), deadline)
     return meeting
 
 
 def _own_host(place: RankEnvironment, share: Share, deadline: float) -> str:
-    """Returns the address of this machine at which the other ranks reach it. Every rank must call it.
+    """Returns the address at which the other ranks reach this machine. Every rank must call it.
 
-    The one from which this machine would send to another one of the job; loopback where there is no other.
+    It is the address from which this machine sends to another machine of the job; loopback on a single machine.
     """
     if place.local_world_size == place.world_size:
         return _LOOPBACK
-    mine = own_addresses()[:_TOLD_ADDRESSES]
+    mine = own_addresses()[:_MAX_SHARED_ADDRESSES]
     rows = share(" ".join(mine).encode(), deadline)
     others = [address for row in rows for address in row.decode(errors="replace").split()]
     for other in dict.fromkeys(others):
@@ -337,7 +337,7 @@ def _own_host(place: RankEnvironment, share: Share, deadline: float) -> str:
         if other not in mine and address in mine:
             return address
     raise BackendUnavailable(
-        f"rank {place.rank}/{place.world_size}: this machine ({', '.join(mine) or 'no address'}) has no way to any "
-        f"other one of the job ({', '.join(dict.fromkeys(others)) or 'no addresses'}): name an address that rank 0 can "
-        f"bind in {ADDRESS}=host:port, with {SECRET_FILE}, on every rank"
+        f"rank {place.rank}/{place.world_size}: this machine ({', '.join(mine) or 'no address'}) has no route to any "
+        f"other machine of the job ({', '.join(dict.fromkeys(others)) or 'no addresses'}); on every rank set "
+        f"{ADDRESS}=host:port, an address that rank 0 can bind, and {SECRET_FILE}"
     )

@@ -1,8 +1,8 @@
-"""Silent processes: clocks of silence, looks at a process, and what follows from both.
+"""Liveness: how long a process has been silent, whether it still runs, and whether it counts as lost.
 
 Used by both ends: the server's core keeps one `Peers` table, a client keeps one `Peer` for the server. Heartbeats go
-both ways. Silence proves nothing by itself: a long call that holds Python's lock is silent too. So a silent peer is
-looked at, and only one that is found stopped, gone or out of reach, twice in a row, is lost.
+both ways. Silence alone proves nothing: a process in a long call that holds Python's lock (the GIL) is silent too. So a
+silent process is looked at. It is lost once two looks in a row find it stopped, gone or unreachable.
 """
 
 from __future__ import annotations
@@ -11,35 +11,34 @@ import enum
 import os
 import socket
 import struct
-from typing import NamedTuple
 
 from gradsync.machine import read_stat
 
 HEARTBEAT_SECONDS = 0.5
 _MANY_RANKS = 257
-_HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS: what is found, and when, stays the same
+_HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS, so that failures are found at the same time
 SILENT_AFTER_SECONDS = 1.5
 SLOW_AFTER_SECONDS = 5.0
-LATE_AFTER_SECONDS = 1.0  # who is so late to its own clock was itself not running, and has heard nobody
+LATE_AFTER_SECONDS = 1.0  # a process that misses its own timer by this much was stopped itself
 LOOK_EVERY_SECONDS = 0.5
-# Seen at the third look, 2.5 s after the last word, so that the fourth, at 3 s, decides; and not at the second, be that
-# late, or the last answer acknowledged late, by a fifth of a second.
+# Reached at the third look, 2.5 s after the last heartbeat, so that the fourth look, at 3 s, decides. Not reached at
+# the second look, even if that look or the last acknowledgement is late by 0.2 s.
 _UNREACHABLE_AFTER_MS = 2250
-# A line that is cut in one direction: what the peer sends again still comes, and acknowledges nothing new.
-_UNREACHABLE_AFTER_RETRANSMITS = 3  # in a row, at least 1.4 s
-# struct tcp_info: tcpi_retransmits, tcpi_unacked, tcpi_last_data_recv (of what is new) and tcpi_last_ack_recv, the last
+# For a network cut in one direction only: the peer's retransmissions still arrive, and acknowledge nothing new.
+_UNREACHABLE_AFTER_RETRANSMITS = 3  # in a row: at least 1.4 s
+# struct tcp_info: tcpi_retransmits, tcpi_unacked, tcpi_last_data_recv (new data only) and tcpi_last_ack_recv, the last
 # two in milliseconds. Source: include/uapi/linux/tcp.h.
 _TCP_INFO_BYTES = 64
 _TCP_INFO = struct.Struct("=2xB21xI24xII4x")
 
 
 def heartbeat_seconds(world_size: int) -> float:
-    """Returns how often each of so many ranks sends a heartbeat: one server hears them all."""
+    """Returns the interval between a rank's heartbeats; longer in large worlds, because one server gets them all."""
     return HEARTBEAT_SECONDS if world_size < _MANY_RANKS else _HEARTBEAT_SECONDS_OF_MANY
 
 
 class ProcessState(enum.Enum):
-    """What a look at a silent peer can find; the value says it of the peer, in words."""
+    """The state of a silent peer's process; the value is the text for messages."""
 
     STOPPED = "was stopped (SIGSTOP?)"
     GONE = "is gone"
@@ -49,157 +48,157 @@ class ProcessState(enum.Enum):
 
     @property
     def is_fatal(self) -> bool:
-        """Whether a peer in this state cannot take part any more."""
+        """Whether a peer in this state has failed."""
         return self in (ProcessState.STOPPED, ProcessState.GONE, ProcessState.UNREACHABLE)
 
     @property
     def detail(self) -> str:
-        """The reason behind it, in words."""
+        """The explanation of the state, in words."""
         return _DETAILS[self]
 
     def lost_text(self, who: str, evidence: str, *, where: str = "") -> str:
-        """Returns the sentence on a peer that is lost.
+        """Returns the sentence about a lost peer.
 
         Args:
-            who: the peer.
-            evidence: what it has missed.
-            where: what the peer was in, e.g. " in phase 'running'".
+            who: the peer's name.
+            evidence: the reason for the look, e.g. "no sign of life for 3.0 s".
+            where: the peer's phase, e.g. " in phase 'running'".
         """
         return f"{who} {self.value}{where}: {self.detail}; {evidence}"
 
     def slow_text(self, who: str, silent_seconds: float) -> str:
-        """Returns the sentence on a peer that is silent for long, although nothing is wrong with it."""
-        return f"{who} has not been heard of for {silent_seconds:.0f} s, but {self.value} ({self.detail})"
+        """Returns the sentence about a peer that is silent for long although its process has not failed."""
+        return f"{who} has sent nothing for {silent_seconds:.0f} s, but {self.value} ({self.detail})"
 
 
 _DETAILS = {
-    ProcessState.STOPPED: "its process does not go on without SIGCONT",
-    ProcessState.GONE: "its process has ended, though another one holds its connection open",
-    ProcessState.UNREACHABLE: "its machine acknowledges nothing: it, or the network between, failed",
-    ProcessState.RUNNING: "a long call that holds Python's lock?",
-    ProcessState.UNKNOWN: "its machine is up, and its processes cannot be seen from here",
+    ProcessState.STOPPED: "its process needs a SIGCONT to continue",
+    ProcessState.GONE: "its process has ended, but another process holds its connection open",
+    ProcessState.UNREACHABLE: "its machine acknowledges nothing; the machine or the network failed",
+    ProcessState.RUNNING: "perhaps in a long call that holds Python's lock",
+    ProcessState.UNKNOWN: "its machine is up, but its process cannot be seen from here",
 }
 
 
 class Judgement(enum.Enum):
-    """What follows from a look at a peer."""
+    """The result of a look at a peer."""
 
     NONE = enum.auto()
-    SLOW = enum.auto()  # silent for long, though nothing is found: worth a warning, once
-    LOST = enum.auto()  # found in a fatal state, twice in a row
+    SLOW = enum.auto()  # silent for long, but not failed: warn once
+    LOST = enum.auto()  # failed in two looks in a row
 
 
 class Peer:
-    """One process that is listened for: when it was heard of last, and what was found since.
+    """One watched process: when it last showed a sign of life, and the result of the last look.
 
     Args:
         now: monotonic seconds.
-        is_connected: whether it sends heartbeats. One that does not is looked at all the time; to be found running is
-            its sign of life.
+        is_connected: whether the process sends heartbeats. A process that has not joined sends none: it is looked at
+            all the time, and counts as alive while it runs.
 
     Attributes:
-        heard_at: when it was heard of last.
+        last_seen_at: the time of the last sign of life, in monotonic seconds.
     """
 
-    __slots__ = ("_is_connected", "_is_reported", "_is_suspect", "_look_at", "heard_at")
+    __slots__ = ("_is_connected", "_is_reported", "_is_suspect", "_look_at", "last_seen_at")
 
     def __init__(self, now: float, *, is_connected: bool = True) -> None:
-        self.heard_at = now
+        self.last_seen_at = now
         self._is_connected = is_connected
         self._look_at = now if is_connected else now + LOOK_EVERY_SECONDS
         self._is_suspect = False
         self._is_reported = False
 
-    def hear(self, now: float) -> bool:
-        """Notes a sign of life; returns whether it ends a silence that was worth a warning."""
-        self.heard_at = now
+    def note_alive(self, now: float) -> bool:
+        """Notes a sign of life; returns whether it ends a silence that was reported as SLOW."""
+        self.last_seen_at = now
         self._is_suspect = False
         was_reported, self._is_reported = self._is_reported, False
         return was_reported
 
-    def restart(self, now: float) -> None:
-        """Begins anew: this side was not running, and may have heard nothing because of that."""
-        self.heard_at = now
+    def reset(self, now: float) -> None:
+        """Resets the silence timer, because this process itself was stopped and received nothing."""
+        self.last_seen_at = now
         self._look_at = now if self._is_connected else now + LOOK_EVERY_SECONDS
         self._is_suspect = False
 
     def due_at(self) -> float:
-        """Returns when to look at the peer, should nothing be heard of it until then."""
-        return max(self.heard_at + SILENT_AFTER_SECONDS, self._look_at) if self._is_connected else self._look_at
+        """Returns when to look at the peer if it stays silent, in monotonic seconds."""
+        return max(self.last_seen_at + SILENT_AFTER_SECONDS, self._look_at) if self._is_connected else self._look_at
 
     def looked(self, now: float) -> None:
-        """Notes that the peer is looked at now: the next look is due a moment later."""
+        """Notes a look at the peer now; the next one is due half a second later."""
         self._look_at = now + LOOK_EVERY_SECONDS
 
     def judge(self, now: float, state: ProcessState) -> Judgement:
-        """Takes what a look at the peer has found."""
+        """Returns the judgement on a peer whose process was found in this state."""
         if not self._is_connected and state is not ProcessState.STOPPED:
-            self.hear(now)  # its launcher reports its end, and knows how
+            self.note_alive(now)  # its launcher reports how it ended
             return Judgement.NONE
-        if now < self.heard_at + SILENT_AFTER_SECONDS:
+        if now < self.last_seen_at + SILENT_AFTER_SECONDS:
             return Judgement.NONE
         was_suspect, self._is_suspect = self._is_suspect, state.is_fatal
         if state.is_fatal:
             return Judgement.LOST if was_suspect else Judgement.NONE
-        if self._is_reported or now < self.heard_at + SLOW_AFTER_SECONDS:
+        if self._is_reported or now < self.last_seen_at + SLOW_AFTER_SECONDS:
             return Judgement.NONE
         self._is_reported = True
         return Judgement.SLOW
 
 
 def process_key(rank: int) -> int:
-    """Returns the key of a process that has not joined: no connection's number is negative. Its own inverse."""
+    """Returns the key of a process that has not joined: negative, unlike a connection's number. Its own inverse."""
     return -1 - rank
 
 
 class Peers:
-    """The one table of processes to look at: joined ranks by connection, others by `process_key`."""
+    """The table of watched processes: joined ranks by connection, others by `process_key`."""
 
     def __init__(self) -> None:
         self._peers: dict[int, Peer] = {}
-        # When to look through them next. Whoever is heard of meanwhile moves further off, so it never is too late.
+        # When to search the table next. A sign of life only moves a peer's own time later, so this is never too late.
         self._due_at: float | None = None
 
     def begin(self, key: int, now: float) -> None:
-        """Begins to listen for a peer."""
+        """Begins to watch a peer."""
         self._peers[key] = peer = Peer(now, is_connected=key >= 0)
         self._due_at = peer.due_at() if self._due_at is None else min(self._due_at, peer.due_at())
 
     def end(self, key: int) -> None:
-        """Stops listening for a peer; nothing where it was not listened for."""
+        """Ends the watch of a peer, if there is one."""
         if self._peers.pop(key, None) is not None and not self._peers:
             self._due_at = None
 
     def end_processes(self) -> None:
-        """Stops looking at processes that have not joined."""
+        """Ends the watch of all processes that have not joined."""
         for key in [key for key in self._peers if key < 0]:
             self.end(key)
         if self._peers:
             self._set_due()
 
-    def hear(self, key: int, now: float) -> bool:
-        """Notes a sign of life; returns whether it ends a silence that was worth a warning."""
+    def note_alive(self, key: int, now: float) -> bool:
+        """Notes a sign of life; returns whether it ends a silence that was reported as SLOW."""
         peer = self._peers.get(key)
-        return peer is not None and peer.hear(now)
+        return peer is not None and peer.note_alive(now)
 
     def silent_seconds(self, key: int, now: float) -> float:
         """Returns how long a peer has been silent."""
-        return now - self._peers[key].heard_at
+        return now - self._peers[key].last_seen_at
 
     def next_deadline(self) -> float | None:
         """Returns when `take_due` is to be called, or None."""
         return self._due_at
 
-    def restart_if_late(self, now: float) -> None:
-        """Restarts all clocks when nobody looked at them in time: this side was not running."""
+    def reset_if_late(self, now: float) -> None:
+        """Resets all silence timers if this call is late: this process itself was stopped."""
         if self._due_at is None or now - self._due_at <= LATE_AFTER_SECONDS:
             return
         for peer in self._peers.values():
-            peer.restart(now)
+            peer.reset(now)
         self._set_due()
 
     def take_due(self, now: float) -> list[int]:
-        """Returns the peers that are silent and to be looked at now."""
+        """Returns the keys of the silent peers to look at now."""
         if self._due_at is None or now < self._due_at:
             return []
         due = [key for key, peer in self._peers.items() if peer.due_at() <= now]
@@ -209,7 +208,7 @@ class Peers:
         return due
 
     def judge(self, key: int, now: float, state: ProcessState) -> Judgement:
-        """Takes what a look at a peer has found."""
+        """Returns the judgement on a peer whose process was found in this state."""
         peer = self._peers.get(key)
         return Judgement.NONE if peer is None else peer.judge(now, state)
 
@@ -217,19 +216,12 @@ class Peers:
         self._due_at = min(peer.due_at() for peer in self._peers.values())
 
 
-class LostProcess(NamedTuple):
-    """A process that stands still before it has joined."""
-
-    state: ProcessState
-    seconds: float
-
-
 def look_at(pid: int | None, stream: socket.socket | None) -> ProcessState:
-    """Returns what can be found out about a peer, without waiting.
+    """Returns the state of a peer's process, as far as it can be seen from here; never waits.
 
     Args:
-        pid: its process, or None when it runs on another machine.
-        stream: the connection to it, if there is one.
+        pid: the peer's process id; None if it runs on another machine.
+        stream: the connection to the peer, if there is one.
     """
     state = ProcessState.UNKNOWN if pid is None else look_at_process(pid)
     if not state.is_fatal and stream is not None and _is_unreachable(stream):
@@ -238,7 +230,7 @@ def look_at(pid: int | None, stream: socket.socket | None) -> ProcessState:
 
 
 def look_at_process(pid: int) -> ProcessState:
-    """Returns whether a process of this machine is stopped, gone or running; one that a debugger holds is running."""
+    """Returns whether a process of this machine is stopped, gone or running; a traced process counts as running."""
     stat = read_stat(pid)
     if stat is None:
         return ProcessState.RUNNING if _exists(pid) else ProcessState.GONE
@@ -248,7 +240,7 @@ def look_at_process(pid: int) -> ProcessState:
 
 
 def _exists(pid: int) -> bool:
-    """Returns whether there is such a process: /proc may hide those of other users."""
+    """Whether the process exists: /proc may hide the processes of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -259,7 +251,7 @@ def _exists(pid: int) -> bool:
 
 
 def _is_unreachable(stream: socket.socket) -> bool:
-    """Returns whether the peer's kernel has left unacknowledged what it was sent, for seconds."""
+    """Whether the peer's kernel has acknowledged no sent data for seconds."""
     try:
         info = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:

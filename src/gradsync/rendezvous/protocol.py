@@ -1,14 +1,15 @@
-"""The server's core: generations, who is in them, and who answers which frame. (now, event) -> actions, without I/O.
+"""The server's core: generations, their members, and a handler for each frame. (now, event) -> actions, without I/O.
 
-No sockets, no clock, no randomness: `server` feeds it, tests and model checkers can too. A connection joins as one rank
-of the earliest generation that has not had that rank yet. A generation forms when all its ranks have joined and said
-which process they are, and the one before has ended; it ends when all its connections are gone. A connection lost
-without a LEAVE fails its generation: every member is told at once, and every later request is answered with the same
-failure. So does a member that was found stopped or out of reach, after a silence, and one that does not come to a
-collective in time.
+It has no sockets, no clock and no randomness, so tests and model checkers can drive it as `server` does. A connection
+joins as one rank of the earliest generation that has not had that rank yet. A generation forms when all its ranks have
+joined and introduced their processes, and the generation before has ended. It ends when all its connections have ended.
 
-After a failure the next generation can also form of some of the ranks: where members have said of how many at least
-(`min_ranks`), it forms once all others are known to have ended, or when one that waits has reached its deadline.
+Three things fail a generation: a connection that ends without a LEAVE, a silent member that is found stopped or
+unreachable, and a member that does not arrive at a collective in time. Every member gets the failure at once, and again
+as the answer to every later request.
+
+After a failure the next generation can form from some of the ranks, if its members accept that (`min_ranks`): once all
+others are known to have ended, or when a waiting member has reached its deadline.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from gradsync.rendezvous.frames import (
     Send,
     Started,
 )
-from gradsync.rendezvous.liveness import Judgement, LostProcess, Peers, process_key
+from gradsync.rendezvous.liveness import Judgement, Peers, process_key
 from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, join_refusal, members_of
 from gradsync.rendezvous.store import Barriers, Departures, Keys, Request, Wait, WaitTable, outsider_refusal
 from gradsync.rendezvous.stuck import StuckCollectives, WaitReport
@@ -47,17 +48,17 @@ _NOTICE_INTERVAL_SECONDS = 5.0
 
 
 class Generation:
-    """One generation: its members, what they share, and what went wrong. A rank that joins waits at it."""
+    """One generation: its members, their store and its failure. A rank that joins waits for it (see `store.Place`)."""
 
     def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
         self.roster = Roster(world_size, noun)
-        self.number: int | None = None  # once formed
+        self.number: int | None = None  # None until it forms
         self.failure: Failure | None = None
         self.keys = Keys(self.roster, waits)
         self.barriers = Barriers(self.roster, waits)
         self.agreements = AgreementService(self.roster, waits, self.keys)
-        self.least_ranks: int | None = None  # of which it may form; None: it needs all
-        self.departures = Departures(self.roster, (self.keys, self.barriers, self.agreements))
+        self.least_ranks: int | None = None  # the smallest size that it may form with; None: all ranks
+        self.departures = Departures(self.roster, (self.keys.forget, self.barriers.forget, self.agreements.forget))
         self.stuck = StuckCollectives(self.roster, waits)
 
     @property
@@ -67,36 +68,36 @@ class Generation:
 
     @property
     def is_forming(self) -> bool:
-        """Whether ranks wait in it for others to join."""
+        """Whether it has neither formed nor failed."""
         return self.number is None and self.failure is None
 
     def withdraw(self, wait: Wait) -> None:
-        """Takes a join back."""
+        """Removes a rank that stopped waiting to join."""
         self.roster.cancel(wait.request.rank)
         if self.least_ranks is not None:
             self.least_ranks = self.roster.least_ranks()
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the ranks that hold up the forming of this generation."""
+        """Returns the ranks that have not joined."""
         return self.roster.missing_ranks()
 
     def rank_left(self, rank: int) -> list[Send]:
-        """Fails the waits that need a rank which has left."""
+        """Fails the waits that need a rank that has left."""
         self.departures.rank_left(rank)
         return [*self.barriers.rank_left(rank), *self.agreements.rank_left(rank), *self.keys.rank_left()]
 
 
 class RendezvousCore:
-    """Decides what the server does.
+    """Turns each event into the server's actions.
 
     Args:
-        world_size: how many ranks are launched.
-        machine: the server's own, see `machine_identity`; "" where that is not known.
-        noun: what messages call a member.
-        host: the rank that hosts the server; when it waits no longer for others to join, nobody does.
+        world_size: the number of launched ranks.
+        machine: the server's `machine_identity`; "" if unknown.
+        noun: the word for a member in messages.
+        host: the rank that hosts the server. When it stops waiting for others to join, all waits to join end.
 
     Attributes:
-        formed_count: number of the generation that was formed last.
+        formed_count: the number of the last generation that formed.
     """
 
     def __init__(self, world_size: int, *, machine: str = "", noun: str = "rank", host: int | None = None) -> None:
@@ -104,33 +105,33 @@ class RendezvousCore:
         self._host = host
         self._noun = noun
         self._machine = machine
-        self._generations: list[Generation] = []  # the present one first
+        self._generations: list[Generation] = []  # the current one first
         self._seats: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
         self._waits = WaitTable()
         self._peers = Peers()
-        self._pids: dict[int, int] = {}  # of the ranks whose launcher has named their process
-        self._ended: dict[int, str] = {}  # of those that have ended: how
-        self._forming: Generation | None = None  # whose ranks are named every few seconds, and looked at
+        self._pids: dict[int, int] = {}  # rank -> process id, as its launcher has reported
+        self._ended: dict[int, str] = {}  # rank -> how its process ended, as its launcher has reported
+        self._forming: Generation | None = None  # the generation whose missing ranks are watched and reported
         self._notice_at: float | None = None
         self.formed_count = 0
 
     def handle(self, now: float, event: Event) -> list[Action]:
-        """Takes one event and returns what to do, in order.
+        """Handles one event and returns the actions, in order.
 
         Args:
             now: monotonic seconds; never less than in the call before.
-            event: what happened.
+            event: the event.
         """
-        self._peers.restart_if_late(now)
+        self._peers.reset_if_late(now)
         if isinstance(event, Received):
             message, seat = event.message, self._seats.get(event.connection)
             if seat is not None:
                 actions = self._receive(now, event.connection, message, *seat)
-                if message.type not in _CHANGING:  # nearly all messages: no generation forms or ends by them
+                if message.type not in _CHANGING:  # most messages: they neither form nor end a generation
                     return actions
             elif message.type is FrameType.JOIN:
                 actions = self._join(now, event.connection, message)
-            else:  # sent before the connection was refused or had timed out
+            else:  # the connection was refused or timed out while this message was on its way
                 return [Close(event.connection)]
         elif isinstance(event, Lost):
             actions = self._lose(event.connection, event.cause)
@@ -161,11 +162,11 @@ class RendezvousCore:
     def _receive(
         self, now: float, connection: int, message: Message, generation: Generation, rank: int
     ) -> list[Action]:
-        """Hands a member's message to its handler, where the state of the generation allows it."""
+        """Passes a member's message to its handler, if the state of the generation allows it."""
         request = Request(connection, rank, message.sequence, now)
         actions: list[Action] = []
-        if self._peers.hear(connection, now):
-            actions.append(Notice(f"{generation.roster.name(rank)} is heard of again"))
+        if self._peers.note_alive(connection, now):
+            actions.append(Notice(f"{generation.roster.name(rank)} responds again"))
         when, handler = _HANDLERS.get(message.type, _NO_HANDLER)
         if when is _When.REQUEST:
             if generation.failure is not None:
@@ -191,10 +192,10 @@ class RendezvousCore:
         refusal = join_refusal(self._world_size, version, rank, world_size, self._noun)
         if not refusal and number not in (NEXT_GENERATION, self.formed_count + 1):
             refusal = (
-                f"{self._noun} {rank} came for generation {number}, the next one is {self.formed_count + 1}: "
-                "the others have gone on without it"
+                f"{self._noun} {rank} wants to join generation {number}, the next one is {self.formed_count + 1}: "
+                "the others have formed a generation without it"
             )
-        is_any = number == NEXT_GENERATION  # who names a generation has seen the one before fail
+        is_any = number == NEXT_GENERATION  # a rank that names a generation has seen the one before fail
         for generation in self._generations:
             member = generation.roster.by_launch_rank.get(rank)
             if member is None:
@@ -215,12 +216,12 @@ class RendezvousCore:
         generation.roster.seat(rank, connection)
         self._seats[connection] = (generation, rank)
         self._waits.add(request, generation)
-        return [Send(connection, FrameType.SEATED, (message.sequence,))]
+        return [Send(connection, FrameType.JOIN_ACCEPTED, (message.sequence,))]
 
     def _introduce(
         self, generation: Generation, request: Request, machine: str, host: str, pid: int, least: int | None, steps: int
     ) -> list[Action]:
-        """Learns which process a rank is; from now on its silence means something."""
+        """Records a rank's process, and begins to watch it for silence."""
         member = generation.roster.members[request.rank]
         member.pid = pid or None
         member.host = "" if machine and machine == self._machine else host or "another machine"
@@ -236,14 +237,14 @@ class RendezvousCore:
     def _leave(
         self, generation: Generation, request: Request, name: str, ranks: list[int] | None, position: int
     ) -> list[Action]:
-        """Takes in that a rank has left a group, or the world."""
+        """Records that a rank has left a group, or the world."""
         if name != THE_WORLD:
             members = members_of(ranks, generation.roster.world_size)
             if generation.is_running and members is not None:
                 generation.departures.leave(request, name, members, position)
             return []
-        self._unseat(request.connection)
-        if request.rank in generation.roster.members:  # else it was joining, and has been taken out
+        self._remove_connection(request.connection)
+        if request.rank in generation.roster.members:  # a rank that was still joining has been removed
             generation.roster.mark(request.rank, MemberState.LEFT)
             if generation.is_running:
                 return [*generation.rank_left(request.rank), Close(request.connection)]
@@ -254,7 +255,7 @@ class RendezvousCore:
             return []
         generation, rank = self._seats[connection]
         generation.roster.mark(rank, MemberState.FAILED)
-        self._unseat(connection)
+        self._remove_connection(connection)
         return self._fail_generation(generation, generation.roster.death(rank, cause))
 
     def _report_failure(
@@ -263,19 +264,19 @@ class RendezvousCore:
         return self._fail_generation(generation, generation.roster.reported(request.rank, reason, culprit))
 
     def _fail_generation(self, generation: Generation, failure: Failure) -> list[Action]:
-        """Ends a generation for all its members, who are told at once; the first cause stays."""
+        """Fails a generation and sends the failure to all its members; the first failure stays."""
         if generation.failure is not None:
             return []
         generation.failure = failure
         for _, member in generation.roster.present():
             self._peers.end(member.connection)
-            self._waits.close_all(member.connection)  # what is sent now answers them all
+            self._waits.close_all(member.connection)  # the FAILED frame answers all of them
         return [failure.send(member.connection, TO_GENERATION) for _, member in generation.roster.present()]
 
     def _cancel(self, generation: Generation, request: Request, sequence: int) -> list[Action]:
-        """Ends a wait whose caller's deadline has come, and names who is missing."""
+        """Ends a wait whose caller has reached its deadline; the answer names the missing ranks."""
         wait = self._waits.find(request.connection, sequence)
-        if wait is None:  # it was answered, and the answer is on its way
+        if wait is None:  # its answer is already on its way
             return []
         if wait.place is generation and self._may_form_of_some(generation):
             return self._form(generation)
@@ -284,7 +285,7 @@ class RendezvousCore:
         ended = [wait]
         self._waits.close(wait)
         if wait.place is generation and request.rank == self._host:
-            # When the host joins no longer, nobody does: the others hear who is missing before the server is gone.
+            # The server ends when the host stops waiting: first every other rank receives the names of the missing.
             for _, member in generation.roster.present():
                 ended += self._waits.close_all(member.connection)
         actions: list[Action] = []
@@ -292,13 +293,13 @@ class RendezvousCore:
             each.place.withdraw(each)
             actions.append(each.request.time_out(missing, where))
             if each.place is generation:
-                self._unseat(each.request.connection)
+                self._remove_connection(each.request.connection)
                 actions.append(Close(each.request.connection))
                 self._watch(request.now, each.request.rank)
         return actions
 
-    def _unseat(self, connection: int) -> None:
-        """Takes a connection out of its generation; its waits are withdrawn."""
+    def _remove_connection(self, connection: int) -> None:
+        """Removes a connection from its generation, and withdraws its waits."""
         del self._seats[connection]
         self._peers.end(connection)
         for wait in self._waits.close_all(connection):
@@ -307,7 +308,7 @@ class RendezvousCore:
     # Generations.
 
     def _advance_generations(self, now: float) -> list[Action]:
-        """Drops generations that have ended; forms the next one when it is complete, or fails it when it cannot be."""
+        """Drops ended generations; forms the next one once it is complete, or fails it if it cannot become complete."""
         self._generations = [g for g in self._generations if not g.roster.is_deserted()]
         forming = self._next_to_form()
         if forming is not self._forming:
@@ -330,7 +331,7 @@ class RendezvousCore:
         return []
 
     def _next_to_form(self) -> Generation | None:
-        """Returns the generation that forms next: the first, or one whose members go on without those before."""
+        """Returns the generation that forms next: the first, or one that may form of some ranks after a failure."""
         for index, generation in enumerate(self._generations):
             if generation.is_forming:
                 return generation if index == 0 or generation.least_ranks is not None else None
@@ -339,7 +340,7 @@ class RendezvousCore:
         return None
 
     def _may_form_of_some(self, generation: Generation) -> bool:
-        """Whether the members that have joined are as many as they want at least."""
+        """Whether a generation has reached the smallest size that its members accept."""
         least = generation.least_ranks
         if least is None or generation.roster.unintroduced:
             return False
@@ -361,7 +362,7 @@ class RendezvousCore:
         return actions
 
     def _name_missing(self, now: float) -> list[Action]:
-        """Tells the operator, every few seconds, which ranks keep the others waiting."""
+        """Logs the ranks that have not joined, every few seconds."""
         if self._forming is None or self._notice_at is None or now < self._notice_at:
             return []
         self._notice_at = now + _NOTICE_INTERVAL_SECONDS
@@ -370,7 +371,7 @@ class RendezvousCore:
     # Processes to look at.
 
     def _watch(self, now: float, rank: int) -> None:
-        """Looks from now on at the process of a rank that keeps others waiting."""
+        """Begins to watch the process of a rank that has not joined."""
         forming = self._forming
         if forming is not None and rank in self._pids and not forming.roster.has_come(rank):
             self._peers.begin(process_key(rank), now)
@@ -382,13 +383,13 @@ class RendezvousCore:
                 actions.append(Look(key, self._pids[process_key(key)]))
                 continue
             generation, rank = self._seats[key]
-            # Something that its machine has to acknowledge, even if its process cannot.
+            # The peer's kernel acknowledges this frame even if its process does not run.
             actions.append(Send(key, FrameType.PULSE, ()))
             actions.append(Look(key, generation.roster.members[rank].local_pid))
         return actions
 
     def _judge(self, now: float, event: Looked) -> list[Action]:
-        """Takes what was found of a silent rank, of one that did not answer an inquiry, or of one that did not join."""
+        """Handles the result of a look: at a silent rank, or at one that did not answer an inquiry or did not join."""
         if event.peer < 0:
             return self._judge_process(now, event)
         if event.peer not in self._seats:
@@ -401,18 +402,19 @@ class RendezvousCore:
         silent_seconds = self._peers.silent_seconds(event.peer, now)
         if judgement is Judgement.SLOW:
             return [Notice(generation.roster.slow_text(rank, event.state, silent_seconds))]
-        failure = generation.roster.silence(rank, event.state, f"not heard of for {silent_seconds:.1f} s")
-        notices = [] if len(generation.roster.present()) > 1 else [Notice(failure.text)]  # nobody else would say so
+        failure = generation.roster.silence(rank, event.state, f"no sign of life for {silent_seconds:.1f} s")
+        notices = [] if len(generation.roster.present()) > 1 else [Notice(failure.text)]  # no other rank reports it
         return [*self._fail_generation(generation, failure), *notices]
 
     def _judge_process(self, now: float, event: Looked) -> list[Action]:
         if self._forming is None or self._peers.judge(event.peer, now, event.state) is not Judgement.LOST:
             return []
-        if self._forming.least_ranks is not None:  # these wait for no rank in particular
+        if self._forming.least_ranks is not None:  # it needs no particular rank
             return []
         rank = process_key(event.peer)
-        lost = LostProcess(event.state, self._peers.silent_seconds(event.peer, now))
-        return self._fail_generation(self._forming, self._forming.roster.standstill(rank, self._pids[rank], lost))
+        seconds = self._peers.silent_seconds(event.peer, now)
+        failure = self._forming.roster.stopped_before_joining(rank, self._pids[rank], event.state, seconds)
+        return self._fail_generation(self._forming, failure)
 
     def _heartbeat(self, generation: Generation, request: Request, positions: dict[str, int]) -> list[Action]:
         generation.roster.members[request.rank].positions = positions
@@ -421,7 +423,7 @@ class RendezvousCore:
     # Collectives that do not end.
 
     def _report_stuck(self, generation: Generation, request: Request, *fields: Any) -> list[Action]:
-        """Takes in that a rank waits for others, or has waited to its deadline."""
+        """Records that a rank waits for others in a collective, or has waited there to its deadline."""
         group, ranks, position, what, waited_ms, missing, is_over = fields
         roster = generation.roster
         if missing is not None:
@@ -440,7 +442,7 @@ class RendezvousCore:
         return []
 
     def _advance_stuck(self, now: float) -> list[Action]:
-        """Goes on with what ranks say that wait; with the clock only, so that a late server overlooks no answer."""
+        """Handles due warnings and inquiries. Only after a Tick: a late server must first read answers that arrived."""
         actions: list[Action] = []
         for generation in self._generations:
             due_at = generation.stuck.next_deadline() if generation.is_running else None
@@ -494,16 +496,16 @@ class RendezvousCore:
 
 
 class _When(enum.Enum):
-    """In which state of its generation a member's frame is handled."""
+    """The state of the generation in which a member's frame is handled."""
 
     ALWAYS = enum.auto()
-    RUNNING = enum.auto()  # else it is left out: it wants no answer
-    REQUEST = enum.auto()  # while running; else it is answered with the generation's failure, or refused
+    RUNNING = enum.auto()  # otherwise it is ignored: it needs no answer
+    REQUEST = enum.auto()  # while running; otherwise it is answered with the generation's failure, or refused
 
 
 Handler = Callable[..., "list[Action]"]  # (core, generation, request, *fields)
 
-#: Who handles which frame of a member.
+#: The handler of each frame that a member may send.
 _HANDLERS: dict[FrameType, tuple[_When, Handler]] = {
     FrameType.HEARTBEAT: (_When.ALWAYS, RendezvousCore._heartbeat),
     FrameType.INTRODUCE: (_When.ALWAYS, RendezvousCore._introduce),
@@ -522,5 +524,5 @@ _HANDLERS: dict[FrameType, tuple[_When, Handler]] = {
     FrameType.LEFT_RANKS: (_When.REQUEST, RendezvousCore._left_ranks),
 }
 _NO_HANDLER = _When.REQUEST, RendezvousCore._refuse_frame
-#: After these a generation may form or end.
+#: The frames after which a generation may form or end.
 _CHANGING = (FrameType.INTRODUCE, FrameType.CANCEL, FrameType.REPORT_FAILURE, FrameType.LEAVE)

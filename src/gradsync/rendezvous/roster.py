@@ -1,4 +1,4 @@
-"""The members of one generation: who joined, who left, who failed; and the sentences in which others hear of them.
+"""The roster: the members of one generation, their states, and the texts of their failures.
 
 Part of the server's core, without I/O.
 """
@@ -20,25 +20,25 @@ from gradsync.rendezvous.frames import (
     Send,
     clip_text,
 )
-from gradsync.rendezvous.liveness import LostProcess, ProcessState
+from gradsync.rendezvous.liveness import ProcessState
 
 JOINING_PHASE = "joining"
 RUNNING_PHASE = "running"
 LEFT_PHASE = "left"
-_MISSING_RANK_BYTES = 3  # of a rank in a list, at most
-_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # the frame has room for the rest beside what is left of the text
+_MISSING_RANK_BYTES = 3  # of a rank in an encoded list, at most
+_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # a frame has room for more ranks beside the shortest text
 
-# Ranks in ascending order. All ranks together are a `range`: that is compared, hashed and searched at the cost of one
-# rank; with a tuple each of n ranks that ask for the same would cost the server the time of n.
+# Ranks in ascending order. All ranks together are a `range`, which is compared, hashed and searched in constant time:
+# with a tuple, each request of each of n ranks would cost the server n steps.
 Members = tuple[int, ...] | range
 
 
 def members_of(ranks: list[int] | None, world_size: int) -> Members | None:
-    """Returns the members that a request names; None where there are none, or one that does not exist.
+    """Returns the members that a request names; None if it names none, or a rank that does not exist.
 
     Args:
-        ranks: distinct, in ascending order; None for all.
-        world_size: how many ranks there are.
+        ranks: distinct, in ascending order; None is all ranks.
+        world_size: the number of ranks.
     """
     if ranks is None or (len(ranks) == world_size and ranks[-1] == world_size - 1):
         return range(world_size)
@@ -46,25 +46,25 @@ def members_of(ranks: list[int] | None, world_size: int) -> Members | None:
 
 
 def list_members(members: Iterable[int]) -> str:
-    """Returns them as messages show them, e.g. "(0, 1, 2)"."""
+    """Returns the members as text, e.g. "(0, 1, 2)"."""
     return str(tuple(members))
 
 
 def failure_room_bytes(missing_ranks: int) -> int:
-    """Returns how long the text of a failure may be, so that it fits one frame beside so many missing ranks."""
+    """Returns the space for a failure's text in a frame that also lists `missing_ranks` ranks."""
     return MAX_FAILURE_BYTES - _MISSING_RANK_BYTES * min(missing_ranks, _MAX_RANKS_BESIDE_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request, or a whole generation, cannot go on.
+    """The failure of a request or of a whole generation.
 
     Attributes:
-        rank: the culprit, or one of them.
-        phase: where it was: joining, running or left.
-        text: the whole story.
-        missing: of a stuck collective, the ranks that did not come, as far as they are known; None for anything else.
-        is_silence: whether the culprit was found stopped, gone or out of reach.
+        rank: the rank that caused it; one of them if there are several.
+        phase: that rank's phase: joining, running or left.
+        text: the full description.
+        missing: for a stuck collective, the ranks known not to have arrived; None for any other failure.
+        is_silence: whether the rank was found stopped, gone or unreachable.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class Failure:
     is_silence: bool = False
 
     def send(self, connection: int, sequence: int) -> Send:
-        """Returns the message that says so, in answer to a request or (sequence 0) to a whole generation."""
+        """Returns the FAILED message: the answer to a request or, with sequence 0, a push to a member."""
         kind = STUCK if self.missing is not None else SILENCE if self.is_silence else DEATH
         missing = self.missing or ()
         text = clip_text(self.text, failure_room_bytes(len(missing)))
@@ -82,7 +82,7 @@ class Failure:
 
 
 class MemberState(enum.Enum):
-    """Where a member is in its life."""
+    """Whether a member is connected, has left or has failed."""
 
     PRESENT = enum.auto()
     LEFT = enum.auto()
@@ -94,11 +94,11 @@ class Member:
     """One rank of the generation.
 
     Attributes:
-        min_ranks: the least number of ranks of which it would form a generation; None where it waits for all.
-        steps: how many it has completed, as it says.
-        pid: once it has introduced itself.
-        host: where that is not the server's.
-        positions: by group: how many collectives it has begun.
+        min_ranks: the smallest generation that it accepts, in ranks; None if it needs all ranks.
+        steps: the number of training steps that it has completed.
+        pid: its process id; None until its INTRODUCE has arrived.
+        host: its machine's name; "" on the server's machine.
+        positions: the number of collectives that it has begun, by group.
     """
 
     connection: int
@@ -111,7 +111,7 @@ class Member:
 
     @property
     def local_pid(self) -> int | None:
-        """Its pid where the server can look at that process, else None."""
+        """Its pid if it runs on the server's machine, else None."""
         return None if self.host else self.pid
 
 
@@ -119,15 +119,15 @@ class Roster:
     """The members of one generation, by rank.
 
     Args:
-        world_size: how many ranks were launched.
-        noun: what messages call a member.
+        world_size: the number of launched ranks.
+        noun: the word for a member in messages.
 
     Attributes:
-        phase: joining until all have met, then running.
-        members: by rank: until all have met the number with which a rank was launched; a generation that forms of some
-            ranks counts anew.
-        by_launch_rank: the same members.
-        unintroduced: those that have joined, and not said yet which process they are. They do so right behind.
+        phase: "joining" until the generation forms, then "running".
+        members: the members by rank. Until the generation forms this is the launched rank; a generation of some of the
+            ranks numbers them anew.
+        by_launch_rank: the same members, always by launched rank.
+        unintroduced: the ranks whose JOIN has arrived and whose INTRODUCE, sent right after it, has not.
     """
 
     def __init__(self, world_size: int, noun: str = "rank") -> None:
@@ -137,23 +137,23 @@ class Roster:
         self.members: dict[int, Member] = {}
         self.by_launch_rank: dict[int, Member] = {}
         self.unintroduced: set[int] = set()
-        self._cancelled: dict[int, None] = {}  # ranks that waited to join and stopped waiting, in that order
-        self._left: list[int] = []  # the latest last
+        self._cancelled: dict[int, None] = {}  # ranks that stopped waiting to join, in that order
+        self._left: list[int] = []  # in the order of leaving
         self._present_count = 0
 
     def label(self, rank: int) -> str:
-        """Returns the rank as messages name it."""
+        """Returns the rank's name without its process, e.g. "rank 1/4"."""
         return f"{self.noun} {rank}/{self.world_size}"
 
     def process(self, rank: int) -> str:
-        """Returns "pid 123" or "pid 123 on node7", or "" where it is not known."""
+        """Returns "pid 123" or "pid 123 on node7"; "" if the process is not known."""
         member = self.members.get(rank)
         if member is None or member.pid is None:
             return ""
         return f"pid {member.pid} on {member.host}" if member.host else f"pid {member.pid}"
 
     def name(self, rank: int) -> str:
-        """Returns the rank as failures name it, e.g. "rank 1/4 (pid 123)"."""
+        """Returns the rank's name with its process, e.g. "rank 1/4 (pid 123)"."""
         process = self.process(rank)
         return f"{self.label(rank)} ({process})" if process else self.label(rank)
 
@@ -167,7 +167,7 @@ class Roster:
         self._cancelled.pop(rank, None)
 
     def cancel(self, rank: int) -> None:
-        """Takes a joining rank out again; it may come back. Nothing where it has failed."""
+        """Removes a joining rank, unless it has failed; it may join again."""
         if self.members[rank].state is MemberState.PRESENT:
             self._present_count -= 1
             self.unintroduced.discard(rank)
@@ -175,44 +175,44 @@ class Roster:
             self._cancelled[rank] = None
 
     def is_complete(self) -> bool:
-        """Returns whether every rank has come."""
+        """Whether every launched rank has joined and introduced its process."""
         return len(self.members) == self.world_size and not self.unintroduced
 
     def form(self) -> None:
-        """Begins to run with those that have joined, numbered anew in their order."""
+        """Forms the generation from the ranks that have joined, numbered anew in their old order."""
         self.members = {rank: self.members[launched] for rank, launched in enumerate(sorted(self.members))}
         self.world_size = len(self.members)
         self.phase = RUNNING_PHASE
 
     def least_ranks(self) -> int | None:
-        """Returns of how many ranks at least the members would form a generation; None where they wait for all."""
+        """Returns the smallest generation that all members accept, in ranks; None if they need all ranks."""
         return max((m.min_ranks for m in self.members.values() if m.min_ranks is not None), default=None)
 
     def most_advanced(self) -> int:
-        """Returns the rank that has completed the most steps, the lowest of several."""
+        """Returns the rank that has completed the most steps; the lowest such rank."""
         return max(sorted(self.members), key=lambda rank: self.members[rank].steps)
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks that have not come; when there are none, those that stopped waiting."""
+        """Returns the ranks that have never joined; if there are none, the ranks that stopped waiting."""
         absent = tuple(rank for rank in range(self.world_size) if not self.has_come(rank))
         return tuple(rank for rank in absent if rank not in self._cancelled) or absent
 
     def has_come(self, rank: int) -> bool:
-        """Returns whether a rank has joined and said which process it is: before that nobody would notice its end."""
+        """Whether a rank has joined and introduced its process: before that its end could go unnoticed."""
         return rank in self.members and rank not in self.unintroduced
 
     # Who is there.
 
     def present(self) -> list[tuple[int, Member]]:
-        """Returns the members still connected, in ascending order of rank."""
+        """Returns the connected members, in ascending order of rank."""
         return [(r, m) for r, m in sorted(self.members.items()) if m.state is MemberState.PRESENT]
 
     def is_present(self, rank: int) -> bool:
-        """Returns whether a member is still connected."""
+        """Whether a member is connected."""
         return self.members[rank].state is MemberState.PRESENT
 
     def is_deserted(self) -> bool:
-        """Returns whether no member is connected any more."""
+        """Whether no member is connected any more."""
         return not self._present_count
 
     def mark(self, rank: int, state: MemberState) -> None:
@@ -229,7 +229,7 @@ class Roster:
         return bool(self._left)
 
     def has_left(self, rank: int) -> bool:
-        """Returns whether a member has left."""
+        """Whether a member has left."""
         return bool(self._left) and rank in self._left
 
     def first_left(self, ranks: Iterable[int]) -> int | None:
@@ -243,72 +243,72 @@ class Roster:
         return self._left[-1]
 
     def one_remains(self) -> bool:
-        """Returns whether all ranks but one have left, of two or more."""
+        """Whether all ranks but one have left a world of two or more."""
         return self.world_size > 1 and len(self._left) >= self.world_size - 1
 
     # Sentences.
 
     def whereabouts(self, ranks: Iterable[int]) -> str:
-        """Describes where these ranks are, e.g. "rank 1 (in 'running'), rank 2 (not joined)"."""
+        """Returns the states of these ranks as text, e.g. "rank 1 (in 'running'), rank 2 (not joined)"."""
         ranks = list(ranks)
         named = ", ".join(f"{self.noun} {rank} ({self._place_of(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
         more = len(ranks) - MAX_NAMED_RANKS
         return f"{named} and {more} more" if more > 0 else named
 
     def incomplete_text(self) -> str:
-        """Returns the notice about the ranks that keep the others waiting."""
+        """Returns the notice about the ranks that have not joined yet."""
         where = self.whereabouts(self.missing_ranks())
         return f"{len(self.members)} of {self.world_size} {self.noun}s have joined; waiting for {where}"
 
     def left_failure(self, rank: int, need: str) -> Failure:
-        """Returns the failure of something that still needs a rank that has left."""
+        """Returns the failure of a request that still needs a rank that has left."""
         return Failure(rank, LEFT_PHASE, f"{self.label(rank)} left (an orderly close), but {need}")
 
     def death(self, rank: int, cause: str) -> Failure:
         """Returns the failure of a generation that lost a rank's connection."""
-        lost = f"its control connection was lost without a goodbye ({cause})"
+        lost = f"its control connection ended unexpectedly ({cause})"
         return Failure(rank, self.phase, f"{self.name(rank)} died in phase {self.phase!r}: {lost}")
 
     def ended(self, rank: int, how: str) -> Failure:
         """Returns the failure of a generation that waits for a rank whose process has ended."""
-        return Failure(rank, JOINING_PHASE, f"{self.label(rank)} {how} without joining: the others would wait in vain")
+        return Failure(rank, JOINING_PHASE, f"{self.label(rank)} {how} without joining; the other ranks waited for it")
 
-    def standstill(self, rank: int, pid: int, lost: LostProcess) -> Failure:
-        """Returns the failure of a generation that waits for a rank whose process stands still."""
-        evidence = f"found so for {lost.seconds:.1f} s, while others waited"
-        text = lost.state.lost_text(f"{self.label(rank)} (pid {pid})", evidence, where=" before it joined")
+    def stopped_before_joining(self, rank: int, pid: int, state: ProcessState, seconds: float) -> Failure:
+        """Returns the failure of a generation that waits for a rank whose process is stopped."""
+        evidence = f"the others have waited for it for {seconds:.1f} s"
+        text = state.lost_text(f"{self.label(rank)} (pid {pid})", evidence, where=" before it joined")
         return Failure(rank, JOINING_PHASE, text, is_silence=True)
 
     def reported(self, rank: int, reason: str, culprit: int | None) -> Failure:
-        """Returns the failure of a generation whose rank said that it failed, or that the culprit, another one, did."""
+        """Returns the failure that a rank has reported, caused by itself or by another rank, the culprit."""
         text = f"{self.name(rank)} failed in phase {self.phase!r}: {reason}"
         return Failure(rank if culprit is None or culprit not in self.members else culprit, self.phase, text)
 
     def silence(self, rank: int, state: ProcessState, evidence: str) -> Failure:
-        """Returns the failure of a generation with a rank that is silent and was found stopped, gone or unreachable."""
+        """Returns the failure of a generation with a silent rank that was found stopped, gone or unreachable."""
         text = state.lost_text(self.name(rank), evidence, where=f" in phase {self.phase!r}")
         return Failure(rank, self.phase, text, is_silence=True)
 
     def slow_text(self, rank: int, state: ProcessState, silent_seconds: float) -> str:
-        """Returns the notice about a rank that is silent although nothing was found."""
+        """Returns the notice about a rank that is silent although its process has not failed."""
         return state.slow_text(f"{self.name(rank)}, in phase {self.phase!r},", silent_seconds)
 
     def _place_of(self, rank: int) -> str:
         member = self.members.get(rank)
         if member is None:
-            return "gave up joining" if rank in self._cancelled else "not joined"
+            return "stopped waiting to join" if rank in self._cancelled else "not joined"
         return "left" if member.state is MemberState.LEFT else f"in {self.phase!r}"
 
 
 def join_refusal(expected_size: int, version: int, rank: int, world_size: int, noun: str) -> str:
-    """Returns why a join cannot be accepted, with both values, or an empty text."""
+    """Returns the reason why a join is refused, with both values; "" if it is accepted."""
     if version != PROTOCOL_VERSION:
         return (
             f"the server speaks protocol version {PROTOCOL_VERSION}, {noun} {rank} version {version}; "
             f"run the same version of gradsync on every {noun}"
         )
     if world_size != expected_size:
-        return f"the server expects world_size {expected_size}, {noun} {rank} came with {world_size}"
+        return f"the server expects world_size {expected_size}, {noun} {rank} joined with world_size {world_size}"
     if rank >= expected_size:
         return f"the server expects {noun}s 0 to {expected_size - 1}, got {noun} {rank}"
     return ""

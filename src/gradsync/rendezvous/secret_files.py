@@ -1,9 +1,9 @@
-"""How processes of one machine find a server and its secret: a file in the user's runtime directory.
+"""Secret files: processes of one machine find a server and its secret in the user's runtime directory.
 
-Ranks that our launcher did not start meet through it (`hosting.py`), and so do several launchers of one run
-(`launching/hosting.py`): those decide who writes it and who waits for it. It is named after what all of them
-know, an address or the run, lies where only this user can enter, and goes away when they have met, or with the run
-that the first launcher hosts.
+Used by ranks that our launcher did not start (`hosting.py`), and by several launchers of one run
+(`launching/hosting.py`), which decide who writes the file and who waits for it. The file is named after the server's
+address or the run, which all of them know. Only this user can open its directory. It is removed when all have joined,
+or at the end of the run that the first launcher hosts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _NOTICE_EVERY_SECONDS = 5.0
 
 
 class Endpoint(NamedTuple):
-    """Where a rendezvous server listens, as host:port, and the secret of its run.
+    """The address of a rendezvous server, and the secret of its run.
 
     Attributes:
-        address, secret: these.
-        start: on a server that launchers share with their ranks, the start of the ranks that meet there.
+        address: host:port.
+        secret: the secret, at least 16 bytes.
+        start: on a server that launchers share with their ranks, the name of these ranks' start.
     """
 
     address: str
@@ -38,29 +39,29 @@ class Endpoint(NamedTuple):
 
 
 def secret_path(name: str) -> str:
-    """Returns the path of the file for a name, in a directory that only this user can enter.
+    """Returns the path of a secret file, in a directory that only this user can open.
 
     Args:
-        name: of the run, or its address.
+        name: the run's name, or the server's address.
 
     Raises:
         AuthenticationError: there is no such directory, and none can be made.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
-    if not _is_private(base):  # missing, or another user's, as after su
+    if not _is_private(base):  # missing, or owned by another user, as after su
         base = _private_folder()
     return os.path.join(base, f"gradsync-{name.replace('localhost', '127.0.0.1')}.secret")
 
 
 def publish(path: str, endpoint: Endpoint) -> None:
-    """Writes the file, whole at once, over one that an earlier run has left."""
+    """Writes a secret file atomically; replaces the file of an earlier run."""
     fresh = f"{path}.{os.urandom(8).hex()}"
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(f"{endpoint.secret.hex()}\n{endpoint.address}\n")
         os.replace(fresh, path)
-    except BaseException:  # such as a full disk: no secret is left behind
+    except BaseException:  # e.g. the disk is full: leave no secret behind
         os.unlink(fresh)
         raise
 
@@ -68,19 +69,19 @@ def publish(path: str, endpoint: Endpoint) -> None:
 def wait_for(
     path: str, stale: Endpoint | None, deadline: float, notice: Callable[[], None] = lambda: None
 ) -> Endpoint | None:
-    """Waits until there is a file with something else than an earlier run has left.
+    """Waits for a secret file, and returns its endpoint.
 
     Args:
         path: the file.
-        stale: what has been found there, and was no use.
+        stale: the endpoint of an earlier run, which is ignored.
         deadline: monotonic seconds.
-        notice: called every 5 s, to say what is waited for.
+        notice: called every 5 s while it waits.
 
     Returns:
-        What it says, or None at the deadline.
+        The endpoint, or None at the deadline.
 
     Raises:
-        InvalidArgument: the file could have been read or planted by others, or holds something else.
+        InvalidArgument: other users could have read or written the file, or it holds no secret.
     """
     notice_at = time.monotonic() + _NOTICE_EVERY_SECONDS
     while (now := time.monotonic()) < deadline:
@@ -103,24 +104,24 @@ def _read(path: str) -> Endpoint | None:
     except InvalidArgument:
         if os.path.exists(path):
             raise
-        return None  # removed between the two looks
+        return None  # the file was removed in between
 
 
 def _private_folder() -> str:
-    import tempfile  # here: start-up counts
+    import tempfile  # imported here to keep the start of a rank short
 
     folder = os.path.join(tempfile.gettempdir(), f"gradsync-{os.geteuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     if not _is_private(folder):
         raise AuthenticationError(
-            f"{folder} must be a directory of mode 0700 that belongs to this user; remove it, "
-            f"or name a secret in {SECRET_FILE}"
+            f"{folder} needs to be a directory of mode 0700 that belongs to this user; remove it, "
+            f"or name a secret file in {SECRET_FILE}"
         )
     return folder
 
 
 def _is_private(folder: str) -> bool:
-    """Whether a directory is there, this user's, and closed to others."""
+    """Whether a directory exists, belongs to this user and is closed to others."""
     try:
         status = os.lstat(folder)
     except OSError:

@@ -1,8 +1,8 @@
-"""The rendezvous server: one event loop over all connections, one core that decides.
+"""The rendezvous server: one event loop over all connections, and the core that decides (`protocol`).
 
-The launcher embeds it; `gradsync serve` runs it alone; without a launcher, rank 0 hosts it. It binds at once, then
-serves in a background thread or in the calling one, and never blocks on one peer. Strangers, connections that have not
-authenticated yet, are few, short-lived and bounded: they cannot disturb a run.
+A launcher embeds it, `gradsync serve` runs it alone, and without a launcher rank 0 hosts it. It binds at once, then
+serves in a background thread or in the calling one, and never blocks on one peer. The number, lifetime and buffers of
+connections that have not authenticated yet ("strangers") are limited, so that they cannot disturb a run.
 """
 
 from __future__ import annotations
@@ -59,41 +59,41 @@ from gradsync.rendezvous.wire import (
 )
 
 HANDSHAKE_SECONDS = 5.0
-MAX_STRANGERS = 64  # beside one for each rank: all may come at once, and none is to be turned away for that
+MAX_UNAUTHENTICATED = 64  # in addition to one for each rank, because all ranks may connect at once
 MAX_OUTPUT_BYTES = 1024**2
 _STOP_SECONDS = 10.0
 _CLOSING_SECONDS = 1.0  # for a peer to read its last message
 _ACCEPTS_PER_TURN = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
-# Most of what a heartbeat costs is to wake for it. Where many ranks live quietly, the loop lets some come together;
-# where they are few that is not worth the delay to whoever asks something meanwhile.
+# Most of a heartbeat's cost is waking up for it. With many ranks, and no requests, the loop lets heartbeats collect.
+# With few ranks that gains too little for the delay of requests.
 _BATCH_SECONDS_PER_RANK = 40e-6
 _BATCH_FROM_SECONDS, _BATCH_UP_TO_SECONDS = 5e-3, 40e-3
-_WAITING_NOTICES = 100  # more than anybody reads; then the newest are dropped
+_WAITING_NOTICES = 100  # when so many wait for the log, the newest are dropped
 _NOTICES_END_SECONDS = 0.2
 
 _log = logging.getLogger("gradsync.rendezvous")
 
 
 class RendezvousServer:
-    """The server through which the ranks of one run find each other, or the launchers of several machines and theirs.
+    """The server of one run, through which its ranks find each other, or the launchers of several machines and theirs.
 
     Args:
-        world_size: ranks in every generation, from 1; or launchers.
-        secret: what every rank of the run knows and nobody else, at least 16 bytes.
+        world_size: the number of launched ranks, from 1; or of launchers.
+        secret: the run's secret, which only its ranks know; at least 16 bytes.
         host: the interface to bind; loopback by default.
-        port: the port to bind; 0 takes a free one, and the bound socket is its reservation.
+        port: the port to bind; 0 chooses a free port, which the bound socket reserves.
         listener: a bound TCP socket to use instead of host and port; the server owns it from now on.
-        run_id: names the run in messages and binds its sessions; random by default, at most 64 bytes.
+        run_id: the run's name in messages and session keys; random by default, at most 64 bytes.
         of_launchers: whether the members are launchers, which begin starts of ranks here, see `LaunchersCore`.
 
     Attributes:
-        address: where clients connect, e.g. "127.0.0.1:43211" or "[::1]:4000".
+        address: the address for clients, e.g. "127.0.0.1:43211" or "[::1]:4000".
         run_id: the run's name.
 
     Raises:
-        InvalidArgument: an argument is out of its range, the secret is too short, or a variable is set that has gone.
-        RendezvousError: the address cannot be bound; names the holder of a port in use where it can be read.
+        InvalidArgument: an argument is out of its range, the secret is too short, or a removed variable is set.
+        RendezvousError: the address cannot be bound; the text names the holder of a port in use if it can be read.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class RendezvousServer:
 
     @property
     def generation(self) -> int:
-        """Number of the generation that was formed last; 0 before the first."""
+        """The number of the last generation that formed; 0 before the first."""
         return self._core.formed_count
 
     def __enter__(self) -> RendezvousServer:
@@ -161,10 +161,10 @@ class RendezvousServer:
         self._run()
 
     def stop(self) -> None:
-        """Ends the server: every connection closed, the thread joined, the port free. Idempotent.
+        """Stops the server: closes all connections, joins the thread and frees the port. Idempotent.
 
-        Called from the serving thread itself (a signal handler during `serve_forever`), it returns at once,
-        and the loop ends right after.
+        In the serving thread itself (a signal handler during `serve_forever`) it returns at once, and the loop ends
+        right after.
         """
         if os.getpid() != self._pid:
             self.abandon()
@@ -179,33 +179,33 @@ class RendezvousServer:
                 self._thread.join(_STOP_SECONDS)
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Names the process of a rank on this machine: should it stand still before it joins, the others are told.
+        """Records a rank's process on this machine. If it is stopped before it joins, the waiting ranks get an error.
 
         Args:
-            rank: its number.
+            rank: the rank's number.
             pid: its process id.
         """
-        self._loop.tell(Started(rank, pid))
+        self._loop.submit(Started(rank, pid))
 
     def note_end(self, rank: int, how: str) -> None:
-        """Says that a rank's process has ended: whoever waits for it to join is told.
+        """Records that a rank's process has ended; ranks that wait for it to join get an error.
 
         Args:
-            rank: its number.
-            how: it ended, in words, e.g. "ended with exit code 0".
+            rank: the rank's number.
+            how: how it ended, in words, e.g. "ended with exit code 0".
         """
-        self._loop.tell(Ended(rank, how))
+        self._loop.submit(Ended(rank, how))
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Waits until every client has left; returns whether they have. For a rank that hosts the server.
+        """Waits until every client has left; returns False at the deadline. For a rank that hosts the server.
 
         Args:
-            timeout_seconds: how long to wait at most.
+            timeout_seconds: the deadline.
         """
         return self._loop.empty.wait(timeout_seconds)
 
     def abandon(self) -> None:
-        """Closes this process's copies of the descriptors without any I/O: for the child after a fork."""
+        """Closes a forked child's copies of the descriptors, without any I/O."""
         self._claimed = True
         with contextlib.suppress(OSError):
             self._loop.close(is_copy=True)
@@ -213,7 +213,7 @@ class RendezvousServer:
     def _claim(self) -> None:
         if self._claimed:
             raise RendezvousError(
-                f"the rendezvous server at {self.address} was started or stopped before; make a new one"
+                f"the rendezvous server at {self.address} was started or stopped before; make a new server"
             )
         self._claimed = True
 
@@ -230,7 +230,7 @@ def _check_run_id(run_id: str | None) -> str:
     return run_id
 
 
-# A child of a fork must not keep the port, nor the streams by whose end the ranks know that the server is gone.
+# A forked child must not keep the port open, nor the streams: their end shows the ranks that the server is gone.
 _servers: weakref.WeakSet[RendezvousServer] = weakref.WeakSet()
 
 
@@ -244,29 +244,29 @@ os.register_at_fork(after_in_child=_abandon_copies)
 
 
 class Latch:
-    """Something that threads wait for, and that may come and go.
+    """An event that threads wait for, and that can be set and cleared.
 
-    Not an Event: its own lock stays taken where Ctrl-C comes as a wait begins, and then who sets it waits for ever.
+    Not a threading.Event: its inner lock stays held if Ctrl-C arrives as a wait begins, and then set() blocks for ever.
     """
 
     def __init__(self, *, is_set: bool) -> None:
         self._lock = threading.Lock()
-        self._waiting: tuple[Any, ...] | None = None if is_set else ()  # a lock for each thread; None while it is set
+        self._waiting: tuple[Any, ...] | None = None if is_set else ()  # a lock for each waiting thread; None while set
 
     def set(self) -> None:
-        """Lets all threads go on that wait."""
+        """Sets the event, and wakes all waiting threads."""
         with self._lock:
             waiting, self._waiting = self._waiting, None
         for lock in waiting or ():
             lock.release()
 
     def clear(self) -> None:
-        """Lets threads wait from now on."""
+        """Clears the event."""
         with self._lock:
             self._waiting = self._waiting or ()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until it is set, for so many seconds at most; returns whether it is."""
+        """Waits until the event is set; returns False after `seconds`."""
         lock = threading.Lock()
         lock.acquire()
         with self._lock:
@@ -277,29 +277,29 @@ class Latch:
 
 
 class ConnectionLost(Exception):
-    """The peer is gone, or does not read what it is sent; the text says which."""
+    """The peer is gone, or does not read its messages; the text says which."""
 
 
 class ServerConnection:
-    """One accepted connection: handshake first, then messages; bounded buffers, never blocking.
+    """One accepted connection: first the handshake, then messages. Its buffers are bounded, and it never blocks.
 
     Args:
-        number: names the connection towards the core.
+        number: the connection's number in the core.
         stream: the non-blocking socket.
-        handshake: the fresh state machine of this connection.
-        deadline: monotonic seconds by which the connection must have sent its first authenticated message.
+        handshake: the new state machine of this connection.
+        deadline: the time by which its first authenticated message must arrive, in monotonic seconds.
 
     Attributes:
-        is_stranger: True until the first authenticated message.
-        output: what waits to be written; empty again once the peer has taken it.
-        is_watched_for_room: whether the loop waits for room for its output; the loop's own.
+        is_unauthenticated: True until the first authenticated message.
+        output: bytes that wait to be written.
+        is_watched_for_room: whether the event loop waits for the stream to become writable; set by the loop.
     """
 
     def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
         self.number = number
         self.stream = stream
         self.deadline = deadline
-        self.is_stranger = True
+        self.is_unauthenticated = True
         self.is_watched_for_room = False
         self._handshake = handshake
         self._session: Session | None = None
@@ -308,7 +308,7 @@ class ServerConnection:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the peer has left a message unfinished for too long."""
+        """Whether an incomplete message has taken too long."""
         return self._reader.is_stuck(time.monotonic())
 
     def receive(self) -> list[Message]:
@@ -316,9 +316,9 @@ class ServerConnection:
 
         Raises:
             ConnectionLost: the peer closed or reset the connection.
-            RendezvousError: the peer sent something unacceptable.
+            RendezvousError: the peer sent an invalid frame.
         """
-        size = MAX_HANDSHAKE_FRAME_BYTES if self.is_stranger else MAX_FRAME_BYTES
+        size = MAX_HANDSHAKE_FRAME_BYTES if self.is_unauthenticated else MAX_FRAME_BYTES
         try:
             data = self.stream.recv(size)
         except (BlockingIOError, InterruptedError):
@@ -339,17 +339,17 @@ class ServerConnection:
                     self.output += step
                 continue
             message = self._session.open(frame)
-            if self.is_stranger:
+            if self.is_unauthenticated:
                 self._check_generation(message)
-                self.is_stranger = False
+                self.is_unauthenticated = False
             messages.append(message)
         self._reader.note_time(time.monotonic(), was_complete=bool(messages))
         return messages
 
     def _check_generation(self, message: Message) -> None:
-        """Refuses a session whose keys are for another generation than its JOIN names.
+        """Refuses a session if its HELLO and its JOIN name different generations.
 
-        Up to version 6 no generation was named; the core refuses such a JOIN, with both versions.
+        Up to version 6 they named none; the core refuses such a JOIN, and names both versions.
         """
         if message.type is FrameType.JOIN:
             if message.fields[0] < _FIRST_VERSION_WITH_GENERATION:
@@ -358,22 +358,22 @@ class ServerConnection:
             return
         named = message.fields[-1]
         if named != self._handshake.generation:
-            raise FrameError(f"JOIN names generation {named}, HELLO has named {self._handshake.generation}")
+            raise FrameError(f"JOIN names generation {named}, HELLO named {self._handshake.generation}")
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
         """Queues a message for an authenticated peer.
 
         Raises:
-            ConnectionLost: too much waits already: the peer does not read.
+            ConnectionLost: too many bytes wait: the peer does not read.
         """
         if self._session is None:
             raise FrameError("a message was queued before the handshake ended")
         self.output += self._session.seal(frame_type, *fields)
         if len(self.output) > MAX_OUTPUT_BYTES:
-            raise ConnectionLost(f"it has left more than {MAX_OUTPUT_BYTES} bytes unread")
+            raise ConnectionLost(f"it has not read its last {MAX_OUTPUT_BYTES} bytes")
 
     def flush(self) -> None:
-        """Writes as much output as the peer takes now.
+        """Writes as much output as the socket takes now.
 
         Raises:
             ConnectionLost: the peer is gone.
@@ -386,9 +386,9 @@ class ServerConnection:
             except OSError as error:
                 raise ConnectionLost(error.strerror or str(error)) from error
 
-    def hang_up(self) -> None:
-        """Ends the stream and closes it: a copy of the descriptor in a forked process must not keep it open."""
-        with contextlib.suppress(OSError):  # the peer was faster
+    def close(self) -> None:
+        """Shuts the stream down, then closes it: a forked process's copy of the descriptor must not keep it open."""
+        with contextlib.suppress(OSError):  # the peer has closed it already
             self.stream.shutdown(socket.SHUT_RDWR)
         self.stream.close()
 
@@ -397,17 +397,17 @@ _FIRST_VERSION_WITH_GENERATION = 7
 
 
 class EventLoop:
-    """Serves one listener until told to stop: one selector over all sockets.
+    """Serves one listener until `request_stop`, with one selector over all sockets.
 
     Args:
         listener: the listening socket; owned and closed by the loop.
-        core: decides what happens.
+        core: turns events into actions.
         secret, run_id: for the handshakes.
-        ranks: how many are expected, for one generation.
+        ranks: the number of ranks of one generation.
 
     Attributes:
         empty: set while there is no connection.
-        over: set once it serves no longer.
+        over: set once the loop has ended.
     """
 
     def __init__(
@@ -422,17 +422,17 @@ class EventLoop:
         self._process = ServerProcess.of(machine_identity(), os.getpid())
         self._ranks = ranks
         self._make_room(0)
-        self._is_quiet = False  # whether nothing but heartbeats has come in this turn
+        self._is_quiet = False  # whether only heartbeats have arrived in this turn
         self._stopping = False
         self._notices = _NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
-        self._strangers: dict[int, ServerConnection] = {}  # oldest first, so the earliest deadline first
+        self._unauthenticated: dict[int, ServerConnection] = {}  # oldest first, so earliest deadline first
         self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
         self._lost: deque[tuple[ServerConnection, str]] = deque()
-        self._queued: deque[Event] = deque()  # what was found of silent peers, and what other threads tell
+        self._queued: deque[Event] = deque()  # results of looks, and events from other threads
         self._accept_resumes_at: float | None = None
         self._next_number = 0
-        tune_stream(listener)  # what is accepted inherits it: a call for each option and rank is saved
+        tune_stream(listener)  # accepted sockets inherit the options, which saves a system call for each
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -441,12 +441,12 @@ class EventLoop:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def request_stop(self) -> None:
-        """Asks the loop to end; safe from any thread and from a signal handler."""
+        """Ends the loop soon; safe in any thread and in a signal handler."""
         self._stopping = True
         self._wake()
 
-    def tell(self, event: Event) -> None:
-        """Has the core take an event; safe from any thread."""
+    def submit(self, event: Event) -> None:
+        """Queues an event for the core; safe in any thread."""
         self._queued.append(event)
         self._wake()
 
@@ -468,22 +468,22 @@ class EventLoop:
             self.close()
 
     def close(self, *, is_copy: bool = False) -> None:
-        """Closes every descriptor, without a word to the peers: the end of the stream tells them.
+        """Closes every descriptor; the peers see the end of their streams.
 
         Args:
-            is_copy: whether these are a forked child's copies, whose streams are to go on.
+            is_copy: whether these are a forked child's copies; the parent's streams then go on.
         """
         self._selector.close()
         for connection in self._connections.values():
             if is_copy:
                 connection.stream.close()
             else:
-                connection.hang_up()
+                connection.close()
         self._connections.clear()
         self._listener.close()
         self._wake_receiver.close()
         self._wake_sender.close()
-        if is_copy:  # a thread of the parent may hold a latch's lock, or wait for it
+        if is_copy:  # the fork may have copied a latch whose lock a thread of the parent holds
             self.empty, self.over = Latch(is_set=True), Latch(is_set=True)
             return
         self.empty.set()
@@ -496,13 +496,13 @@ class EventLoop:
 
     def _wait_seconds(self) -> float | None:
         due = [self._core.next_deadline(), self._accept_resumes_at]
-        due += [next(iter(group.values())).deadline for group in (self._strangers, self._closing) if group]
+        due += [next(iter(group.values())).deadline for group in (self._unauthenticated, self._closing) if group]
         earliest = min((time_due for time_due in due if time_due is not None), default=None)
         return None if earliest is None else max(0.0, earliest - time.monotonic())
 
     def _handle_ready(self, key: selectors.SelectorKey, mask: int) -> None:
         if key.data is not None:
-            if key.data.number not in self._connections:  # it may have been dropped in this very turn
+            if key.data.number not in self._connections:  # dropped earlier in this turn
                 return
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
@@ -512,12 +512,12 @@ class EventLoop:
             self._accept()
         else:
             self._wake_receiver.recv(4096)
-            self._handle_event(Tick())  # and what is queued
+            self._handle_event(Tick())  # and the queued events
 
     def _handle_time(self, now: float) -> None:
         for group, cause in (
-            (self._strangers, f"no handshake within {HANDSHAKE_SECONDS:g} s"),
-            (self._closing, "it does not read its last message"),
+            (self._unauthenticated, f"no handshake within {HANDSHAKE_SECONDS:g} s"),
+            (self._closing, "it did not read its last message"),
         ):
             while group and (connection := next(iter(group.values()))).deadline <= now:
                 self._drop(connection, cause)
@@ -541,18 +541,18 @@ class EventLoop:
             self._admit(stream)
 
     def _survive_accept_error(self, error: OSError) -> None:
-        """The listener stays readable while descriptors are short: pause instead of spinning."""
+        """Pauses accepting if no descriptor is free: the listener stays readable, and the loop would spin."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            return  # there is no other, or the one was aborted before it was accepted
+            return  # no connection waits, or the peer has aborted it
         self._notices.write(f"the rendezvous server cannot accept connections: {error.strerror}")
-        if self._strangers:
-            self._drop(next(iter(self._strangers.values())), "descriptors are short")
+        if self._unauthenticated:
+            self._drop(next(iter(self._unauthenticated.values())), "no file descriptor is free")
         self._selector.unregister(self._listener)
         self._accept_resumes_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
 
     def _admit(self, stream: socket.socket) -> None:
-        if len(self._strangers) >= self._max_strangers:
-            self._drop(next(iter(self._strangers.values())), "too many connections without a handshake")
+        if len(self._unauthenticated) >= self._max_unauthenticated:
+            self._drop(next(iter(self._unauthenticated.values())), "too many connections without a handshake")
         stream.setblocking(False)
         self._next_number += 1
         handshake = ServerHandshake(self._secret, self._run_id, os.urandom(NONCE_BYTES), self._process)
@@ -560,7 +560,7 @@ class EventLoop:
         if not self._connections:
             self.empty.clear()
         self._connections[connection.number] = connection
-        self._strangers[connection.number] = connection
+        self._unauthenticated[connection.number] = connection
         self._selector.register(stream, selectors.EVENT_READ, connection)
 
     def _receive(self, connection: ServerConnection) -> None:
@@ -569,21 +569,21 @@ class EventLoop:
         except (ConnectionLost, RendezvousError) as error:
             self._lost.append((connection, str(error)))
             return
-        if not connection.is_stranger and connection.number in self._strangers:
-            del self._strangers[connection.number]
-            if len(self._connections) - len(self._strangers) > self._max_members:
+        if not connection.is_unauthenticated and connection.number in self._unauthenticated:
+            del self._unauthenticated[connection.number]
+            if len(self._connections) - len(self._unauthenticated) > self._max_members:
                 self._refuse(connection, messages[0].sequence)
                 return
         if connection.output:
             self._flush(connection)
         for message in messages:
             if connection.number in self._closing or connection.number not in self._connections:
-                return  # what follows a goodbye or a refusal is not heard
+                return  # messages after a LEAVE or a refusal are ignored
             self._is_quiet = self._is_quiet and message.type is FrameType.HEARTBEAT
             self._handle_event(Received(connection.number, message))
 
     def _refuse(self, connection: ServerConnection, sequence: int) -> None:
-        """Turns an authenticated connection away: more of them than any correct run needs are open."""
+        """Refuses an authenticated connection, because more are open than a correct run needs."""
         text = f"the server has more than {self._max_members} authenticated connections; close some"
         self._perform([Send(connection.number, FrameType.REFUSED, (sequence, REFUSED, text)), Close(connection.number)])
 
@@ -608,38 +608,38 @@ class EventLoop:
     def _drop(self, connection: ServerConnection, cause: str) -> None:
         if self._connections.pop(connection.number, None) is None:
             return
-        self._strangers.pop(connection.number, None)
+        self._unauthenticated.pop(connection.number, None)
         self._closing.pop(connection.number, None)
         self._selector.unregister(connection.stream)
-        connection.hang_up()
+        connection.close()
         if not self._connections:
             self.empty.set()
         _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
         self._handle_event(Lost(connection.number, cause))
 
     def _make_room(self, more_ranks: int) -> None:
-        """Makes room for the connections of all members, and of so many more."""
+        """Makes room for the connections of all members, and of `more_ranks` others."""
         ranks = self._ranks + more_ranks
-        make_room(2 * ranks + MAX_STRANGERS)
+        make_room(2 * ranks + MAX_UNAUTHENTICATED)
         self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
-        self._max_strangers = ranks + MAX_STRANGERS
+        self._max_unauthenticated = ranks + MAX_UNAUTHENTICATED
         self._batch_seconds = _batch_seconds(ranks)
 
     # The core.
 
     def _handle_event(self, event: Event) -> None:
         self._perform(self._core.handle(time.monotonic(), event))
-        while self._queued:  # in a loop: thousands of ranks may be looked at in one turn
+        while self._queued:  # a loop, not recursion: one turn may look at thousands of ranks
             self._perform(self._core.handle(time.monotonic(), self._queued.popleft()))
 
     def _perform(self, actions: list[Action]) -> None:
-        """Carries actions out, then writes what they send."""
+        """Carries out actions, then writes their output."""
         for connection in dict.fromkeys(map(self._carry_out, actions)):
             if connection is not None:
                 self._flush(connection)
 
     def _carry_out(self, action: Action) -> ServerConnection | None:
-        """Carries out one action; returns the connection that has something to flush."""
+        """Carries out one action; returns the connection to flush, or None."""
         if isinstance(action, Notice):
             self._notices.write(action.text)
             return None
@@ -655,7 +655,7 @@ class EventLoop:
         if isinstance(action, Send):
             try:
                 connection.send(action.type, action.fields)
-            except (ConnectionLost, ValueError) as error:  # a message of ours that breaks its schema ends one rank only
+            except (ConnectionLost, ValueError) as error:  # an invalid message of ours must fail only this connection
                 self._lost.append((connection, str(error)))
                 return None
         elif connection.number not in self._closing:
@@ -664,7 +664,7 @@ class EventLoop:
         return connection
 
     def _look(self, look: Look) -> None:
-        """Looks at a silent peer; the core hears of it next."""
+        """Looks at a silent peer, and queues the result for the core."""
         stream = None
         if look.peer >= 0:
             connection = self._connections.get(look.peer)
@@ -677,15 +677,15 @@ class EventLoop:
 
 
 def _batch_seconds(ranks: int) -> float:
-    """Returns how long to let the heartbeats of so many ranks come together; 0 where they are few."""
+    """Returns how long to let the ranks' heartbeats collect; 0 for few ranks."""
     seconds = min(ranks * _BATCH_SECONDS_PER_RANK, _BATCH_UP_TO_SECONDS)
     return seconds if seconds >= _BATCH_FROM_SECONDS else 0.0
 
 
 class _NoticeWriter:
-    """Passes notices to the log, in order, from a thread of its own.
+    """Writes notices to the log, in order, in a separate thread.
 
-    A terminal that stands still, or a pipe that nobody reads, blocks who writes to it; the server must go on.
+    A stopped terminal, or a full pipe, blocks its writer; it must not block the server.
     """
 
     def __init__(self) -> None:
@@ -693,14 +693,14 @@ class _NoticeWriter:
         self._thread: threading.Thread | None = None
 
     def write(self, text: str) -> None:
-        """Hands over a notice; never waits."""
+        """Queues a notice; never waits."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradsync-notices", daemon=True)
             self._thread.start()
         self._put(f"gradsync: {text}")
 
     def end(self) -> None:
-        """Ends the thread, after what it has been handed over; waits a moment at most."""
+        """Ends the thread after the queued notices; waits at most 0.2 s."""
         if self._thread is not None:
             self._put(None)
             self._thread.join(_NOTICES_END_SECONDS)

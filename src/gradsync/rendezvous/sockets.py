@@ -1,7 +1,7 @@
-"""Sockets of the rendezvous: binding, the options both ends set, the limit of open files.
+"""Sockets of the rendezvous: binding, socket options, the limit of open files.
 
-Lowest room beside `wire`: no frames here. Peers are never resolved to names; only the address a caller gave
-is looked up, by the side that dials or binds it.
+Used by the server, by clients and by launchers. Only an address that a caller gave is looked up; the addresses of peers
+are never resolved to names.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from typing import Any
 from gradsync.arguments import LARGEST_PORT, join_address
 from gradsync.errors import InvalidArgument, RendezvousError
 
-_BACKLOG = 16_384  # all ranks may come at once; the kernel has a limit of its own, net.core.somaxconn
+_BACKLOG = 16_384  # all ranks may connect at once; the kernel limits this too: net.core.somaxconn
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _USER_TIMEOUT_MS = 5000
 _TCP_LISTEN_STATE = "0A"
-_OTHER_FILES = 256  # what else the process has open
+_OTHER_FILES = 256  # room for the process's other open files
 
 _log = logging.getLogger("gradsync.rendezvous")
 
 
 def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
-    """Returns the addresses that a name stands for, as `socket.getaddrinfo` does.
+    """Returns the addresses of a host name, in the form of `socket.getaddrinfo`.
 
     Raises:
-        OSError: there are none, or it cannot be a name.
+        OSError: the name has no address, or is not a valid name.
     """
     try:
         return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    except ValueError:  # longer than any name, or with characters that none has
+    except ValueError:  # the name is too long, or has invalid characters
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
 def format_address(listener: socket.socket) -> str:
-    """Returns the text form of the address a socket is bound to."""
+    """Returns a bound socket's address as text, "host:port"."""
     return join_address(*listener.getsockname()[:2])
 
 
 def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free port") -> socket.socket:
-    """Returns a listening socket; with port 0 the kernel picks one, and the socket is its reservation.
+    """Returns a listening socket. With port 0 the kernel chooses a free port, and the socket reserves it.
 
     Args:
         host: name or address of the interface.
         port: the port.
-        if_taken: what to do when another process holds the port, beside stopping that.
+        if_taken: advice for the error when another process holds the port.
 
     Raises:
-        InvalidArgument: the host is empty or the port out of range.
-        RendezvousError: the address cannot be bound; names the port's holder where that can be read.
+        InvalidArgument: the host is empty or the port is out of range.
+        RendezvousError: the address cannot be bound; the text names the port's holder if it can be read.
     """
     if not host or not 0 <= port <= LARGEST_PORT:
         raise InvalidArgument(
@@ -78,23 +78,23 @@ def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a fre
 
 
 def adopt_listener(listener: socket.socket) -> socket.socket:
-    """Returns a bound socket of the caller's, listening.
+    """Makes a bound socket of the caller listen, and returns it.
 
     Raises:
-        InvalidArgument: it is not a TCP socket.
-        RendezvousError: it cannot listen.
+        InvalidArgument: the socket is not a TCP socket.
+        RendezvousError: the socket cannot listen.
     """
     if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
         raise InvalidArgument(f"the rendezvous needs a TCP socket as its listener, got {listener!r}")
     try:
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise RendezvousError(f"the listener handed in cannot listen: {error}") from error
+        raise RendezvousError(f"the rendezvous cannot listen on the listener it was given: {error}") from error
     return listener
 
 
 def tune_stream(stream: socket.socket) -> None:
-    """Sets what both ends need: no delay, and a silent peer noticed by the kernel within seconds."""
+    """Sets the options of a stream: non-blocking, no delay, and a dead peer noticed by the kernel within seconds."""
     stream.setblocking(False)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -107,7 +107,7 @@ def tune_stream(stream: socket.socket) -> None:
 
 def _describe_holder(port: int) -> str:
     """Returns " by process 42 (name)" for the process listening on a port, or "" where it cannot be read."""
-    from pathlib import Path  # here: no rank that binds nothing needs it
+    from pathlib import Path  # imported here because ranks that bind no port do not need it
 
     with contextlib.suppress(OSError, ValueError, IndexError):
         inodes = _listening_inodes(port)
@@ -136,7 +136,7 @@ def _process_with_socket(inodes: set[str]) -> int | None:
     targets = {f"socket:[{inode}]" for inode in inodes}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         folder = f"/proc/{pid}/fd"
-        with contextlib.suppress(OSError):  # another user's process, or one that has just ended
+        with contextlib.suppress(OSError):  # another user's process, or a process that has just ended
             for descriptor in os.listdir(folder):
                 with contextlib.suppress(OSError):
                     if os.readlink(f"{folder}/{descriptor}") in targets:
@@ -145,27 +145,27 @@ def _process_with_socket(inodes: set[str]) -> int | None:
 
 
 def make_room(connections: int) -> None:
-    """Raises the process's limit of open files where so many connections do not fit; says so where it may not."""
+    """Raises the process's limit of open files for `connections` sockets; logs a warning if the limit stays too low."""
     allowed = raise_limit(connections)
     if allowed is not None:
         _log.warning(
-            "gradsync: this process may have %d files open, and a rendezvous of this size may need up to %d; raise the "
+            "gradsync: a rendezvous of this size needs up to %d open files, this process may open %d; raise the "
             "hard limit (ulimit -Hn) if ranks cannot connect",
-            allowed,
             connections + _OTHER_FILES,
+            allowed,
         )
 
 
 def raise_limit(files: int) -> int | None:
-    """Raises the process's limit of open files to so many beside what else it has open, as far as it may.
+    """Raises the process's limit of open files to `files` and room for 256 others, as far as the hard limit allows.
 
-    The usual limit is 1,024, which the server of a thousand ranks passes, and the launcher of 130. What the process
-    starts from now on inherits the new one.
+    The usual limit is 1,024. A server of a thousand ranks, or a launcher of 130, needs more. Processes that this one
+    starts from now on inherit the new limit.
 
     Returns:
-        The limit, where it is too low even so; else None.
+        The new limit if it is still too low, else None.
     """
-    with contextlib.suppress(ImportError):  # there is no such limit elsewhere
+    with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,8 +1,8 @@
-"""The server's core where launchers of several machines share a server with their ranks, without I/O.
+"""The server's core for launchers of several machines that share one server with their ranks, without I/O.
 
-Two cores behind one port: the launchers are one world, the ranks of the present start another one. The launchers begin
-a start, and say which of its ranks' processes have started and ended. They also look at the processes on their machine
-for the server, which cannot.
+Two cores behind one port: one for the world of launchers, one for the ranks of the current start. The launchers begin a
+start, and report which of its ranks' processes have started and ended. They also look at processes on their machines,
+which the server cannot see.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ _OF_LAUNCHERS = (FrameType.BEGIN_START, FrameType.STARTED, FrameType.ENDED, Fram
 
 
 class LaunchersCore:
-    """Decides what such a server does.
+    """Passes each event to the launchers' core or the ranks' core, and returns the actions.
 
     Args:
-        nnodes: how many launchers there are. The one of node 0 hosts the server.
-        machine: the server's own, see `RendezvousCore`.
+        nnodes: the number of launchers. The launcher of node 0 hosts the server.
+        machine: the server's machine, see `RendezvousCore`.
     """
 
     def __init__(self, nnodes: int, *, machine: str = "") -> None:
         self._machine = machine
         self._launchers = RendezvousCore(nnodes, machine=machine, noun="node", host=0)
-        self._start = ""  # the name of the present start; "" before the first
+        self._start = ""  # the name of the current start; "" before the first
         self._ranks: RendezvousCore | None = None  # of that start
         self._rank_connections: set[int] = set()
         self._launcher_of: dict[int, int] = {}  # rank -> connection of the launcher that has started it
 
     @property
     def formed_count(self) -> int:
-        """Number of the launchers' generation that was formed last."""
+        """The number of the launchers' last generation that formed."""
         return self._launchers.formed_count
 
     def handle(self, now: float, event: Event) -> list[Action]:
-        """Takes one event and returns what to do; as `RendezvousCore.handle`."""
+        """Handles one event and returns the actions, as `RendezvousCore.handle`."""
         if isinstance(event, Received):
             connection, message = event.connection, event.message
             if connection in self._rank_connections:
-                return self._tell_ranks(now, event)
+                return self._pass_to_ranks(now, event)
             if message.type is FrameType.JOIN_START:
                 return self._join(now, connection, message)
             if message.type in _OF_LAUNCHERS and self._launchers.has_running_member(connection):
-                return self._take_from_launcher(now, connection, message)
+                return self._handle_launcher(now, connection, message)
         elif isinstance(event, Lost) and event.connection in self._rank_connections:
             self._rank_connections.discard(event.connection)
-            return self._tell_ranks(now, event)
+            return self._pass_to_ranks(now, event)
         elif isinstance(event, Looked) and event.peer in self._rank_connections:
-            return self._tell_ranks(now, event)
-        elif not isinstance(event, (Lost, Looked)):  # time has passed, for both
-            return [*self._launchers.handle(now, event), *self._tell_ranks(now, event)]
+            return self._pass_to_ranks(now, event)
+        elif not isinstance(event, (Lost, Looked)):  # a Tick, for both cores
+            return [*self._launchers.handle(now, event), *self._pass_to_ranks(now, event)]
         return self._launchers.handle(now, event)
 
     def next_deadline(self) -> float | None:
@@ -74,8 +74,8 @@ class LaunchersCore:
         due = [self._launchers.next_deadline(), None if self._ranks is None else self._ranks.next_deadline()]
         return min((time_due for time_due in due if time_due is not None), default=None)
 
-    def _tell_ranks(self, now: float, event: Event) -> list[Action]:
-        """Hands an event to the ranks' core. A process that it wants looked at is looked at by its launcher."""
+    def _pass_to_ranks(self, now: float, event: Event) -> list[Action]:
+        """Passes an event to the ranks' core. Its looks at processes go to the launchers of these processes."""
         if self._ranks is None:
             return []
         actions: list[Action] = []
@@ -87,27 +87,27 @@ class LaunchersCore:
         return actions
 
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
-        """Lets a rank of the present start join."""
+        """Handles the join of a rank, which needs to belong to the current start."""
         start, *fields = message.fields
         if start != self._start:
-            text = f"rank {fields[1]} is of another start of the ranks than the present one: the launchers have gone on"
+            text = f"rank {fields[1]} belongs to another start of the ranks, not to the current one"
             return [Send(connection, FrameType.REFUSED, (message.sequence, REFUSED, text)), Close(connection)]
         self._rank_connections.add(connection)
-        return self._tell_ranks(now, Received(connection, Message(FrameType.JOIN, message.sequence, tuple(fields))))
+        return self._pass_to_ranks(now, Received(connection, Message(FrameType.JOIN, message.sequence, tuple(fields))))
 
-    def _take_from_launcher(self, now: float, connection: int, message: Message) -> list[Action]:
+    def _handle_launcher(self, now: float, connection: int, message: Message) -> list[Action]:
         if message.type is FrameType.BEGIN_START:
             return self._begin(connection, message.sequence, *message.fields)
         rank, what = message.fields
         if message.type is FrameType.STARTED:
             self._launcher_of[rank] = connection
-            return self._tell_ranks(now, Started(rank, what))
+            return self._pass_to_ranks(now, Started(rank, what))
         if message.type is FrameType.ENDED:
-            return self._tell_ranks(now, Ended(rank, what))
-        return self._tell_ranks(now, Looked(process_key(rank), ProcessState[what]))
+            return self._pass_to_ranks(now, Ended(rank, what))
+        return self._pass_to_ranks(now, Looked(process_key(rank), ProcessState[what]))
 
     def _begin(self, connection: int, sequence: int, start: str, world_size: int) -> list[Action]:
-        """Begins a start, at the first launcher's word. Ranks of the one before are turned away."""
+        """Begins a start when the first launcher asks for it; closes the connections of the start before."""
         actions: list[Action] = []
         if start != self._start:
             actions += [Close(rank_connection) for rank_connection in sorted(self._rank_connections)]

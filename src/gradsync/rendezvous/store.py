@@ -1,13 +1,13 @@
-"""What the ranks of one generation share: keys, with reads that wait; barriers and exchanges; who has left which group.
+"""The store of one generation: keys, with reads that wait; barriers and exchanges; and who has left which group.
 
-Part of the server's core, without I/O. Each request method returns the messages to send now. One that cannot be
-answered yet opens a wait. No wait has a deadline here: the client cancels at its own, and the answer to that names the
-ranks that are missing.
+Part of the server's core, without I/O. Each request method returns the messages to send now. A request that cannot be
+answered yet opens a wait. Waits have no deadline here: the client sends CANCEL at its own deadline, and the answer
+names the missing ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,12 +25,12 @@ from gradsync.rendezvous.roster import Failure, Members, Roster, list_members
 
 MAX_STORED_BYTES = 64 * 1024**2
 MAX_BARRIERS = 65_536
-_MAX_NAMES_LEFT = 16_384  # of groups that some members have left; more stay until the generation ends
+_MAX_NAMES_LEFT = 16_384  # groups that some members have left; the keys of more groups stay until the generation ends
 
 
-@dataclass(slots=True)  # not frozen: one is made for every message, and freezing triples what that costs
+@dataclass(slots=True)  # not frozen: one is made for every message, and freezing triples the cost
 class Request:
-    """One request of one rank, never changed, and the ways to answer it."""
+    """One request of one rank, never changed, with methods that make its answer."""
 
     connection: int
     rank: int
@@ -42,11 +42,11 @@ class Request:
         return Send(self.connection, FrameType.REPLY, (self.sequence, value))
 
     def refuse(self, text: str, kind: int = INVALID) -> Send:
-        """Answers that the request cannot be granted."""
+        """Refuses the request."""
         return Send(self.connection, FrameType.REFUSED, (self.sequence, kind, clip_text(text)))
 
     def fail(self, failure: Failure) -> Send:
-        """Answers that the request can no longer be granted, because another rank is gone."""
+        """Answers with a failure."""
         return failure.send(self.connection, self.sequence)
 
     def time_out(self, missing_ranks: Iterable[int], whereabouts: str) -> Send:
@@ -55,22 +55,22 @@ class Request:
 
 
 class Place(Protocol):
-    """What a request waits at: a key, a barrier, an agreement, or the forming of a generation."""
+    """An object that requests wait for: a key, a barrier, an agreement, or a generation that forms."""
 
     def withdraw(self, wait: Wait) -> None:
-        """Forgets this wait, as if it had never come."""
+        """Removes this wait, as if its request had never come."""
 
     def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
-        """Returns the ranks that hold it up, where they are known; `wait` is still among those that wait.
+        """Returns the ranks that an open wait waits for, as far as they are known.
 
-        Ranks that came and stopped waiting are named only when no others are missing: waits with the same deadline
-        end one after the other, and the later must not blame the earlier.
+        Ranks that arrived and stopped waiting are named only if no others are missing: waits with the same deadline
+        end one after the other, and a later one must not blame an earlier one.
         """
 
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A request that waits at a place; `from_rank` is the rank that a read waits for, where it says so."""
+    """A request that waits for a place; `from_rank` is the rank that is to set a key, if the reader named it."""
 
     request: Request
     place: Place
@@ -84,13 +84,13 @@ class WaitTable:
         self._by_connection: dict[int, dict[int, Wait]] = {}
 
     def add(self, request: Request, place: Place, from_rank: int | None = None) -> Wait:
-        """Opens a wait."""
+        """Opens a wait, and returns it."""
         wait = Wait(request, place, from_rank)
         self._by_connection.setdefault(request.connection, {})[request.sequence] = wait
         return wait
 
     def close(self, wait: Wait) -> None:
-        """Ends a wait: it was answered or withdrawn. Closing it again does nothing."""
+        """Ends a wait that was answered or withdrawn. Idempotent."""
         waits = self._by_connection.get(wait.request.connection)
         if waits is not None and waits.get(wait.request.sequence) is wait:
             del waits[wait.request.sequence]
@@ -98,7 +98,7 @@ class WaitTable:
                 del self._by_connection[wait.request.connection]
 
     def find(self, connection: int, sequence: int) -> Wait | None:
-        """Returns the open wait of this request, if it still waits."""
+        """Returns the open wait of a request, or None."""
         return self._by_connection.get(connection, {}).get(sequence)
 
     def close_all(self, connection: int) -> list[Wait]:
@@ -106,12 +106,12 @@ class WaitTable:
         return list(self._by_connection.pop(connection, {}).values())
 
     def count(self, connection: int) -> int:
-        """Returns how many waits a connection has open."""
+        """Returns the number of a connection's open waits."""
         return len(self._by_connection.get(connection, ()))
 
 
 class _KeyReads:
-    """The reads that wait for one key; in `table` under that key while there are any."""
+    """The reads that wait for one key; stored in `table` while there are any."""
 
     def __init__(self, key: str, table: dict[str, _KeyReads]) -> None:
         self.waits: list[Wait] = []
@@ -119,13 +119,13 @@ class _KeyReads:
         self._table = table
 
     def withdraw(self, wait: Wait) -> None:
-        """Forgets this read."""
+        """Removes this read."""
         self.waits.remove(wait)
         if not self.waits:
             del self._table[self._key]
 
     def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
-        """Returns the rank that is to set the key, where the reader has said so."""
+        """Returns the rank that is to set the key, if the reader named it."""
         return () if wait.from_rank is None else (wait.from_rank,)
 
 
@@ -140,7 +140,7 @@ class Keys:
         self._stored_bytes = 0
 
     def set(self, request: Request, key: str, value: bytes, *, replaces: bool) -> list[Send]:
-        """Stores a value, unless there is one that it is not to replace; answers whether it was stored."""
+        """Stores a value, unless `replaces` is False and the key has one; answers whether it was stored."""
         if not replaces and key in self._values:
             return [request.reply(False)]
         if not self._store(key, value):
@@ -167,7 +167,7 @@ class Keys:
         return [request.reply(self.discard(key))]
 
     def publish(self, key: str, value: bytes) -> list[Send]:
-        """Stores a value that came without a request, and answers those who wait for it; drops it for want of room."""
+        """Stores a value that came without a request, and answers its reads; drops the value if there is no space."""
         return self._answer_reads(key) if self._store(key, value) else []
 
     def discard(self, key: str) -> bool:
@@ -179,12 +179,12 @@ class Keys:
         return True
 
     def forget(self, prefix: str) -> None:
-        """Drops the keys under a name that nobody uses any more."""
+        """Removes the keys of a group that all members have left."""
         for key in [key for key in self._values if is_under(key, prefix)]:
             self.discard(key)
 
     def rank_left(self) -> list[Send]:
-        """Fails the reads that nobody can answer any more."""
+        """Fails the reads of keys that no remaining rank can set."""
         sends = []
         for key, reads in list(self._reads.items()):
             for wait in list(reads.waits):
@@ -196,7 +196,7 @@ class Keys:
         return sends
 
     def _who_cannot_set(self, from_rank: int | None) -> int | None:
-        """Returns the rank for whose leaving a key will never be set, or None."""
+        """Returns a rank that has left, because of which a key will never be set; else None."""
         if from_rank is not None and self._roster.has_left(from_rank):
             return from_rank
         return self._roster.last_to_leave() if self._roster.one_remains() else None
@@ -226,12 +226,12 @@ class Keys:
 
 
 class Barrier:
-    """One barrier, reusable: all go on when every rank has arrived.
+    """One barrier or exchange, reusable: it releases all ranks when the last one has arrived.
 
     Attributes:
-        name, ranks: its name, and who takes part.
-        arrived: the waits of those who have arrived, by rank.
-        values: what they have brought, where it is an exchange.
+        name, ranks: its name and members.
+        arrived: the waits of the members that have arrived, by rank.
+        values: their values by rank, in an exchange.
     """
 
     def __init__(self, name: str, ranks: Members) -> None:
@@ -239,7 +239,7 @@ class Barrier:
         self.ranks = ranks
         self.arrived: dict[int, Wait] = {}
         self.values: dict[int, bytes] = {}
-        self._cancelled: set[int] = set()  # arrived, and stopped waiting
+        self._cancelled: set[int] = set()  # ranks that have arrived and stopped waiting
 
     def arrive(self, wait: Wait, value: bytes | None) -> bool:
         """Records an arrival; returns whether it was the last one."""
@@ -251,22 +251,22 @@ class Barrier:
         return len(self.arrived) == len(self.ranks)
 
     def withdraw(self, wait: Wait) -> None:
-        """Takes an arrival back: the barrier goes on as if that rank had not come yet."""
+        """Removes an arrival, as if that rank had not arrived yet."""
         del self.arrived[wait.request.rank]
         self.values.pop(wait.request.rank, None)
         self._cancelled.add(wait.request.rank)
 
     def absent_ranks(self) -> Iterator[int]:
-        """Returns the ranks that do not wait in it now, one after the other."""
+        """Iterates over the ranks that do not wait here now."""
         return (rank for rank in self.ranks if rank not in self.arrived)
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the ranks that never came; when there are none, those that stopped waiting."""
+        """Returns the ranks that never arrived; if there are none, the ranks that stopped waiting."""
         absent = tuple(self.absent_ranks())
         return tuple(rank for rank in absent if rank not in self._cancelled) or absent
 
     def take(self) -> tuple[list[Wait], list[bytes]]:
-        """Ends the attempt: returns the waits of those who arrived, and their values by rank; forgets them."""
+        """Resets the barrier; returns the waits of the members that had arrived, and their values by rank."""
         waits, values = list(self.arrived.values()), [value for _, value in sorted(self.values.items())]
         self.arrived.clear()
         self.values.clear()
@@ -283,7 +283,7 @@ class Barriers:
         self._barriers: dict[tuple[str, Members, bool], Barrier] = {}
 
     def arrive(self, request: Request, name: str, ranks: Members, value: bytes | None = None) -> list[Send]:
-        """Lets a rank arrive, with a value in an exchange; the last one releases all."""
+        """Records a rank's arrival, in an exchange with its value; the last arrival releases all ranks."""
         what = "barrier" if value is None else "exchange"
         if value is not None and len(value) * len(ranks) > MAX_EXCHANGED_BYTES:
             limit = MAX_EXCHANGED_BYTES // len(ranks)
@@ -302,14 +302,14 @@ class Barriers:
         return [] if left is None else self._fail(barrier, left)
 
     def forget(self, prefix: str) -> None:
-        """Drops the barriers under a name that nobody uses any more."""
+        """Removes the barriers of a group that all members have left."""
         for key in [key for key in self._barriers if is_under(key[0], prefix)]:
             del self._barriers[key]
 
     def rank_left(self, rank: int) -> list[Send]:
-        """Fails the barriers that still need a rank which has left."""
-        needy = [barrier for barrier in self._barriers.values() if barrier.arrived and rank in barrier.ranks]
-        return [send for barrier in needy for send in self._fail(barrier, rank)]
+        """Fails the barriers that still need a rank that has left."""
+        waiting = [barrier for barrier in self._barriers.values() if barrier.arrived and rank in barrier.ranks]
+        return [send for barrier in waiting for send in self._fail(barrier, rank)]
 
     def _release(self, barrier: Barrier, *, is_exchange: bool) -> list[Send]:
         waits, values = self._take(barrier)
@@ -334,11 +334,11 @@ class Barriers:
 
 
 def _pieces(values: list[bytes]) -> list[list[bytes]]:
-    """Returns the values in lists that fit a frame each."""
+    """Returns the values in lists that each fit one frame."""
     pieces: list[list[bytes]] = [[]]
     room = MAX_VALUE_BYTES
     for value in values:
-        room -= len(value) + 5  # what msgpack adds
+        room -= len(value) + 5  # the header that msgpack adds
         if room < 0 and pieces[-1]:
             pieces.append([])
             room = MAX_VALUE_BYTES - len(value) - 5
@@ -346,49 +346,42 @@ def _pieces(values: list[bytes]) -> list[list[bytes]]:
     return pieces
 
 
-class Forgetting(Protocol):
-    """Where something may stand under a group's name."""
-
-    def forget(self, prefix: str) -> None:
-        """Drops what stands under the name."""
-
-
 class Departures:
-    """Who has left which group, and after which of its collectives.
+    """The ranks that have left each group, and the number of collectives they had begun there.
 
-    A member that waits for another one in vain asks here. Once all members have left a group, or the world, what it has
-    left with the server is dropped: a run may make many groups.
+    A member that waits too long for another one asks for them. Once all members have left a group, or the world, the
+    group's entries at the server are removed: a run may make many groups.
 
     Args:
-        roster: the members of the generation; who has left the world has left every group.
-        stores: drop what stands under a name.
+        roster: the members of the generation; a rank that has left the world has left every group.
+        removers: called with the group's name; each removes one kind of entry.
     """
 
-    def __init__(self, roster: Roster, stores: Iterable[Forgetting]) -> None:
+    def __init__(self, roster: Roster, removers: Iterable[Callable[[str], None]]) -> None:
         self._roster = roster
-        self._stores = tuple(stores)
+        self._removers = tuple(removers)
         self._left: dict[tuple[str, Members], dict[int, int]] = {}
 
     def leave(self, request: Request, name: str, members: Members, position: int) -> None:
-        """Takes in that a member has left a group. It needs no answer, so it is never refused."""
+        """Records that a member has left a group. The frame needs no answer, so it is never refused."""
         group = name, members
         if request.rank not in members or (group not in self._left and len(self._left) >= _MAX_NAMES_LEFT):
             return
         self._left.setdefault(group, {}).setdefault(request.rank, position)
-        self._settle(group)
+        self._remove_if_empty(group)
 
     def left_ranks(self, request: Request, name: str, members: Members) -> list[Send]:
-        """Answers with the members that have left a group, and after how many of its collectives."""
+        """Answers with the members that have left a group, and the number of collectives they had begun there."""
         left = sorted(self._left.get((name, members), {}).items())
         ranks, positions = tuple(rank for rank, _ in left), tuple(position for _, position in left)
         return [Send(request.connection, FrameType.POSITIONS, (request.sequence, ranks, positions))]
 
     def rank_left(self, rank: int) -> None:
-        """Takes in that a rank has left the world."""
+        """Records that a rank has left the world."""
         for group in [group for group in self._left if rank in group[1]]:
-            self._settle(group)
+            self._remove_if_empty(group)
 
-    def _settle(self, group: tuple[str, Members]) -> None:
+    def _remove_if_empty(self, group: tuple[str, Members]) -> None:
         name, members = group
         left = self._left[group]
         if len(left) < len(members) and not self._roster.any_left:
@@ -396,11 +389,11 @@ class Departures:
         if any(rank not in left and self._roster.is_present(rank) for rank in members):
             return
         del self._left[group]
-        for store in self._stores:
-            store.forget(name)
+        for remove in self._removers:
+            remove(name)
 
 
 def outsider_refusal(roster: Roster, request: Request, what: str, members: Iterable[int]) -> Send:
-    """Refuses a request for a group whose members do not include the rank, or do not exist."""
+    """Refuses a request for a group that does not include the asking rank, or includes ranks that do not exist."""
     label = roster.label(request.rank)
-    return request.refuse(f"{what} of ranks {list_members(members)} does not include {label}, or not only ranks of it")
+    return request.refuse(f"{what} of ranks {list_members(members)} needs to include {label}, and only existing ranks")

@@ -1,8 +1,8 @@
-"""A collective does not end: warnings on the way, and at the deadline a status request and one report for all ranks.
+"""Stuck collectives: warnings while ranks wait, and at the deadline one report for all ranks.
 
-Part of the server's core, without I/O, one for each generation. The first rank whose collective has reached its
-deadline starts an inquiry: every member is asked what it does. The answers, or a moment without them, bring the
-failure, which is the same for all. A rank that did not answer is looked at first: it may be stopped.
+Part of the server's core, without I/O, one object for each generation. The first rank whose collective has reached its
+deadline starts an inquiry: the server asks every member for its status. After the answers, or after 0.4 s, the
+generation fails with the same report for all. A rank that did not answer is looked at first, because it may be stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gradsync.diagnostics.compare import Call, History, Wait, circle, circle_text, first_divergence
 from gradsync.errors import name_ranks
 from gradsync.rendezvous.frames import (
-    MAX_TOLD_GROUPS,
+    MAX_STATUS_GROUPS,
     OF_MESSAGES,
     Action,
     FrameType,
@@ -27,27 +27,30 @@ from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, fa
 from gradsync.rendezvous.store import WaitTable
 
 ANSWER_SECONDS = 0.4
-_WARNING_SECONDS = 0.3  # from the first report to the notice: the ranks that wait report one after the other
+_WARNING_SECONDS = 0.3  # from the first report to the notice: the waiting ranks report one after the other
 _LOOK_SECONDS = 0.05
 _MAX_WAITS = 1024
 _MAX_NOTICED = 4
 _MAX_REPORTS = 32
 _MAX_SUMMARY_BYTES = 8192
-_NO_ANSWER = "(it did not answer within the time of the inquiry)"
+_NO_ANSWER = "(it did not answer the server's status request in time)"
 _NO_ANSWERS = {
-    ProcessState.RUNNING: f"(it did not answer, though it {ProcessState.RUNNING.value}: {ProcessState.RUNNING.detail})",
+    ProcessState.RUNNING: f"(it did not answer, but it {ProcessState.RUNNING.value}: {ProcessState.RUNNING.detail})",
     ProcessState.UNKNOWN: "(it did not answer; its process cannot be seen from the server)",
 }
 
-#: The last collectives of one rank, by group: number, digest, what it is, and whether the rank is inside.
+#: The last collectives of one rank, by group: number, digest, description, and whether the rank is still in it.
 Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
-#: What a rank answers to an inquiry, by group: how many collectives it has begun, and its last ones.
+#: A rank's answer to an inquiry, by group: the number of collectives it has begun, and the last ones.
 Status = Mapping[str, tuple[int, Sequence[tuple[int, int, str, bool]]]]
 
 
 @dataclass(frozen=True, slots=True)
 class StuckCollective:
-    """Who waits where, for how long, for whom. `position` is OF_MESSAGES in a message between two ranks."""
+    """A stuck collective: the ranks that wait in it, for how long, and the missing ranks.
+
+    The position is OF_MESSAGES for a send or receive.
+    """
 
     group: str
     position: int
@@ -59,9 +62,9 @@ class StuckCollective:
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """What a rank says that waits: in which collective of whom, how long by now, and for whom, where it knows.
+    """A rank's report that it waits in a collective: which one, for how long, and for which ranks, if it knows.
 
-    The position is OF_MESSAGES in a message between two ranks.
+    The position is OF_MESSAGES for a send or receive.
     """
 
     rank: int
@@ -75,10 +78,7 @@ class WaitReport:
 
 @dataclass(slots=True)
 class PendingWarning:
-    """The ranks that have reported that they wait in one collective, or in messages at the same time.
-
-    The operator is warned at `due_at`, once.
-    """
+    """The reports of ranks that wait in one collective, or in messages at the same time; logged once, at `due_at`."""
 
     first: WaitReport
     due_at: float
@@ -88,7 +88,7 @@ class PendingWarning:
 
 @dataclass(slots=True)
 class Inquiry:
-    """One question to all members, and what has come back."""
+    """One status request to all members, and the answers so far."""
 
     number: int
     wait: WaitReport
@@ -102,11 +102,11 @@ class Inquiry:
 
 
 class StuckCollectives:
-    """Who waits for whom in one generation.
+    """Finds out which ranks of a generation wait for which.
 
     Args:
         roster: the members.
-        waits: what they wait for at the server.
+        waits: the members' open requests at the server.
     """
 
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
@@ -118,12 +118,12 @@ class StuckCollectives:
         self._inquiry_count = 0
 
     def next_deadline(self) -> float | None:
-        """Returns when `advance` is to be called, or None."""
+        """Returns when to call `advance`, in monotonic seconds, or None."""
         due = [self._notice_at, None if self._inquiry is None else self._inquiry.due_at]
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def warn(self, wait: WaitReport, now: float) -> None:
-        """Takes in that a rank waits; the operator is warned a moment later, once for each collective and message."""
+        """Records that a rank waits. A warning is logged 0.3 s later, once for each collective and message."""
         key = wait.group, wait.position
         warning = self._warnings.get(key)
         if warning is not None and not (warning.is_sent and wait.position == OF_MESSAGES):
@@ -136,7 +136,7 @@ class StuckCollectives:
         self._notice_at = due_at if self._notice_at is None else min(self._notice_at, due_at)
 
     def report(self, wait: WaitReport, now: float) -> list[Send]:
-        """Takes in that a rank's collective has reached its deadline; asks all members what they do, once."""
+        """Records that a rank's collective has reached its deadline; the first such report starts the inquiry."""
         inquiry = self._inquiry
         if inquiry is not None:
             if (wait.group, wait.position) == (inquiry.wait.group, inquiry.wait.position):
@@ -150,7 +150,7 @@ class StuckCollectives:
         return [Send(member.connection, FrameType.STATUS_REQUEST, (number,)) for _, member in asked]
 
     def take_status(self, rank: int, number: int, status: Status, text: str, now: float) -> None:
-        """Takes in what a rank says that it does, and what it remembers."""
+        """Records a rank's answer to the inquiry."""
         self._roster.members[rank].positions = {group: begun for group, (begun, _) in status.items()}
         inquiry = self._inquiry
         if inquiry is None or number != inquiry.number or rank not in inquiry.unanswered:
@@ -162,7 +162,7 @@ class StuckCollectives:
             inquiry.due_at = now
 
     def take_look(self, rank: int, state: ProcessState, now: float) -> None:
-        """Takes in what was found of a rank that did not answer."""
+        """Records the state of a rank that did not answer."""
         inquiry = self._inquiry
         if inquiry is not None and rank in inquiry.looked_at:
             inquiry.states[rank] = state
@@ -170,7 +170,7 @@ class StuckCollectives:
                 inquiry.due_at = now
 
     def advance(self, now: float) -> list[Action] | Failure:
-        """Returns what is due now: notices, looks at silent ranks, or the failure that ends the generation."""
+        """Returns the due actions: notices and looks at silent ranks; or the failure that ends the generation."""
         actions: list[Action] = [*self._take_notices(now)]
         inquiry = self._inquiry
         if inquiry is None or now < inquiry.due_at:
@@ -184,7 +184,7 @@ class StuckCollectives:
         return [*actions, *(Look(member.connection, member.local_pid) for member in members)]
 
     def _silent_ranks(self, inquiry: Inquiry) -> list[int]:
-        """Returns the members that have not answered, though they have not left."""
+        """Returns the connected members that have not answered."""
         return sorted(rank for rank in inquiry.unanswered if self._roster.is_present(rank))
 
     def _take_notices(self, now: float) -> list[Notice]:
@@ -213,7 +213,7 @@ class StuckCollectives:
         return Failure(culprit, self._roster.phase, text, missing)
 
     def _all_stuck(self, first: WaitReport, by_rank: dict[int, WaitReport]) -> list[StuckCollective]:
-        """Works out who waits and who is missing: in the collective, or in each of the messages."""
+        """Returns the waiting and missing ranks: of the collective, or of each message."""
         if first.position != OF_MESSAGES:
             return [self._stuck_in(first, set(by_rank))]
         return [
@@ -240,24 +240,24 @@ class StuckCollectives:
         )
 
     def _by_blame(self, rank: int) -> tuple[bool, int]:
-        """Orders missing ranks: one that waits at the server is held up by another, which comes first."""
+        """Sorts missing ranks: a rank that waits at the server is delayed by another rank, so it comes last."""
         return self._waits.count(self._roster.members[rank].connection) > 0, rank
 
     def _begun(self, wait: WaitReport) -> dict[int, int]:
-        """Returns how many collectives of its group each member has begun, where that is known.
+        """Returns the number of collectives of the group that each member has begun, where known.
 
-        A rank that tells of as many groups as it may could be anywhere in those that it leaves out.
+        A rank that reports the largest allowed number of groups may have left out this group.
         """
-        told = {rank: self._roster.members[rank].positions for rank in wait.members}
+        reported = {rank: self._roster.members[rank].positions for rank in wait.members}
         return {
             rank: positions.get(wait.group, 0)
-            for rank, positions in told.items()
-            if wait.group in positions or len(positions) < MAX_TOLD_GROUPS
+            for rank, positions in reported.items()
+            if wait.group in positions or len(positions) < MAX_STATUS_GROUPS
         }
 
 
 def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
-    """Returns the line for the operator while ranks wait: in one collective, or in messages, each in its own."""
+    """Returns the log line about ranks that wait, in one collective or in messages."""
     all_stuck = all_stuck[:_MAX_NOTICED]
     waiting = {rank for stuck in all_stuck for rank in stuck.waiting}
     where = {
@@ -285,14 +285,14 @@ def _report_text(
     states: dict[int, ProcessState],
     disagreements: Sequence[str] = (),
 ) -> str:
-    """Returns the text of the failure: a summary, then what each rank says it does, the missing ones first.
+    """Returns the text of the failure: a summary, then each rank's own report, the missing ranks first.
 
     Args:
         roster: the members.
-        all_stuck: who waited for whom; of messages all that have reached the deadline, the first one first.
-        reports: what each rank has answered.
-        states: what was found of ranks that have not answered.
-        disagreements: where the ranks' histories differ, and who waits for whom in a circle.
+        all_stuck: the stuck collective; for messages, every message that has reached its deadline, the first one first.
+        reports: each rank's answer, by rank.
+        states: the states of ranks that have not answered.
+        disagreements: lines about ranks whose histories differ, and about ranks that wait for each other in a circle.
     """
     stuck = all_stuck[0]
     sections = [
@@ -327,7 +327,7 @@ def _whereabouts(roster: Roster, rank: int, stuck: StuckCollective) -> str:
 def _grouped(
     roster: Roster, ranks: Sequence[int], reports: dict[int, str], states: dict[int, ProcessState]
 ) -> list[tuple[list[int], str]]:
-    """Returns these ranks' reports, equal ones once, with the ranks that gave them."""
+    """Returns these ranks' reports, each distinct report once with its ranks."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         text = reports.get(rank)
@@ -349,7 +349,7 @@ def _heading(roster: Roster, ranks: list[int], stuck: StuckCollective) -> str:
 
 
 def _fit(summary: str, sections: list[tuple[str, str]], max_bytes: int) -> str:
-    """Returns summary and sections in so many bytes; a short section leaves its share to the later ones."""
+    """Returns summary and sections in at most `max_bytes`; a short section leaves its share to later ones."""
     left_out = len(sections) - _MAX_REPORTS
     sections = sections[:_MAX_REPORTS]
     tail = f"\n\nand {left_out} more reports, left out here" if left_out > 0 else ""
@@ -371,8 +371,8 @@ def _disagreements(told: Mapping[int, Calls], members: Mapping[str, Members]) ->
     """Returns a line for each group whose ranks differ, and one for ranks that wait for each other in a circle.
 
     Args:
-        told: by rank.
-        members: of the groups, as far as they are known.
+        told: the last collectives of each rank.
+        members: the members of the known groups, by group.
     """
     groups = sorted({group for of_rank in told.values() for group in of_rank})
     by_group = {
@@ -398,6 +398,6 @@ def _history(rank: int, calls: Sequence[tuple[int, int, str, bool]]) -> History:
 
 
 def _behind(rank: int, number: int, histories: Sequence[History], members: Members) -> tuple[int, ...]:
-    """Returns the members that have not begun the collective of this number, where that is known."""
+    """Returns the members known not to have begun the collective with this number."""
     begun = {history.rank: history.begun for history in histories}
     return tuple(other for other in members if other != rank and begun.get(other, 0) < number and other in begun)

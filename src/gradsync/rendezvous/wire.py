@@ -1,17 +1,16 @@
-"""Frames in the byte stream, sealed and opened; what their fields may hold is in `frames`.
+"""Seals and opens frames of the byte stream; `frames` has the schemas of their fields.
 
-Lowest room of the rendezvous: `handshake` agrees on the keys of a `Session`, both ends then seal and open
-messages with it. Nothing here reads a socket, a clock or a source of randomness. A frame is
+`handshake` derives the keys of a `Session`; then both ends seal and open messages with it. Nothing here reads a socket,
+a clock or a source of randomness. A frame is
 
-    length    4 bytes, big endian: how many bytes follow it
+    length    4 bytes, big endian: the number of bytes after it
     type      1 byte
     sequence  8 bytes, big endian: counts the frames of one direction from 0
     body      msgpack array of the type's fields (handshake frames: fixed binary layout)
     MAC       32 bytes: HMAC-SHA256 of all bytes before it, with the direction's key
 
-The length is checked before anything is buffered for it, and the body is decoded only after its MAC holds. A
-frame of an earlier run, an earlier place in the stream or the other direction has another key or sequence,
-and is refused.
+The length is checked before the frame is buffered, and the body is decoded only after its MAC holds. A frame of an
+earlier run, of an earlier place in the stream or of the other direction has another key or sequence, and is refused.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from gradsync.rendezvous.frames import SCHEMAS, FieldError, FrameType, Message, 
 MAC_BYTES = 32
 MAX_HANDSHAKE_FRAME_BYTES = 512
 MAX_FRAME_BYTES = 64 * 1024
-#: A frame that has begun is complete by then, or never will be: its length is not what was sent.
+#: A frame that takes longer to arrive never will be complete: its length field was altered on the way.
 MAX_FRAME_SECONDS = 5.0
-UNFINISHED = f"it has left a message unfinished for {MAX_FRAME_SECONDS:g} s: what came is not what was sent"
+UNFINISHED = f"its last message has been incomplete for {MAX_FRAME_SECONDS:g} s: the data was altered on the way"
 _BLOCK_BYTES = 64
 _INNER, _OUTER = (bytes(byte ^ pad for byte in range(256)) for pad in (0x36, 0x5C))
 _LENGTH = struct.Struct("!I")
@@ -46,8 +45,8 @@ _LENGTH_OF_EMPTY = _MIN_FRAME_BYTES - _LENGTH.size
 class Mac:
     """Signs with one key: HMAC-SHA256.
 
-    The two blocks that depend on the key alone are hashed once, as section 4 of RFC 2104 suggests: that takes a third
-    of the time of `hmac.digest`, which prepares them, and the hash function, for every frame.
+    Hashes the two blocks that depend on the key alone once, as section 4 of RFC 2104 suggests. This takes a third of
+    the time of `hmac.digest`, which prepares them, and the hash function, for every frame.
 
     Args:
         key: of any length.
@@ -69,12 +68,12 @@ class Mac:
 
 
 class FrameError(RendezvousError):
-    """The bytes received are not an acceptable frame; the connection cannot be used any further."""
+    """The received bytes are not a valid frame; the connection cannot be used any further."""
 
 
-@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples what that costs
+@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples the cost
 class Frame:
-    """One frame off the stream, its MAC not yet checked; never changed."""
+    """One frame of the stream, its MAC not yet checked; never changed."""
 
     type: int
     sequence: int
@@ -87,12 +86,12 @@ class Frame:
 
     @property
     def mac(self) -> bytes:
-        """What the sender has signed it with."""
+        """The sender's signature."""
         return self.raw[-MAC_BYTES:]
 
     @property
     def signed(self) -> bytes:
-        """All that the MAC covers."""
+        """The bytes that the MAC covers."""
         return self.raw[:-MAC_BYTES]
 
 
@@ -105,21 +104,21 @@ class FrameReader:
     """Cuts a byte stream into frames; never holds more than one frame of the current limit and one read.
 
     Attributes:
-        limit_bytes: the longest frame accepted now; raised by the owner once the peer is authenticated.
+        limit_bytes: the longest frame accepted now; the owner raises it once the peer is authenticated.
     """
 
     def __init__(self) -> None:
         self.limit_bytes = MAX_HANDSHAKE_FRAME_BYTES
         self._buffer = b""
-        self._taken = 0  # how much of it has been returned
+        self._taken = 0  # the number of bytes already returned
         self._begun_at: float | None = None
 
     def note_time(self, now: float, *, was_complete: bool) -> None:
-        """Notes, once all whole frames have been taken, how long the one that has begun is under way.
+        """Notes when the incomplete frame at the end of the buffer began; call it after `next_frame` gives None.
 
         Args:
             now: monotonic seconds.
-            was_complete: whether a frame has been complete since the last call.
+            was_complete: whether a frame was completed since the last call.
         """
         if self._taken == len(self._buffer):
             self._begun_at = None
@@ -127,7 +126,7 @@ class FrameReader:
             self._begun_at = now
 
     def is_stuck(self, now: float) -> bool:
-        """Whether a frame that has begun should have been complete by now."""
+        """Whether an incomplete frame has taken too long."""
         begun_at = self._begun_at
         return begun_at is not None and now - begun_at > MAX_FRAME_SECONDS
 
@@ -140,7 +139,7 @@ class FrameReader:
         """Returns the next whole frame, or None while more bytes are needed.
 
         Raises:
-            FrameError: the announced length is below the smallest or above the largest frame accepted now.
+            FrameError: the announced length is outside of the range accepted now.
         """
         buffer, begin = self._buffer, self._taken
         if len(buffer) - begin < _LENGTH.size:
@@ -164,7 +163,7 @@ class Session:
     Args:
         send_key, receive_key: the direction keys that the handshake derived, 32 bytes each.
         send_sequence, receive_sequence: the sequence of the next frame in each direction.
-        is_server: which side this is; a message of the wrong side's types is refused.
+        is_server: whether this is the server's side; it decides which frame types are accepted.
     """
 
     def __init__(
@@ -188,10 +187,10 @@ class Session:
         return self._send_sequence
 
     def seal(self, frame_type: FrameType, *fields: Any) -> bytes:
-        """Returns the frame of one message, ready to be written to the stream.
+        """Returns the frame of one message as bytes for the stream.
 
         Raises:
-            FieldError: a field does not fit the schema; no sequence is used up.
+            FieldError: a field does not fit the schema; the sequence stays the same.
         """
         check_fields(frame_type, fields)
         signed = pack_frame(frame_type, self._send_sequence, _encode(fields))
@@ -199,13 +198,13 @@ class Session:
         return signed + self._sign_sent(signed)
 
     def open(self, frame: Frame) -> Message:
-        """Returns the message of a frame whose MAC, sequence, type and fields all hold.
+        """Checks a frame's MAC, sequence, type and fields, and returns its message.
 
         Raises:
-            FrameError: one of them does not.
+            FrameError: one of the checks failed.
         """
         if not hmac.compare_digest(self._sign_received(frame.raw[:-MAC_BYTES]), frame.raw[-MAC_BYTES:]):
-            raise FrameError("the MAC of a frame does not hold: it was altered, or belongs to another connection")
+            raise FrameError("the MAC of a frame is wrong: the frame was altered, or belongs to another connection")
         if frame.sequence != self._receive_sequence:
             raise FrameError(
                 f"expected frame {self._receive_sequence}, got frame {frame.sequence}: "
@@ -228,7 +227,7 @@ _FROM_SERVER = {int(frame_type): frame_type for frame_type in SCHEMAS if frame_t
 
 
 def _misplaced(number: int) -> str:
-    """Returns why a frame of this type is not accepted."""
+    """Returns the reason why a frame of this type is refused."""
     try:
         return f"frame type {FrameType(number).name} does not belong here"
     except ValueError:
@@ -236,7 +235,7 @@ def _misplaced(number: int) -> str:
 
 
 class _Packers(threading.local):
-    """One for each thread: to make one takes longer than to encode a message."""
+    """One packer for each thread: making a packer takes longer than encoding a message."""
 
     def __init__(self) -> None:
         self.pack: Callable[[tuple[Any, ...]], bytes] = msgpack.Packer(use_bin_type=True).pack
@@ -255,7 +254,7 @@ def _encode(fields: tuple[Any, ...]) -> bytes:
 def _decode(body: bytes) -> tuple[Any, ...]:
     try:
         fields = msgpack.unpackb(body, raw=False, use_list=True)
-    except Exception as error:  # the decoder raises many kinds; all mean the same here
+    except Exception as error:  # the decoder raises many types; all mean the same here
         raise FrameError(f"the body of a frame is not msgpack: {type(error).__name__}") from None
     if type(fields) is not list:
         raise FrameError(f"the body of a frame needs to be an array, got {type(fields).__name__}")

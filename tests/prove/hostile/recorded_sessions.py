@@ -156,7 +156,7 @@ def _requests(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
 
 def _answers(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
     return [
-        (FrameType.SEATED, 2),
+        (FrameType.JOIN_ACCEPTED, 2),
         (FrameType.JOINED, 2, generation, 0, 2, 0),
         (FrameType.REPLY, 4, None),
         (FrameType.PULSE,),

@@ -48,7 +48,7 @@ def test_limits_are_those_of_the_code() -> None:
         "from connecting to the first message that holds": (
             f"{server.HANDSHAKE_SECONDS:g} s, however often a stranger speaks"
         ),
-        "strangers at once": f"{server.MAX_STRANGERS}, and one for each rank; the oldest goes first",
+        "strangers at once": f"{server.MAX_UNAUTHENTICATED}, and one for each rank; the oldest goes first",
         "what a peer may leave unread": f"{server.MAX_OUTPUT_BYTES // 2**20} MiB",
     }
 

@@ -89,7 +89,7 @@ def test_a_machine_that_is_cut_off_is_noticed_on_both_sides(network, tmp_path, h
     assert [code for code, _ in ends] == [1, 1]
     lost = [rf"node {1 - node} \(host{1 - node}, {machines[1 - node].ipv4}\) is gone since " for node in range(2)]
     for (_, err), who in zip(ends, lost, strict=True):
-        assert re.search(rf"^gradsync: {who}.*cannot be reached.*not heard of for \d\.\d s", err, re.M), err
+        assert re.search(rf"^gradsync: {who}.*cannot be reached.*no sign of life for \d\.\d s", err, re.M), err
         [since] = re.findall(r"is gone since (\d\d:\d\d:\d\d): ", err)
         later = time.strptime(since, "%H:%M:%S"), time.localtime(began_at)
         after_seconds = [of.tm_hour * 3600 + of.tm_min * 60 + of.tm_sec for of in later]

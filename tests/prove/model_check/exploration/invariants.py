@@ -36,7 +36,7 @@ def nothing_is_sent_to_who_is_gone(turn: Turn) -> str | None:
 def who_sits_was_awaited(turn: Turn) -> str | None:
     """A rank gets a seat only in a generation that has not formed, has not failed and has not had that rank."""
     for send in turn.sends:
-        if send.type is not FrameType.SEATED:
+        if send.type is not FrameType.JOIN_ACCEPTED:
             continue
         asked = turn.asked(send)
         if asked is None or asked.type is not FrameType.JOIN:

@@ -148,7 +148,7 @@ class Ledger:
         for action in turn.actions:
             if isinstance(action, Close):
                 self.alive.discard(action.connection)
-                self._unseat(action.connection)
+                self._remove_connection(action.connection)
             elif isinstance(action, Send):
                 self._settle_send(turn, action)
         self._drop_deserted()
@@ -183,12 +183,12 @@ class Ledger:
         self.alive.discard(connection)
         if turn.era is None or turn.rank is None:
             return
-        self._unseat(connection)
+        self._remove_connection(connection)
         self._blame(turn, turn.era, turn.rank)
 
     def _leave(self, era: Era, rank: int, connection: int) -> None:
         self.alive.discard(connection)
-        self._unseat(connection)
+        self._remove_connection(connection)
         if era.number is None and not era.has_failed:
             del era.members[rank]
         else:
@@ -201,7 +201,7 @@ class Ledger:
         turn.due = self.present(era)
 
     def _settle_send(self, turn: Turn, send: Send) -> None:
-        if send.type is FrameType.SEATED:
+        if send.type is FrameType.JOIN_ACCEPTED:
             message = self.open[send.connection][send.fields[0]]
             era = self.era_to_join(message.fields[1])
             if era not in self.eras:
@@ -246,7 +246,7 @@ class Ledger:
         if asked.type is FrameType.AGREE:
             era.words.get((asked.fields[0], asked.fields[1]), {}).pop(rank, None)
 
-    def _unseat(self, connection: int) -> None:
+    def _remove_connection(self, connection: int) -> None:
         self.open.pop(connection, None)
         self.told.discard(connection)
         seat = self.seats.pop(connection, None)

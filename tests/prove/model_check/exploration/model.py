@@ -263,7 +263,7 @@ class Model:
             model.inquiries.append(fields[0])
         elif frame_type is FrameType.FAILED and fields[0] == TO_GENERATION:
             model.life, model.waits_for = Life.OVER, None
-        elif fields and fields[0] == model.waits_for and frame_type is not FrameType.SEATED:
+        elif fields and fields[0] == model.waits_for and frame_type is not FrameType.JOIN_ACCEPTED:
             _take_answer(model, frame_type, fields)
 
 
