@@ -1,6 +1,7 @@
 """Several launchers on this machine, as if each were another: options, order, failures, restarts."""
 
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -408,3 +409,30 @@ def test_which_backend_joins_launchers_of_one_machine(nodes, tmp_path, backend, 
     assert [code for code, _ in ends] == [exit_code] * 2
     advice = "ranks of several hosts communicate over MPI: start them with mpiexec or srun"
     assert all((advice in err) == bool(exit_code) for _, err in ends)
+
+
+def mpi_line(script, *arguments):
+    return "type once: " + shlex.join(
+        ("mpiexec", "-n", "3", "--host", "127.0.0.1:1,127.0.0.1:2", "python", script, *arguments)
+    )
+
+
+def test_ranks_that_need_mpi_are_not_started(nodes):
+    run = nodes()
+    run.start_all("a b", options=("--backend", "mpi"), ranks=(1, 2))
+    ends = run.end_all()
+    assert [code for code, _ in ends] == [2, 2]
+    needed = "gradsync: error: --backend mpi needs ranks that MPI's own launcher starts; "
+    for _, err in ends:
+        assert needed + mpi_line(run.script, "a b") in err.splitlines()[-1]
+
+
+def test_machines_without_gpus_are_told_what_to_type_before_ranks_start(nodes, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run = nodes()
+    run.start_all("none", ranks=(1, 2))
+    ends = run.end_all()
+    assert [code for code, _ in ends] == [0, 0]  # a program of another library goes on
+    why = r"gradsync: no GPU on node 0 \(\S+, 127.0.0.1\): gs.init_process_group\(\) will fail, .* or MPI; for MPI "
+    assert re.search(why + re.escape(mpi_line(run.script, "none")), ends[0][1])
+    assert "no GPU on" not in ends[1][1]

@@ -331,3 +331,14 @@ def test_a_large_number_of_ranks_that_nobody_has_named_is_told(tmp_path, monkeyp
     code, _, err = command.refused("run", *options, command.write_script(tmp_path, ""))
     assert code == 0
     assert ("starting 16 ranks, one for each GPU or usable core; -n takes another number" in err) == is_told
+
+
+def test_ranks_over_mpi_are_refused_with_what_to_type(tmp_path, monkeypatch):
+    script = command.write_script(tmp_path, "")
+    for options, env in ((("--backend", "mpi"), {}), ((), {"GRADSYNC_BACKEND": "mpi"})):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        code, _, err = command.refused("run", *options, "-n", 3, script, "an argument")
+        assert code == 2
+        needed = "gradsync: error: --backend mpi needs ranks that MPI's own launcher starts; "
+        assert err.startswith(f"{needed}type: mpiexec -n 3 python {script} 'an argument'")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +36,19 @@ class Target:
     command_line: tuple[str, ...]
     descriptors: tuple[int, ...] = ()
     call: Call | None = None
+
+    def mpi_command(self, world_size: int, hosts: Sequence[str] = ()) -> str:
+        """Returns what to type for ranks that communicate over MPI; only MPI's own launcher starts these.
+
+        Args:
+            world_size: how many ranks.
+            hosts: "host:ranks" of each machine; none for this one alone.
+        """
+        on_hosts = ("--host", ",".join(hosts)) if hosts else ()
+        command = shlex.join(("mpiexec", "-n", str(world_size), *on_hosts, "python", *self.command_line))
+        if shutil.which("mpiexec") is None:
+            command += " (no mpiexec is found here: load the cluster's MPI, or pip install mpich mpi4py)"
+        return command
 
 
 @dataclass(frozen=True)

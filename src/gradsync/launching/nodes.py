@@ -46,7 +46,7 @@ from gradsync.launching.output import Notices
 from gradsync.launching.rank_report import from_told
 from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
-from gradsync.machine import interface_of
+from gradsync.machine import count_gpus, interface_of
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.connection import StreamEnded
 from gradsync.rendezvous.frames import MAX_RANKS
@@ -221,6 +221,7 @@ class NodeRecord:
         address: by which its machine reaches the rendezvous.
         interface: that has this address, where it is known.
         n_ranks: how many ranks it starts.
+        n_gpus: how many GPUs it may use.
         restart: how often it would have started them again then.
         max_restarts: how often at most.
         master_port: MASTER_PORT; of node 0's record, like the next.
@@ -233,6 +234,7 @@ class NodeRecord:
     address: str
     interface: str | None
     n_ranks: int
+    n_gpus: int
     restart: int
     max_restarts: int
     master_port: int
@@ -301,6 +303,11 @@ class Meeting:
     def world_size(self) -> int:
         """How many ranks there are on all machines."""
         return sum(record.n_ranks for record in self.nodes)
+
+    def mpi_command(self, job: Job) -> str:
+        """Returns what to type for the same ranks over MPI."""
+        hosts = [f"{node.host if ':' in node.address else node.address}:{node.n_ranks}" for node in self.nodes]
+        return job.target.mpi_command(self.world_size, hosts)
 
     def job(self, job: Job, secret: bytes) -> Job:
         """Returns the job of this machine's ranks, from that of a machine alone."""
@@ -444,6 +451,11 @@ class _NodeRun:
                         client, own, tuple(NodeRecord.from_bytes(node, data) for node, data in enumerate(told))
                     )
                     _check_alike(meeting.nodes)
+                    if self._job.backend == "mpi":
+                        command = meeting.mpi_command(self._job)
+                        raise InvalidArgument(
+                            f"--backend mpi needs ranks that MPI's own launcher starts; type once: {command}"
+                        )
                     client.begin_start(meeting.nodes[0].start, meeting.world_size)
                     return meeting
                 except InvalidArgument:
@@ -463,6 +475,7 @@ class _NodeRun:
             address=address,
             interface=interface_of(address),
             n_ranks=self._job.n_ranks,
+            n_gpus=count_gpus(),
             restart=self._restart,
             max_restarts=self._job.max_restarts,
             master_port=master_port,
@@ -516,6 +529,12 @@ class _NodeRun:
             f"gradsync: node {own.node} of {len(meeting.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
             f"{own.address} ({own.interface or 'no interface known'}); rendezvous at {self._options.rendezvous}"
         )
+        without_gpu = [node.name for node in meeting.nodes if node.n_gpus == 0]
+        if job.backend == "auto" and without_gpu and own.node == 0:
+            self._notices.tell(
+                f"gradsync: no GPU on {without_gpu[0]}: gs.init_process_group() will fail, because ranks of several "
+                f"machines need a GPU each, or MPI; for MPI type once: {meeting.mpi_command(job)}"
+            )
         return job
 
 

@@ -67,6 +67,9 @@ def run_command(
     notices = Notices(sys.stderr)
     nodes = _node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
     target = (module_target if as_module else script_target)(script, arguments)
+    if backend == "mpi" and nodes is None:
+        command = target.mpi_command(nprocs or default_process_count())
+        raise InvalidArgument(f"--backend mpi needs ranks that MPI's own launcher starts; type: {command}")
     devices = None if gpus is None else parse_gpus(gpus)
     n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
     if nprocs is None and devices is None and n_ranks > _MANY_RANKS:

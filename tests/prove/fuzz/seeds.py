@@ -25,7 +25,7 @@ def seeds() -> dict[str, list[bytes]]:
     script += [[rank, REQUESTS.index(FrameType.INTRODUCE), "m", "h", 7, None, 0] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
     record = {"node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": "eth0", "n_ranks": 2}
-    record |= {"restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
+    record |= {"n_gpus": 0, "restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
     error = {"text": "Traceback", "summary": "ValueError", "is_consequence": False, "missed_rank": None}
     told = json.dumps(error).encode()
     return {
