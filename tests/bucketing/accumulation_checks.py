@@ -21,6 +21,13 @@ SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "halves": ((7,), "float16"),
 }
 STEPS = (1, 3, 2, 4)  # passes of each
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"threshold_bytes": 100, "clip_norm": 0.5, "nonfinite": "skip"},
+    {"parameters": SHAPES},
+    {"parameters": SHAPES, "gradient_as_bucket_view": True},
+    {"compression": "float16", "prescale": 0.5},
+]
 
 
 def values(rank: int, step: int, number: int, name: str) -> np.ndarray[Any, Any]:
@@ -62,8 +69,9 @@ def add_up(comm: Any, kit_name: str, options: dict[str, Any]) -> None:
         with sync.backward():
             last = {name: kit.put(values(comm.rank, step, passes - 1, name)) for name in SHAPES}
             futures = {name: sync(name, each) for name, each in last.items()}
-        with plain.backward():
-            wanted = {name: plain(name, kit.put(each)) for name, each in by_hand(comm.rank, step, passes).items()}
+        totals = by_hand(comm.rank, step, passes)
+        with plain.backward():  # in the same order: that of a norm's terms decides its last bit
+            wanted = {name: plain(name, kit.put(totals[name])) for name in SHAPES}
         same_as(futures, wanted, kit, (step, options))
         assert (sync.norm, sync.skip_step) == (plain.norm, plain.skip_step)
     assert sync.statistics.steps == len(STEPS)
@@ -90,8 +98,9 @@ def add_up_scratch(comm: Any, kit_name: str, in_buckets: bool) -> None:
                         sync(name, scratch[name])
         with sync.backward():
             futures = {name: sync(name, each) for name, each in scratch.items()}
-        with plain.backward():
-            wanted = {name: plain(name, kit.put(each)) for name, each in by_hand(comm.rank, step, passes).items()}
+        totals = by_hand(comm.rank, step, passes)
+        with plain.backward():  # in the same order: that of a norm's terms decides its last bit
+            wanted = {name: plain(name, kit.put(totals[name])) for name in SHAPES}
         same_as(futures, wanted, kit, step)
     with sync.accumulate():
         sync("table", scratch["table"])

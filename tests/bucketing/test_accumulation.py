@@ -20,16 +20,9 @@ from gradsync.communicators.local import local_communicator
 from places import GPU, SHM, STAND_IN, STAND_IN_MIXED, STAND_IN_STAGED, Place, always_on, on
 
 PLACES = [*on(SHM, 1, 2), *on(STAND_IN, 2), *always_on(STAND_IN_STAGED, 2), *always_on(STAND_IN_MIXED, 2), *on(GPU, 2)]
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"threshold_bytes": 100, "clip_norm": 0.5, "nonfinite": "skip"},
-    {"parameters": checks.SHAPES},
-    {"parameters": checks.SHAPES, "gradient_as_bucket_view": True},
-    {"compression": "float16", "prescale": 0.5},
-]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("options", checks.OPTIONS, ids=lambda options: "-".join(options) or "plain")
 @pytest.mark.parametrize(("place", "world_size"), PLACES)
 def test_sums_are_those_by_hand(place: Place, world_size: int, options: dict[str, Any]) -> None:
     if "gradient_as_bucket_view" in options and place.kit != "cupy" and place is not SHM:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "bucketing")]
 
+import accumulation_checks
 import average_checks
 import callback_checks
 import callback_hook_checks
@@ -18,6 +20,10 @@ import view_checks
 from naive_reference import THRESHOLDS
 
 import gradsync as gs
+
+ACCUMULATION = [
+    partial(accumulation_checks.add_up, kit_name="numpy", options=each) for each in accumulation_checks.OPTIONS
+]
 
 CHECKS = (
     lambda comm: steady_checks.repeat_the_same_arrays(comm, "numpy", THRESHOLDS),
@@ -30,6 +36,8 @@ CHECKS = (
     lambda comm: view_checks.copy_into_the_buckets(comm, "numpy"),
     lambda comm: view_checks.stand_in_for_others(comm, "numpy"),
     lambda comm: knob_checks.scale_and_compress(comm, "numpy"),
+    lambda comm: knob_checks.scale_in_place(comm, "numpy"),
+    lambda comm: knob_checks.scale_only_in_agreement(comm, "numpy"),
     lambda comm: knob_checks.begin_early(comm, "numpy"),
     lambda comm: knob_checks.watch(comm, "numpy"),
     lambda comm: callback_hook_checks.hand_buckets_to_hooks(comm, "numpy"),
@@ -40,6 +48,16 @@ CHECKS = (
     lambda comm: average_checks.differ(comm, "numpy"),
     lambda comm: callback_checks.accumulate(comm, "numpy"),
     lambda comm: callback_checks.refuse_in_no_sync(comm, "numpy"),
+    *(
+        partial(accumulation_checks.add_up, kit_name="numpy", options=options)
+        for options in accumulation_checks.OPTIONS
+    ),
+    lambda comm: accumulation_checks.add_up_scratch(comm, "numpy", in_buckets=False),
+    lambda comm: accumulation_checks.add_up_scratch(comm, "numpy", in_buckets=True),
+    lambda comm: accumulation_checks.hand_over_what_came_before_alone(comm, "numpy"),
+    lambda comm: accumulation_checks.differ_in_passes(comm, "numpy"),
+    lambda comm: accumulation_checks.add_up_with_uneven_batches(comm, "numpy"),
+    lambda comm: accumulation_checks.add_up_before_a_hook(comm, "numpy"),
 )
 
 if __name__ == "__main__":
