@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import gradsync as gs
-from contract import expect
+from contract import dtype_of, expect
 from gradsync.communicators.nccl import library
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
@@ -162,6 +162,21 @@ def read_what_is_read_only(comm: Any) -> None:
                         callback("w", other)
                 assert (futures[0].result().get() == n * (n + 1) / 2).all()
         assert (array.memory.get() == comm.rank + 1).all()
+
+
+def divide_half_precision_by_many_ranks(comm: Any) -> None:
+    """By numbers of ranks that the dtype does not have: 257 is 256 in bfloat16, and 70,000 is infinity in float16."""
+    import cupy
+
+    for name, counts in (("bfloat16", (257, 1000)), ("float16", (2049, 70_000))):
+        values = np.arange(1, 200).astype(dtype_of(name))
+        for count in counts:
+            flat = cupy.asarray(values)
+            comm.arrays.divide(flat, count)
+            assert (flat.get() == (values.astype(np.float32) / np.float32(count)).astype(values.dtype)).all(), (
+                name,
+                count,
+            )
 
 
 def refuse_another_gpu(comm: Any) -> None:

@@ -205,6 +205,21 @@ def miss_the_deadline_in_a_call_that_blocks(comm: Any, collective: str) -> str:
     return str(error)
 
 
+def miss_a_rank_at_first_contact(comm: Any) -> str:
+    """All agree on the first collective. NCCL connects the ranks then, while the host waits; rank 1 does not come."""
+
+    def never_come(*_: Any) -> None:
+        wait_until_told(gs.CollectiveTimeout)
+        raise gs.CommunicatorClosed("told")
+
+    if comm.rank == 1:
+        comm._backend._nccl.call = never_come
+    kinds = (gs.CollectiveTimeout, gs.CommunicatorClosed)
+    error = expect(kinds, lambda: comm.all_reduce(cupy.ones(3)))
+    expect(gs.CommunicatorClosed, comm.barrier)
+    return str(error)
+
+
 def read_what_misses_a_rank(comm: Any) -> None:
     future = launch_what_the_others_do_not(comm)
     if future is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from places import GPU, SHM, STAND_IN, Place, on
+from places import GPU, SHM, STAND_IN, Place, always_on, on
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,6 +122,11 @@ def test_foreign_arrays_are_not_copied(place: Place, world_size: int) -> None:
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2), *on(GPU, 1, 2)])
 def test_read_only_arrays_are_not_written_to(place: Place, world_size: int) -> None:
     place.run(world_size, check, "read_what_is_read_only")
+
+
+@pytest.mark.parametrize(("place", "world_size"), [*always_on(STAND_IN, 1), *on(GPU, 1)])
+def test_means_over_more_ranks_than_half_precision_counts(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "divide_half_precision_by_many_ranks")
 
 
 def test_arrays_on_another_gpu_are_refused() -> None:

@@ -95,6 +95,12 @@ def test_the_deadline_of_a_call_that_blocks_the_host(place: Place, world_size: i
 
 
 @pytest.mark.parametrize(("place", "world_size"), STUCK)
+def test_the_deadline_of_a_first_contact(place: Place, world_size: int) -> None:
+    text, _ = place.run(world_size, check, "miss_a_rank_at_first_contact", collective_timeout_seconds=2.5)
+    assert 2.5 <= seconds_waited(text) < 15.0
+
+
+@pytest.mark.parametrize(("place", "world_size"), STUCK)
 def test_what_an_aborted_reduction_leaves_is_no_result(place: Place, world_size: int) -> None:
     place.run(world_size, check, "read_what_misses_a_rank", collective_timeout_seconds=2.5)
 

@@ -238,6 +238,8 @@ def test_split() -> None:
 
 def _split_alone(r: Rank) -> None:
     communicator, array = r.communicator(), r.full(1)
+    r.launch(communicator, array)  # connects the ranks, while the host waits
+    array.get()
     if r.rank == 0:
         with pytest.raises(r.nccl.NcclError, match=r"rank 0: commSplit\(.*rank 1: allReduce"):
             communicator.commSplit(0, 0)

@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-KINDS = ("allReduce", "reduce", "broadcast", "allGather", "reduceScatter", "send", "recv", "commSplit", "commDestroy")
+KINDS = (
+    "allReduce",
+    "reduce",
+    "broadcast",
+    "allGather",
+    "reduceScatter",
+    "send",
+    "recv",
+    "commSplit",
+    "commDestroy",
+    "connect",
+)
 SUM, PROD, MAX, MIN, AVG = range(5)
 UINT8 = 1
 _OP_NAMES = ("sum", "prod", "max", "min", "avg")

@@ -94,6 +94,7 @@ class BaseCommunicator:
         self._ended = threading.Event()  # aborted or destroyed
         self._failure: tuple[int, str] | None = None
         self._last: Ticket | None = None
+        self._connected: set[tuple[str, int]] = set()  # kind and peer of messages; and "connect" for collectives
         self._connection = self._join(commId)
         self.comm = next(_handles)
 
@@ -238,6 +239,8 @@ class BaseCommunicator:
 
     def _launch(self, queue: WorkQueue, operations: list[_Operation]) -> None:
         """Queues operations, after those that were launched before on any stream."""
+        if self._world_size > 1:
+            self._connect(operations)
         previous = self._last if self._last is not None and self._last.queue is not queue else None
         try:
             self._last = queue.submit(lambda: self._execute(previous, operations))
@@ -246,6 +249,37 @@ class BaseCommunicator:
         if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":  # the host waits for every kernel
             self._blocks_host = True
             self._last.wait()
+            self._blocks_host = False
+
+    def _connect(self, operations: list[_Operation]) -> None:
+        """Connects ranks that meet for the first time; the host waits for the others, whatever the stream has to do.
+
+        All ranks before the first collective, two ranks before the first message between them in a direction. Source:
+        NCCL, src/group.cc (ncclCollPreconnectFunc, ncclP2PPreconnectFunc) and NCCL_RUNTIME_CONNECT, which is 1.
+        """
+        first = {}
+        for operation in operations:
+            call = operation.call
+            way = (call.kind, call.root) if call.is_message else ("connect", 0)
+            if way not in self._connected:
+                call = call._replace(count=0) if call.is_message else Call("connect", 0, UINT8)
+                first[way] = operation._replace(call=call, source=None, target=None)
+        if not first:
+            return
+        if self._last is not None:
+            self._last.wait()  # one connection to the hub: NCCL would not wait for the stream
+        self._connected.update(first)
+        self._blocks_host = True
+        try:
+            self._exchange(sorted(first.values(), key=lambda operation: operation.call.kind == "recv"))
+        except Gone:
+            self._lose_hub()
+            raise NcclError(REMOTE_ERROR, "a peer has gone, or this communicator was aborted") from None
+        except NcclError:
+            if waits_for_ever():
+                self._ended.wait()
+            raise
+        finally:
             self._blocks_host = False
 
     def _execute(self, previous: Ticket | None, operations: list[_Operation]) -> None:

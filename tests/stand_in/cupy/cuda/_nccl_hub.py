@@ -330,7 +330,7 @@ def _results(call: Call, payloads: list[np.ndarray]) -> list[np.ndarray]:
     ranks = range(len(payloads))
     if call.kind == "broadcast":
         return [_NOTHING if rank == call.root else payloads[call.root] for rank in ranks]
-    if call.kind == "commDestroy":
+    if call.kind in ("commDestroy", "connect"):
         return [_NOTHING for _ in ranks]
     if call.kind in ("allGather", "commSplit"):
         return [np.concatenate(payloads)] * len(payloads)
