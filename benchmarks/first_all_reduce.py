@@ -1,4 +1,4 @@
-"""What first_light.py starts to time the start-up: prints the moment at which the first all-reduce has returned."""
+"""What basic_costs.py starts to time the start-up: prints the moment at which the first all-reduce has returned."""
 
 import sys
 import time

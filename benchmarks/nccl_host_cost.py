@@ -169,8 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.old is None:
         parser.error("--old is needed")
-    from against import commit_of
     from measurement import provenance
+    from two_checkouts import commit_of
 
     made = provenance("benchmarks/nccl_host_cost.py")
     made["command"] = "python benchmarks/nccl_host_cost.py --old OLD"

@@ -13,6 +13,8 @@ from failure_tables import detection, detection_at_a_glance, fault_matrix, kills
 from security_tables import hostile, transcripts
 from timing_tables import (
     adapters,
+    first_edition,
+    nccl_host_cost,
     over_mpi,
     partition,
     real_model,
@@ -27,8 +29,8 @@ RESULTS = Path(__file__).parent / "results"
 
 #: How the results of each benchmark become a table.
 LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "first_light": timings,
-    "full_speed": comparison,
+    "basic_costs": timings,
+    "all_reduce": comparison,
     "collectives": comparison,
     "buckets": lists,
     "buckets.thresholds": thresholds,
@@ -39,6 +41,8 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "over_mpi": over_mpi,
     "adapters": adapters,
     "real_model": real_model,
+    "first_edition": first_edition,
+    "nccl_host_cost": nccl_host_cost,
     "rendezvous_scale": rendezvous_scale,
     "detection": detection,
     "detection.at_a_glance": detection_at_a_glance,
@@ -58,7 +62,7 @@ METHOD = "Two ranks", "medians, contenders alternating in one run"
 _AS_PROVEN = "made by `{command}`; `make prove` does so in full"
 #: What stands below a table before the machine and after it; {command} is that in the file of results.
 METHODS = {
-    "full_speed": (
+    "all_reduce": (
         METHOD[0],
         f"{METHOD[1]}. Beside busy processes a median may tell of rounds that met none: what is faster there than on "
         "idle cores is noise",
@@ -96,6 +100,12 @@ METHODS = {
         "medians of the steps after the first, the slower rank counts, and contenders alternate in one run. Batches of "
         "64 tokens, dropout, AdamW. Made by `python benchmarks/real_model.py`",
     ),
+    "first_edition": (
+        METHOD[0],
+        "medians over blocks with a 95 % interval. The noise is that of the first edition beside itself. Made by "
+        "`python benchmarks/two_checkouts.py --old FOLDER`",
+    ),
+    "nccl_host_cost": ("Measured", "made by `python benchmarks/nccl_host_cost.py --old FOLDER`"),
     "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
     "rendezvous_scale": (
         "Simulated ranks",

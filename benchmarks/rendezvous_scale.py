@@ -1,6 +1,6 @@
 """Measures how a rendezvous server takes thousands of ranks: gradsync's beside PyTorch's TCPStore, in one run.
 
-    python benchmarks/full_speed.py --install   # makes PyTorch's environment under benchmarks/.environments
+    python benchmarks/beside_peers.py --install   # makes PyTorch's environment under benchmarks/.environments
     python benchmarks/rendezvous_scale.py       # writes benchmarks/results/rendezvous_scale.json
     python benchmarks/rendezvous_scale.py --quick
 

@@ -1,6 +1,6 @@
 """Measures how long a run takes from its command to the first all-reduce, for gradsync and its peers, in one run.
 
-    python benchmarks/full_speed.py --install  # makes the peers' environments under benchmarks/.environments
+    python benchmarks/beside_peers.py --install  # makes the peers' environments under benchmarks/.environments
     python benchmarks/start_up.py              # writes benchmarks/results/start_up.json
     python benchmarks/start_up.py --quick      # few rounds, writes nothing
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from first_light import Row, as_json, gradsync_command
+from basic_costs import Row, as_json, gradsync_command
 from measurement import Seconds, provenance
 from peers import systems
 from peers.contenders import GRADSYNC, MPICH, OPENMPI, SYSTEMS, TORCH
@@ -152,7 +152,7 @@ def main() -> int:
     asked_for = {GRADSYNC, *options.contenders}
     present = [system for system in SYSTEMS if system in asked_for and systems.is_installed(system)]
     for system in sorted(asked_for.difference(present)):
-        print(f"{LAUNCHERS[system]} is not installed: python benchmarks/full_speed.py --install")
+        print(f"{LAUNCHERS[system]} is not installed: python benchmarks/beside_peers.py --install")
     rows = [row for ranks in options.ranks for row in rows_of(ranks, measure(present, ranks, rounds))]
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)

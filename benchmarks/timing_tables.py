@@ -67,6 +67,27 @@ def real_model(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def first_edition(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table with the ratio of this edition's time to the first one's, by case."""
+    lines = ["| | new / first | 95 % interval | noise |", "| --- | --- | --- | --- |"]
+    for row in results["rows"]:
+        ratio, noise = row["new_to_old"], row["old_to_old"]
+        interval, of_noise = (f"{each['low']:.2f} to {each['high']:.2f}" for each in (ratio, noise))
+        lines.append(f"| {row['case']} | {ratio['median']:.2f} | {interval} | {of_noise} |")
+    return lines
+
+
+def nccl_host_cost(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of the table of what a call over NCCL costs the host, in both editions."""
+    lines = ["| one call after the other is | clock | first edition | now |", "| --- | --- | --- | --- |"]
+    clocks = {"seconds": "wall", "cpu_seconds": "processor"}
+    cases = {"idle": "waited for", "flat out": "not waited for"}
+    for row in results["rows"]:
+        old, new = (f"{1e6 * row['step_seconds'][name]:.0f} us" for name in ("old", "new"))
+        lines.append(f"| {cases[row['case']]} | {clocks[row['clock']]} | {old} | {new} |")
+    return lines
+
+
 def training_speed(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each network and a column for each way to share the cores."""
     by_model: dict[str, list[dict[str, Any]]] = {}

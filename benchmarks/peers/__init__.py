@@ -1,4 +1,4 @@
-"""What full_speed.py, buckets.py and collectives.py compare: systems, each a pair of ranks in its own environment.
+"""What beside_peers.py compares: systems, each a pair of ranks in its own environment.
 
 The controller's side: comparison.py (the command), contenders.py (names), collectives.py and workloads.py (what is
 timed), systems.py (how a pair is installed and started), pair.py (talks to one), blocks.py (who measures when),

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from measurement import slowest_rank
-from memory_mode import create_probe_memory, mode_of
 from peers.contenders import GRADSYNC
+from peers.memory_mode import create_probe_memory, mode_of
 from peers.pair import Pair, PairFailed
 from peers.workload import BUSY, Workload
 

@@ -35,73 +35,82 @@ TABLE_WIDTH = 150  # of a log, where no terminal tells its own
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one benchmark against the peers consists of.
+    """One measurement beside the peers.
 
     Attributes:
-        name: of its script and of its results.
         parts: what can be measured alone, by name.
         targets: returns what is promised.
     """
 
-    name: str
     parts: Mapping[str, Callable[[], list[Workload]]]
     targets: Callable[[], list[Target]]
 
-    def main(self) -> int:
-        """Does what the command line says.
 
-        Returns:
-            The exit code: 1 when a promise is not kept, 2 when a rank failed.
-        """
-        options = self._parse_options()
-        if options.install:
-            systems.install()
-            return 0
-        # As after Ctrl-C: what was started is ended, in order.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        made = provenance(f"benchmarks/{self.name}.py")
-        workloads = [
-            workload for part, make in self.parts.items() if options.only in (None, part) for workload in make()
-        ]
-        if options.quick:
-            workloads = [workload.quick() for workload in workloads]
-        blocks = QUICK_BLOCKS if options.quick else options.blocks
-        console = Console()
-        console.width = max(console.width, TABLE_WIDTH)
-        try:
-            rows, versions = run(workloads, options.contenders, blocks, console)
-        except PairFailed as error:
-            print(f"{self.name}: {error}", file=sys.stderr)
-            return 2
-        verdicts = judge(self.targets(), rows)
-        console.print(table_of_verdicts(verdicts))
-        output = self._output(options)
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(as_json(made, versions, settings_of(workloads, blocks), rows, verdicts))
-            print(f"written to {os.path.relpath(output)}")
-        return 1 if any(verdict.must_kept is False for verdict in verdicts) else 0
+def main(script: str, comparisons: Mapping[str, Comparison]) -> int:
+    """Runs the command.
 
-    def _parse_options(self) -> argparse.Namespace:
-        parser = argparse.ArgumentParser(description="Measure gradsync against its peers over shared memory.")
-        parser.add_argument("--install", action="store_true", help="make the peers' environments, and nothing else")
-        parser.add_argument("--quick", action="store_true", help="few rounds; writes only with --output")
-        parser.add_argument("--only", choices=tuple(self.parts), help="one part; writes likewise")
-        parser.add_argument(
-            "--contenders",
-            nargs="+",
-            choices=SYSTEMS,
-            default=SYSTEMS,
-            help="systems; gradsync always; writes likewise",
-        )
-        parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"of each contender [{BLOCKS}]")
-        parser.add_argument("--output", type=Path, help=f"where the JSON goes [benchmarks/results/{self.name}.json]")
-        return parser.parse_args()
+    Args:
+        script: its path in the repository.
+        comparisons: by name, which is that of the results too.
 
-    def _output(self, options: argparse.Namespace) -> Path | None:
-        """Returns where the JSON goes; None where only a part was measured, and nobody said where to."""
-        whole = not options.quick and options.only is None and set(options.contenders) == set(SYSTEMS)
-        return options.output or (systems.BENCHMARKS / "results" / f"{self.name}.json" if whole else None)
+    Returns:
+        The exit code: 1 when a promise is not kept, 2 when a rank failed.
+    """
+    options = _parse_options(comparisons)
+    if options.install:
+        systems.install()
+        return 0
+    comparison = comparisons[options.what]
+    # As after Ctrl-C: what was started is ended, in order.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    made = provenance(script)
+    workloads = [
+        workload for part, make in comparison.parts.items() if options.only in (None, part) for workload in make()
+    ]
+    if options.quick:
+        workloads = [workload.quick() for workload in workloads]
+    blocks = QUICK_BLOCKS if options.quick else options.blocks
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    try:
+        rows, versions = run(workloads, options.contenders, blocks, console)
+    except PairFailed as error:
+        print(f"{options.what}: {error}", file=sys.stderr)
+        return 2
+    verdicts = judge(comparison.targets(), rows)
+    console.print(table_of_verdicts(verdicts))
+    output = _output(options)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(as_json(made, versions, settings_of(workloads, blocks), rows, verdicts))
+        print(f"written to {os.path.relpath(output)}")
+    return 1 if any(verdict.must_kept is False for verdict in verdicts) else 0
+
+
+def _parse_options(comparisons: Mapping[str, Comparison]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure gradsync beside its peers over shared memory.")
+    parser.add_argument("what", nargs="?", choices=tuple(comparisons), help="what to measure")
+    parser.add_argument("--install", action="store_true", help="make the peers' environments, and nothing else")
+    parser.add_argument("--quick", action="store_true", help="few rounds; writes only with --output")
+    parser.add_argument("--only", metavar="PART", help="one part; writes likewise")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="systems; gradsync always; writes likewise"
+    )
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"of each contender [{BLOCKS}]")
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/WHAT.json]")
+    options = parser.parse_args()
+    if options.what is None and not options.install:
+        parser.error(f"name what to measure: {', '.join(comparisons)}")
+    parts = comparisons[options.what].parts if options.what else {}
+    if options.only is not None and options.only not in parts:
+        parser.error(f"--only {options.only}: the parts of {options.what} are {', '.join(parts)}")
+    return options
+
+
+def _output(options: argparse.Namespace) -> Path | None:
+    """Returns where the JSON goes; None where only a part was measured and no file was named."""
+    whole = not options.quick and options.only is None and set(options.contenders) == set(SYSTEMS)
+    return options.output or (systems.BENCHMARKS / "results" / f"{options.what}.json" if whole else None)
 
 
 def run(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 import gradsync as gs
-from memory_mode import MemoryProbe
 from peers.callback_settings import SETTINGS, living_in_buckets, through
 from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, ROOT
 from peers.contenders import BY_HAND, GRADSYNC, IN_BUCKETS, LOCAL_COPY
+from peers.memory_mode import MemoryProbe
 from peers.operation import Operation
 from peers.workload import Workload
 

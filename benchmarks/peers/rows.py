@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from measurement import Seconds
-from memory_mode import FAST, SLOW
 from peers.blocks import Block
 from peers.contenders import DIFFERENCES
+from peers.memory_mode import FAST, SLOW
 from peers.workload import Workload
 
 MEASURED = "measured"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from memory_mode import FAST, SLOW
 from peers.contenders import GRADSYNC
+from peers.memory_mode import FAST, SLOW
 from peers.rows import Row
 from peers.targets import Verdict
 from peers.workload import IDLE

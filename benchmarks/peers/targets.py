@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memory_mode import FAST, SLOW
 from peers.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 from peers.contenders import (
     DDP_START_UP,
@@ -17,6 +16,7 @@ from peers.contenders import (
     OPENMPI_ARRAY,
     OPENMPI_PER_TENSOR,
 )
+from peers.memory_mode import FAST, SLOW
 from peers.rows import Row
 from peers.workload import BUSY, IDLE
 from peers.workloads import COLLECTIVE_SIZES_BYTES, SIZES_BYTES, busy_cores, parameter_lists, size_name

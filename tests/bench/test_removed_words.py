@@ -6,7 +6,7 @@ import sys
 import pytest
 
 PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
-COMPARE = "run benchmarks/full_speed.py (all_reduce) or benchmarks/collectives.py of the repository"
+COMPARE = "run benchmarks/beside_peers.py of the repository"
 SCALE = "run benchmarks/rendezvous_scale.py of the repository"
 
 

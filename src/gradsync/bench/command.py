@@ -17,7 +17,7 @@ _REMOVED_OPTIONS = {
     "thresholds": dict.fromkeys(("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"), _PREDICT),
     "collectives": {
         "-p": "it is -n, as in every command; the calls of a block are --iters",
-        "--compare": "run benchmarks/full_speed.py (all_reduce) or benchmarks/collectives.py of the repository",
+        "--compare": "run benchmarks/beside_peers.py of the repository",
     },
 }
 

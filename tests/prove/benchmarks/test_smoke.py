@@ -17,11 +17,11 @@ from rank_processes import STAND_IN
 ROOT = Path(__file__).parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 MEASURED = "measured"
-STATUSES = {MEASURED, "not installed", "not offered"}
+STATUSES = {MEASURED, "not installed", "not offered", "not asked for"}
 #: Scripts that measure nothing: makers of pages, and the ranks of others; and those of the part fault_matrix.
 OTHER_SCRIPTS = {
     "adapters_rank",
-    "against_rank",
+    "two_checkouts_rank",
     "readme",
     "real_model_rank",
     "scaling_page",
@@ -49,13 +49,11 @@ class Smoke(NamedTuple):
 
 SMOKES = [
     Smoke("adapters", ("--quick",), 5),
-    Smoke("against", ("--old", str(ROOT), "--quick"), 5),
-    Smoke("buckets", ("--quick", "--only", "small", "--contenders", "gradsync", "torch"), 6),
-    Smoke("collectives", ("--quick", "--only", "all_gather"), 6 * 4),
-    Smoke("first_light", ("--quick", "--only", "gradients"), 2),
-    Smoke("full_speed", ("--quick", "--only", "sizes"), 8 * 4),
+    Smoke("basic_costs", ("--quick", "--only", "gradients"), 2),
+    Smoke("beside_peers", ("buckets", "--quick", "--only", "small", "--contenders", "gradsync", "torch"), 6),
+    Smoke("beside_peers", ("collectives", "--quick", "--only", "all_gather"), 6 * 4),
+    Smoke("beside_peers", ("all_reduce", "--quick", "--only", "sizes"), 8 * 4),
     Smoke("gpu", ("--tiny",), 8, {"PYTHONPATH": str(STAND_IN)}),
-    Smoke("heartbeats", ("--old", str(ROOT), "--quick"), 4),
     Smoke("nccl_host_cost", ("--old", str(ROOT), "--quick"), 4),
     Smoke("over_mpi", ("--rounds", "1"), 7),
     Smoke("partition", ("--rounds", "1"), 10),
@@ -63,6 +61,7 @@ SMOKES = [
     Smoke("rendezvous_scale", ("--quick",), 2),
     Smoke("start_up", ("--quick", "--ranks", "2"), 1),
     Smoke("steady_cost", ("--quick",), 1),
+    Smoke("two_checkouts", ("--old", str(ROOT), "--quick"), 5),
     Smoke("training_speed", ("--quick",), 2),
 ]
 
@@ -91,9 +90,8 @@ def is_broken(written: dict[str, Any]) -> bool:
 
 def check(smoke: Smoke, output: Path) -> None:
     """Runs it, and looks at what it has written."""
-    option = "--out" if smoke.script == "against" else "--output"
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{smoke.script}.py"), *smoke.options, option, str(output)],
+        [sys.executable, str(BENCHMARKS / f"{smoke.script}.py"), *smoke.options, "--output", str(output)],
         cwd=ROOT, env=os.environ | smoke.variables, capture_output=True, text=True, timeout=560, check=False,
     )  # fmt: skip
     told = done.stdout[-2000:] + done.stderr[-2000:]
@@ -117,7 +115,7 @@ def check(smoke: Smoke, output: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("smoke", SMOKES, ids=lambda smoke: f"{smoke.script}.py")
+@pytest.mark.parametrize("smoke", SMOKES, ids=lambda smoke: f"{smoke.script}.py {smoke.options[0]}")
 def test_smoke(smoke: Smoke, tmp_path: Path) -> None:
     check(smoke, tmp_path / "made.json")
 

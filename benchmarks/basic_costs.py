@@ -1,7 +1,7 @@
 """Measures what gradsync promises of its first version, two ranks, all contenders in one run.
 
-    python benchmarks/first_light.py            # writes benchmarks/results/first_light.json
-    python benchmarks/first_light.py --quick    # fewer rounds, writes nothing
+    python benchmarks/basic_costs.py            # writes benchmarks/results/basic_costs.json
+    python benchmarks/basic_costs.py --quick    # fewer rounds, writes nothing
 
 Contenders take turns, round by round, so that a change in the machine's mood meets all of them. A round counts with
 the time of its slowest rank; a contender counts with the median of its rounds. The exit code is 1 when a promise is
@@ -272,12 +272,12 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=("imports", "start-up", "gradients", "busy", "recorder"), help="one part; writes likewise"
     )
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/first_light.json]")
+    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/basic_costs.json]")
     options = parser.parse_args()
     settings = {"ranks": RANKS, "gradient_rounds": 31, "start_up_rounds": 11, "import_rounds": 21, "warm_up": 3}
     if options.quick:
         settings |= {"gradient_rounds": 7, "start_up_rounds": 5, "import_rounds": 5, "warm_up": 1}
-    made = provenance("benchmarks/first_light.py")
+    made = provenance("benchmarks/basic_costs.py")
     parts = {
         "imports": (imports, settings["import_rounds"]),
         "start-up": (start_up, settings["start_up_rounds"]),
@@ -293,7 +293,7 @@ def main() -> int:
     ]
     Console().print(table_of(rows))
     whole = not options.quick and options.only is None
-    output = options.output or (FOLDER / "results" / "first_light.json" if whole else None)
+    output = options.output or (FOLDER / "results" / "basic_costs.json" if whole else None)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(as_json(rows, made, settings))

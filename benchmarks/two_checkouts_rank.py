@@ -1,4 +1,4 @@
-"""One rank of a checkout that against.py compares: started with PYTHONPATH at that checkout, asleep unless asked.
+"""One rank of a checkout that two_checkouts.py compares: started with PYTHONPATH at that checkout, asleep unless asked.
 
 It takes of gradsync only public names that every edition has, and nothing else of this repository: what is timed may be
 older or newer than the script that asks.

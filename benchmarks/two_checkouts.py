@@ -1,8 +1,8 @@
 """Measures this checkout against another one, in turns, on two ranks over shared memory.
 
-    python benchmarks/against.py --old ../first-edition --out results.json
-    python benchmarks/against.py --old ../first-edition --only "10,000 gradients of 100"
-    python benchmarks/against.py --old ../first-edition --quick  # few rounds: whether it runs, not how fast
+    python benchmarks/two_checkouts.py --old ../first-edition --output results.json
+    python benchmarks/two_checkouts.py --old ../first-edition --only "10,000 gradients of 100"
+    python benchmarks/two_checkouts.py --old ../first-edition --quick  # few rounds: whether it runs, not how fast
 
 Each block starts three pairs of ranks: two of the other checkout, one of this. (Where a process gets its memory makes
 one several per cent faster than the next, for as long as it lives.) A block has some turns, in which each pair times
@@ -120,7 +120,16 @@ def started(name: str, checkout: Path, folder: str) -> Crew:
     source = (checkout / "src").resolve()
 
     def starts(address: str) -> list[Start]:
-        command = [sys.executable, "-m", "gradsync", "run", "-n", str(RANKS), str(_HERE / "against_rank.py"), address]
+        command = [
+            sys.executable,
+            "-m",
+            "gradsync",
+            "run",
+            "-n",
+            str(RANKS),
+            str(_HERE / "two_checkouts_rank.py"),
+            address,
+        ]
         return [Start(command, {**_THREADS, "PYTHONPATH": str(source)})]
 
     crew = Crew(name.replace(" ", "-"), folder, starts, RANKS)
@@ -154,7 +163,7 @@ def measure(
     order = random.Random(SEED)
     seconds: list[dict[str, list[list[float]]]] = [{name: [] for name in checkouts} for _ in cases]
     for _ in range(blocks):
-        with tempfile.TemporaryDirectory(prefix="against-") as folder, ExitStack() as stack:
+        with tempfile.TemporaryDirectory(prefix="two-checkouts-") as folder, ExitStack() as stack:
             crews = {name: stack.enter_context(started(name, path, folder)) for name, path in checkouts.items()}
             for case, of_case in zip(cases, seconds, strict=True):
                 for name, of_block in time_block(case, crews, turns, order).items():
@@ -201,12 +210,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, required=True, help="the other checkout")
     parser.add_argument("--new", type=Path, default=_HERE.parent, help="default: the one that this script is in")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; none: nowhere")
+    parser.add_argument("--output", type=Path, help="where the JSON goes; none: nowhere")
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="CASE", help="some cases")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"default: {BLOCKS}")
     parser.add_argument("--quick", action="store_true", help="two short blocks")
     options = parser.parse_args(arguments)
-    origin = provenance("benchmarks/against.py") | {"command": "python benchmarks/against.py --old OLD --out RESULTS"}
+    origin = provenance("benchmarks/two_checkouts.py") | {
+        "command": "python benchmarks/two_checkouts.py --old OLD --output RESULTS"
+    }
     if busy := busy_machine():
         print(busy, file=sys.stderr)
     blocks, turns = (QUICK_BLOCKS, 1) if options.quick else (options.blocks, TURNS)
@@ -216,17 +227,17 @@ def main(arguments: list[str] | None = None) -> int:
         measured = measure(cases, checkouts, blocks, turns)
         rows = [row_of(case, seconds) for case, seconds in zip(cases, measured, strict=True)]
     except CrewFailed as error:
-        print(f"against: {error}", file=sys.stderr)
+        print(f"two_checkouts: {error}", file=sys.stderr)
         return 2
     console = Console()
     console.width = max(console.width, 120)  # of a log, where no terminal says its own
     console.print(table_of(rows))
-    if options.out is not None:
+    if options.output is not None:
         origin["machine"]["load_average_after"] = os.getloadavg()[0]
         commits = {name: commit_of(path) for name, path in {OLD: options.old, NEW: options.new}.items()}
         settings = {"ranks": RANKS, "blocks": blocks, "turns_a_block": turns, "seed": SEED, "threads": _THREADS}
         results = {**origin, "commits": commits, "settings": settings, "rows": rows}
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
     return int(any(row["verdict"] == "broken" for row in rows))
 
 

@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
-import against
-from against import NEW, OLD, Ratio, verdict_of
+import two_checkouts
 from peers.crew import CrewFailed
+from two_checkouts import NEW, OLD, Ratio, verdict_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,7 +40,10 @@ def test_a_case_is_judged_by_its_interval_and_by_the_noise(ratio: Ratio, control
 
 def test_a_checkout_against_itself(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    assert against.main(["--old", str(ROOT), "--quick", "--only", "all_reduce 4 KB", "--out", str(path)]) in (0, 1)
+    assert two_checkouts.main(["--old", str(ROOT), "--quick", "--only", "all_reduce 4 KB", "--output", str(path)]) in (
+        0,
+        1,
+    )
     results = json.loads(path.read_text())
     assert {"machine", "versions", "commits", "settings"} <= results.keys()
     (row,) = results["rows"]
@@ -50,4 +53,4 @@ def test_a_checkout_against_itself(tmp_path: Path) -> None:
 
 def test_another_gradsync_than_that_of_the_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CrewFailed, match="import"):
-        against.started(OLD, tmp_path, str(tmp_path))
+        two_checkouts.started(OLD, tmp_path, str(tmp_path))
