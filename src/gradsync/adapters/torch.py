@@ -14,8 +14,7 @@ ended, before loss.backward() returns. A pass that ends with an exception never 
 which tells as much, at once, so that the other ranks do not wait.
 
 PyTorch holds the hooks of parameters where Python's garbage collection does not look: what a hook leads to by strong
-references is never collected. So nothing below Synchronised refers to the module itself but weakly. Its parts are held:
-one that refers back to it keeps it, until Synchronised.unwrap().
+references is never collected. So nothing that a hook leads to holds the module or one of its parts, only parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -500,36 +498,60 @@ class _ParameterWatch:
         self._note(module)
 
     def check(self) -> None:
-        """Costs microseconds while the module consists of the same objects.
+        """Costs some ten microseconds while the module consists of the same objects.
 
         Raises:
-            InvalidArgument: a parameter needs a gradient, and came later.
+            InvalidArgument: a parameter that needs a gradient is new, or torch.func.functional_call has put a tensor in
+                the place of one.
         """
-        if sum(map(len, self._registers)) == len(self._members) and all(
-            map(is_, chain.from_iterable(self._registers), self._members)
-        ):
+        if self._is_as_noted():
             return
         module = self._module()
         if module is None:
             return
-        late = [
-            name
+        late = {
+            name: parameter
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and id(parameter) not in self._known
-        ]
+        }
+        label, names = self._communicator.label, list_of_names([*late])
+        if any(isinstance(each, torch.nn.Parameter) for each in late.values()):
+            raise InvalidArgument(
+                f"{label}: {names} came to the module after it was wrapped, and would not be synchronised: "
+                "unwrap() it, and wrap it again"
+            )
         if late:
             raise InvalidArgument(
-                f"{self._communicator.label}: {list_of_names(late)} came to the module after it was wrapped, and would "
-                "not be synchronised: unwrap() it, and wrap it again"
+                f"{label}: the module has other tensors in the place of {names}, as torch.func.functional_call puts "
+                "them there, whose gradients would not be synchronised: call the plain module, model.module, and "
+                "average the gradients with gs.average_gradients()"
             )
         self._note(module)
 
     def _note(self, module: torch.nn.Module) -> None:
-        """Takes down of which objects it consists: of the registers of each part, as they are now and will be."""
-        self._registers = [
-            register.values() for part in module.modules() for register in (part._parameters, part._modules)
-        ]
-        self._members = [*chain.from_iterable(self._registers)]
+        """Takes down the objects that the module consists of, by weak references: a part may refer back to it."""
+        parts = list(module.modules())
+        self._parts = [weakref.ref(part) for part in parts]
+        self._members = [_nothing if member is None else weakref.ref(member) for member in _members_of(parts)]
+
+    def _is_as_noted(self) -> bool:
+        parts = [part() for part in self._parts]
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
+            return False
+        members = list(_members_of(present))
+        return len(members) == len(self._members) and all(
+            member is noted() for member, noted in zip(members, self._members, strict=True)
+        )
+
+
+def _members_of(parts: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    """Yields the parameters and modules that each part has registered, and None where it has none."""
+    return chain.from_iterable([chain(part._parameters.values(), part._modules.values()) for part in parts])
+
+
+def _nothing() -> None:
+    """Stands for a weak reference to None."""
 
 
 class _BufferBroadcast:

@@ -353,6 +353,34 @@ def check_what_is_dropped_is_collected(comm: Any) -> None:
             assert not same_on_all_ranks(comm, weight.grad)
 
 
+def check_a_module_whose_parts_refer_back_to_it_is_collected(comm: Any) -> None:
+    plain = two_layers()
+    plain[1].__dict__["owner"] = plain  # not a register, in which it would be a part of its part
+    model = Synchronised(plain)
+    loss_of(model, comm).backward()
+    module = weakref.ref(plain)
+    del model, plain
+    gc.collect()
+    assert module() is None
+
+
+def check_tensors_in_the_place_of_parameters(comm: Any) -> None:
+    """As torch.func has them: their gradients are the caller's."""
+    model = Synchronised(two_layers())
+    fresh = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
+
+    def called(module: Any) -> Any:
+        return torch.func.functional_call(module, fresh, (torch.full((2, 3), comm.rank + 1.0),)).square().sum()
+
+    error = expect(gs.InvalidArgument, lambda: called(model), "torch.func.functional_call")
+    assert "model.module" in str(error)
+    gradients = dict(zip(fresh, torch.autograd.grad(called(model.module), [*fresh.values()]), strict=True))
+    gs.average_gradients(gradients)
+    loss_of(model, comm).backward()  # the module has its own parameters again
+    for name, parameter in model.named_parameters():
+        assert (gradients[name] == parameter.grad).all(), name
+
+
 def check_what_is_wrapped_again(comm: Any) -> None:
     """The last one reduces, and once: a sum shows it."""
     in_place = {"op": "sum", "gradient_as_bucket_view": False}
