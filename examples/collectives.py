@@ -10,11 +10,11 @@ def tell(what, value):
 
 with gs.init_process_group() as comm:
     rank, size = comm.rank, comm.world_size
-    rows = np.full((size, 2), rank)  # parts are rows, in rank order: the first axis
+    rows = np.full((size, 2), rank)  # one row for each rank
 
-    tell("all_reduce", comm.all_reduce(rows.copy(), "max"))  # in place: of a copy
+    tell("all_reduce", comm.all_reduce(rows.copy(), "max"))  # in place, so on a copy
     tell("all_gather", comm.all_gather(rows))
-    tell("uneven", comm.all_gather(np.full(rank + 1, rank), sizes="ask"))  # a row here, two rows there
+    tell("uneven", comm.all_gather(np.full(rank + 1, rank), sizes="ask"))  # rank 0 has one row, rank 1 has two
     tell("reduce_scatter", comm.reduce_scatter(rows, "sum", out=np.empty((1, 2), rows.dtype)))
     tell("all_to_all", comm.all_to_all(rows))
 
@@ -24,8 +24,8 @@ with gs.init_process_group() as comm:
     pending = comm.asynchronous.all_reduce(np.ones(3))  # in the background, in the order of the calls
     tell("asynchronous", pending.result())
 
-    half = comm.split(color=rank % 2)  # groups: the even ranks, and the odd ones
+    half = comm.split(color=rank % 2)  # two groups: even ranks and odd ranks
     tell("group", half.all_gather(np.full(1, rank)))
 
-    names = comm.objects.all_gather({"rank": rank})  # any object that pickles
+    names = comm.objects.all_gather({"rank": rank})  # any object that can be pickled
     tell("objects", [name["rank"] for name in names])

@@ -1,4 +1,4 @@
-"""Rank 1 has changed a parameter that the others have not: check_consistency names it, on all ranks."""
+"""Rank 1 changes a parameter that the other ranks do not change: check_consistency names it on all ranks."""
 
 import numpy as np
 
@@ -10,6 +10,6 @@ with gs.init_process_group() as comm:
         parameters["bias"][3] = 1e-12
     try:
         gs.check_consistency(parameters)
-    except gs.PlanMismatch as error:  # on both ranks; the communicator stays usable
+    except gs.PlanMismatch as error:  # on both ranks; both can continue
         if comm.rank == 0:
             print(error)

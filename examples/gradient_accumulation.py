@@ -1,4 +1,4 @@
-"""Gradient accumulation: four small batches make a step, and only their sum travels.
+"""Gradient accumulation: a step has four small batches, and only the sum of their gradients is sent.
 
 Run it with `gradsync run -n 2 examples/gradient_accumulation.py`.
 """
@@ -24,7 +24,7 @@ def train(comm, steps):
             error = x @ weights + bias - (x @ [1.0, 2.0, 3.0] + 4.0)
             sum_weights += 2 * error @ x / (BATCHES * SAMPLES)  # the mean over all samples of this rank
             sum_bias += 2 * error.sum() / (BATCHES * SAMPLES)
-        with sync.backward():  # each sum is handed over once; nothing was sent before
+        with sync.backward():  # hand over each sum once; nothing was sent before
             grad_weights = sync("weights", sum_weights)
             grad_bias = sync("bias", sum_bias)
         weights = weights - 0.1 * grad_weights.result()  # the mean over the ranks

@@ -1,4 +1,4 @@
-"""A JAX training loop over gradsync: gradients are averaged inside the compiled step.
+"""A JAX training loop with gradsync: the compiled step averages the gradients.
 
 Run it with `gradsync run -n 2 examples/jax_loop.py`; it needs `pip install 'gradsync[jax]'`.
 """

@@ -1,4 +1,4 @@
-"""Training in float16 with loss scaling: a step whose gradients overflow on any rank is skipped on all of them.
+"""Training in float16 with loss scaling: all ranks skip a step if gradients overflow on any rank.
 
 Run it with `gradsync run -n 2 examples/loss_scaling.py`.
 """
@@ -23,7 +23,7 @@ with gs.init_process_group() as comm:
         with np.errstate(over="ignore", invalid="ignore"), sync.backward():
             scaled_loss = (error.astype(np.float32) * scale * 2 / len(y)).astype(np.float16)
             gradient = sync("weights", scaled_loss @ x)
-        if sync.skip_step:  # the same on all ranks, whichever of them had the overflow
+        if sync.skip_step:  # the same value on all ranks
             scale, good_steps = scale / 2, 0
             if comm.rank == 0:
                 print(f"step {step}: a gradient overflowed, the loss scale is now 2**{np.log2(scale):.0f}")

@@ -2,18 +2,18 @@ import numpy as np
 
 import gradsync as gs
 
-with gs.init_process_group() as comm:  # who am I: told by `gradsync run`, torchrun, mpiexec or srun
-    rng = np.random.default_rng(comm.rank)  # each rank has its own data ...
+with gs.init_process_group() as comm:  # joins the other ranks that the launcher has started
+    rng = np.random.default_rng(comm.rank)  # each rank has its own data
     x = rng.normal(size=(256, 3))
     y = x @ [1.0, 2.0, 3.0] + 4.0
     weights, bias = rng.normal(size=3), rng.normal(size=1)
-    gs.bcast_list_([weights, bias], root=0)  # ... and all begin with rank 0's parameters
+    gs.bcast_list_([weights, bias], root=0)  # all ranks begin with the parameters of rank 0
     sync = gs.AllreduceCallback("mean")  # packs gradients into buckets of up to 10 MiB
 
     for _ in range(100):
         error = x @ weights + bias - y
-        with sync.backward():  # reduces what is left at its end
-            grad_weights = sync("weights", 2 * error @ x / len(y))  # hand over each gradient once it exists
+        with sync.backward():  # the end of the block reduces the last bucket
+            grad_weights = sync("weights", 2 * error @ x / len(y))  # hand over each gradient as soon as it exists
             grad_bias = sync("bias", 2 * error.mean(keepdims=True))
         weights -= 0.1 * grad_weights.result()  # the mean over all ranks
         bias -= 0.1 * grad_bias.result()

@@ -1,4 +1,4 @@
-"""Training that goes on after a failure: a checkpoint for each epoch, in the directory that outlives a restart.
+"""Training that continues after a failure: it saves each epoch in a directory that survives a restart.
 
     gradsync run -n 2 --max-restarts 2 examples/resume_after_failure.py --fail-in-epoch 3
 
@@ -20,7 +20,7 @@ STEPS = 50
 
 
 def save(path, state):
-    """Writes a checkpoint whole or not at all: this process, too, may end at any moment."""
+    """Writes a complete checkpoint or none: this process may end at any moment."""
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         np.savez(file, **state)

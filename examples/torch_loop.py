@@ -1,4 +1,4 @@
-"""A PyTorch training loop over gradsync: one line more than without.
+"""A PyTorch training loop with gradsync: one additional line.
 
 Run it with `gradsync run -n 2 examples/torch_loop.py`; it needs `pip install 'gradsync[torch]'`.
 """
@@ -10,7 +10,7 @@ import gradsync as gs
 from gradsync.adapters.torch import Synchronised
 
 with gs.init_process_group() as comm:
-    torch.manual_seed(comm.rank)  # each rank has its own data, and all begin with rank 0's parameters
+    torch.manual_seed(comm.rank)  # each rank has its own data; all begin with rank 0's parameters
     model = Synchronised(nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -20,7 +20,7 @@ with gs.init_process_group() as comm:
         optimizer.zero_grad()
         logits = model(points)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, inside)
-        loss.backward()  # the gradients are the mean over the ranks when it returns
+        loss.backward()  # returns with the mean of the gradients over all ranks
         optimizer.step()
         if comm.rank == 0 and step % 50 == 0:
             right = ((logits > 0) == (inside > 0)).float().mean()

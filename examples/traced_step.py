@@ -1,4 +1,4 @@
-"""Three training steps whose collectives are worth a look: for `gradsync run --trace`, see docs/tracing.md."""
+"""Three training steps for `gradsync run --trace`, see docs/tracing.md."""
 
 import numpy as np
 
@@ -12,6 +12,6 @@ with gs.init_process_group() as comm:
     for _ in range(3):
         with sync.backward():
             for name, gradient in layers.items():
-                for _ in range(2 + comm.rank):  # rank 1 has more to compute: rank 0 waits for it
+                for _ in range(2 + comm.rank):  # rank 1 computes more, so rank 0 waits for it
                     np.matmul(layers["layer1"], weights)
                 sync(name, gradient)

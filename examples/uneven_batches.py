@@ -1,8 +1,8 @@
-"""Ranks with different numbers of batches: one that runs out takes part in the others' steps, with nothing to add.
+"""Ranks with different numbers of batches: a rank without a batch helps the other ranks, with no gradients.
 
     gradsync run -n 2 examples/uneven_batches.py
 
-121 samples do not divide by two ranks, nor do those of a rank by the batch, and no sample is left out or repeated.
+121 samples are not a multiple of two ranks, nor of the batch size. No sample is left out or repeated.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ SAMPLES = 121
 BATCH = 4
 
 with gs.init_process_group() as comm:
-    rng = np.random.default_rng(0)  # the same on all ranks: each takes its share below
+    rng = np.random.default_rng(0)  # all ranks make the same data; each takes its share below
     x = rng.normal(size=(SAMPLES, 3))
     y = x @ [1.0, 2.0, 3.0] + 4.0
     state = {"weights": np.zeros(3), "bias": np.zeros(1), "steps": 0}
@@ -22,7 +22,7 @@ with gs.init_process_group() as comm:
     for epoch in range(10):
         mine = gs.shard_indices(SAMPLES, epoch, uneven="keep")
         batches = [mine[begin : begin + BATCH] for begin in range(0, len(mine), BATCH)]
-        with sync.join() as joined:  # at its end a rank without batches waits for the others, and helps them
+        with sync.join() as joined:  # at its end a rank without batches helps the other ranks
             for batch in batches:
                 error = x[batch] @ state["weights"] + state["bias"] - y[batch]
                 with sync.backward():
@@ -31,7 +31,7 @@ with gs.init_process_group() as comm:
                 state["weights"] -= 0.1 * grad_weights.result()
                 state["bias"] -= 0.1 * grad_bias.result()
                 state["steps"] += 1
-        # Whoever ran out has missed the last steps: all take the state of a rank that made them.
+        # A rank without batches has missed the last steps: all take the state of a rank that made them.
         state = gs.broadcast_tree(state, root=joined.last_rank)
 
     gs.check_consistency({"weights": state["weights"], "bias": state["bias"]})

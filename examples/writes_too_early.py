@@ -1,4 +1,4 @@
-"""A gradient that is still added to after it was handed over: the debug mode says which, and where."""
+"""A program that changes a gradient after the hand-over: the debug mode names the gradient and the line."""
 
 import numpy as np
 

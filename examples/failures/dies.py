@@ -15,5 +15,5 @@ with gs.init_process_group() as comm:
         with sync.backward():
             sync("dense", np.ones(1000))
             if (step, comm.rank) == (1, 1):
-                os.kill(os.getpid(), signal.SIGKILL)  # as an operator would, or a batch system
+                os.kill(os.getpid(), signal.SIGKILL)  # like an operator or a batch system
             sync("conv", np.ones(1000))

@@ -1,4 +1,4 @@
-"""The ranks hand over gradients in different order: gradsync run -n 2 examples/failures/disagrees.py"""
+"""The ranks hand over gradients in different orders: gradsync run -n 2 examples/failures/disagrees.py"""
 
 import numpy as np
 

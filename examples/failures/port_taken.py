@@ -1,4 +1,4 @@
-"""Another program has the port: python examples/failures/port_taken.py"""
+"""Another program uses the port: python examples/failures/port_taken.py"""
 
 import socket
 
@@ -7,7 +7,7 @@ import gradsync as gs
 PORT = 4242
 
 
-@gs.launcher(n_gpus=2, port=PORT)  # without `port` it takes a free one
+@gs.launcher(n_gpus=2, port=PORT)  # without `port=` a free port is used
 def train():
     return gs.get_communicator().rank
 

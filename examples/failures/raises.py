@@ -1,4 +1,4 @@
-"""A rank raises: gradsync run -n 2 examples/failures/raises.py"""
+"""A rank raises an exception: gradsync run -n 2 examples/failures/raises.py"""
 
 import numpy as np
 

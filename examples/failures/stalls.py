@@ -1,4 +1,4 @@
-"""A rank waits for data that do not come: gradsync run -n 2 examples/failures/stalls.py"""
+"""A rank hangs in its data loader: gradsync run -n 2 examples/failures/stalls.py"""
 
 import time
 
@@ -9,11 +9,11 @@ import gradsync as gs
 
 def read_shard(step, rank):
     if (step, rank) == (1, 1):
-        time.sleep(3600)  # as a file server that does not answer
+        time.sleep(3600)  # like a file server that does not answer
     return np.ones(1000)
 
 
-with gs.init_process_group(collective_timeout_seconds=6) as comm:  # 300 without this
+with gs.init_process_group(collective_timeout_seconds=6) as comm:  # default: 300
     sync = gs.AllreduceCallback("mean")
     for step in range(10):
         batch = read_shard(step, comm.rank)
