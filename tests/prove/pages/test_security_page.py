@@ -40,16 +40,14 @@ def test_a_secret_with_which_launchers_meet(tmp_path: Path) -> None:
 
 
 def test_limits_are_those_of_the_code() -> None:
-    rows = r"^\| (a frame [^|]*|from connecting[^|]*|strangers[^|]*|what a peer[^|]*) \| ([^|]*) \|$"
+    rows = r"^\| (a frame [^|]*|from connecting[^|]*|unauthenticated[^|]*|unread[^|]*) \| ([^|]*) \|$"
     limits = dict(re.findall(rows, PAGE, flags=re.MULTILINE))
     assert limits == {
         "a frame before the proof": f"{wire.MAX_HANDSHAKE_FRAME_BYTES} bytes",
         "a frame after it": f"{wire.MAX_FRAME_BYTES // 1024} KiB",
-        "from connecting to the first message that holds": (
-            f"{server.HANDSHAKE_SECONDS:g} s, however often a stranger speaks"
-        ),
-        "strangers at once": f"{server.MAX_UNAUTHENTICATED}, and one for each rank; the oldest goes first",
-        "what a peer may leave unread": f"{server.MAX_OUTPUT_BYTES // 2**20} MiB",
+        "from connecting to the first valid message": f"{server.HANDSHAKE_SECONDS:g} s, however many bytes arrive",
+        "unauthenticated connections": f"{server.MAX_UNAUTHENTICATED} plus one for each rank; the oldest is closed first",
+        "unread data for a peer": f"{server.MAX_OUTPUT_BYTES // 2**20} MiB",
     }
 
 
