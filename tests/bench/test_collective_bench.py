@@ -1,5 +1,6 @@
 """`gradsync bench collectives` end to end on small arrays, its table, its picture, and its mistakes."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -222,3 +223,23 @@ def test_ranks_have_the_variables_of_the_shell_but_for_those_of_its_launcher(tmp
         assert each["ROLE_NAME"] == "default"
         assert not {"OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & each.keys()
         assert each.get("GRADSYNC_BACKEND") != "nccl"
+
+
+@pytest.mark.parametrize("option", [(), ("-v",)])
+def test_a_terminal_sees_a_table_grow(option):
+    """Rows come one by one; with -v all columns of nccl-tests are in it."""
+    terminal, stdout = os.openpty()
+    command = [sys.executable, "-m", "gradsync", "bench", "collectives", "--backend", "local", *option]
+    command += ["-c", "all_reduce,broadcast", "-b", "1K", "-e", "4K", "--iters", "1", "--blocks", "1"]
+    environ = os.environ | {"TERM": "xterm", "COLUMNS": "150"}
+    with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        os.close(stdout)
+        shown = ""
+        with contextlib.suppress(OSError):  # the terminal's end: no process has it open any more
+            while part := os.read(terminal, 100_000):
+                shown += part.decode()
+        _, err = process.communicate(timeout=60)
+    os.close(terminal)
+    assert (process.returncode, err) == (0, "")
+    assert shown.count("1 KB") > shown.count("4 KB") > 0  # the first row is drawn again with the second one
+    assert ("busbw" in shown, "GB/s" in shown.partition("# Avg")[0]) == (bool(option), not option)

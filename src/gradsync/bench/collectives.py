@@ -8,16 +8,20 @@ and *GetBw of src/*.cu.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from gradsync.bench.program import array_module, count_ranks, run_as_ranks
 from gradsync.bench.report import (
@@ -25,6 +29,7 @@ from gradsync.bench.report import (
     busy_machine,
     check_outputs,
     draw_times,
+    megabytes,
     picture,
     provenance,
     tick_times,
@@ -32,6 +37,7 @@ from gradsync.bench.report import (
 )
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
+from gradsync.diagnostics import seconds_text
 from gradsync.errors import GradsyncError, InvalidArgument, UnsupportedDtype
 from gradsync.machine import usable_cores
 from gradsync.reduction import ReduceOp, check_operation, dtype_of
@@ -466,11 +472,13 @@ class Wanted(NamedTuple):
         cases: by collective.
         itemsize: bytes of an element.
         blocks: of each form; the median counts.
+        verbose: whether a terminal shows all columns.
     """
 
     cases: list[list[Case]]
     itemsize: int
     blocks: int
+    verbose: bool
 
 
 class Measured(NamedTuple):
@@ -482,7 +490,7 @@ class Measured(NamedTuple):
 
 
 def measure(wanted: Wanted) -> Measured:
-    """Runs on each rank, in an initialised group; rank 0 prints each line as it comes."""
+    """Runs on each rank, in an initialised group; rank 0 shows each row once it is measured."""
     comm = group_or_world(None, "a measurement of collectives")
     xp, _ = array_module(comm)
 
@@ -498,11 +506,31 @@ def measure(wanted: Wanted) -> Measured:
         tell(f"# {busy}")
     rows: list[Row] = []
     for of_collective in wanted.cases:
-        tell(f"#\n# {of_collective[0].collective}\n{heading()}")
-        for case in of_collective:
-            rows.append(_measure_case(comm, case, wanted))
-            tell(line_of(rows[-1]))
+        with _shown(of_collective[0].collective, comm.rank, wanted.verbose) as show:
+            for case in of_collective:
+                rows.append(_measure_case(comm, case, wanted))
+                show(rows[-1])
     return Measured(rows, comm.backend, "" if xp is np else str(xp.__version__))
+
+
+@contextlib.contextmanager
+def _shown(collective: str, rank: int, verbose: bool) -> Iterator[Callable[[Row], None]]:
+    """Gives the function that shows a row, on rank 0: in a table that grows on a terminal, else as a line."""
+    console = Console(highlight=False)
+    if rank != 0:
+        yield lambda _: None
+    elif not console.is_terminal:
+        print(f"#\n# {collective}\n{heading()}", flush=True)
+        yield lambda row: print(line_of(row), flush=True)
+    else:
+        rows: list[Row] = []
+
+        def show(row: Row) -> None:
+            rows.append(row)
+            live.update(table(rows, verbose=verbose), refresh=True)
+
+        with Live(console=console, auto_refresh=False) as live:
+            yield show
 
 
 def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
@@ -600,6 +628,7 @@ def bench_collectives(
     op: str,
     dtype: str,
     checks: bool,
+    verbose: bool,
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
@@ -623,7 +652,7 @@ def bench_collectives(
     sizes = sizes_between(parse_size(begin), parse_size(end), factor)
     made = provenance(["gradsync", *sys.argv[1:]])
     cases = [plan_cases(kind, sizes, itemsize, template) for kind in kinds]
-    measured = run_as_ranks(measure, Wanted(cases, itemsize, blocks), nprocs=nprocs, backend=backend)
+    measured = run_as_ranks(measure, Wanted(cases, itemsize, blocks, verbose), nprocs=nprocs, backend=backend)
     if measured is None:  # another rank, or mpiexec, reports
         return
     rows = measured.rows
@@ -646,7 +675,7 @@ def bench_collectives(
         raise GradsyncError(f"{wrong} elements are wrong: see the lines where #wrong is not 0")
 
 
-# The table, in the columns of nccl-tests, and a picture.
+# The lines, in the columns of nccl-tests; the table of a terminal; a picture.
 
 #: As nccl-tests names types; NumPy's own names where it has none.
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}
@@ -695,6 +724,30 @@ def _short(microseconds: float) -> str:
 
 def _line(widths: Sequence[int], cells: Sequence[str]) -> str:
     return "".join(f" {cell:>{width}}" for width, cell in zip(widths, cells, strict=True))
+
+
+def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
+    """Returns the rows of one collective as a table; verbose with all columns of nccl-tests."""
+    found = Table(title=rows[0].case.collective, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    of_form = ("algbw", "busbw", "#wrong") if verbose else ("GB/s",)
+    more = ("count", "type", "redop", "root") if verbose else ()
+    for heading in ("size", *more, "out of place", *of_form, "in place", *of_form, *(() if verbose else ("#wrong",))):
+        found.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        case = row.case
+        root = str(ROOT) if case.kind.rooted else "-"
+        cells = [megabytes(row.size_bytes)]
+        cells += [str(case.count), _TYPES.get(case.dtype, case.dtype), case.op or "none", root] if verbose else []
+        for form in FORMS:
+            _, algorithm, bus, wrong = _form_cells(row, form)
+            seconds = row.forms[form].seconds
+            cells += ["-" if seconds is None else seconds_text(seconds.median), algorithm]
+            cells += [bus, wrong] if verbose else []
+        if not verbose:
+            checked = [form.wrong for form in row.forms.values() if form.wrong is not None]
+            cells.append(str(sum(checked)) if checked else "-")
+        found.add_row(*cells)
+    return found
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:

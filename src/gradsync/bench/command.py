@@ -117,9 +117,10 @@ Examples:
   srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
 
 \b
-Columns and formulas are those of NVIDIA's nccl-tests: algbw is size / time; busbw is algbw times 2 (n - 1) / n for
+A terminal shows a table that grows: size, time, and GB/s, which is size / time. With -v it shows all columns of
+NVIDIA's nccl-tests, which a file or a pipe always gets: algbw is size / time; busbw is algbw times 2 (n - 1) / n for
 all_reduce, (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for broadcast, reduce and
-exchange. The size is that of the larger of source and target. GB are 1e9 bytes, sizes are in units of 1024. #wrong
+exchange. The size is that of the larger of source and target. GB are 1e9 bytes; KB and MB are units of 1024. #wrong
 counts elements that differ from NumPy's result, on all ranks. Where a form does not exist, its columns have a "-".
 The exit code is 1 where elements are wrong.
 """,
@@ -153,7 +154,8 @@ The exit code is 1 where elements are wrong.
 @click.option("--blocks", type=click.IntRange(min=1), default=3, show_default=True, help="Blocks; the median counts.")
 @click.option("-o", "--op", default="sum", show_default=True, help="sum, mean, prod, min or max.")
 @click.option("-d", "--dtype", default="float", show_default=True, help="float, double, half, bfloat16, int32, ...")
-@click.option("--check/--no-check", "checks", default=True, show_default=True, help="Count what is wrong.")
+@click.option("--check/--no-check", "checks", default=True, show_default=True, help="Count wrong elements.")
+@click.option("-v", "--verbose", is_flag=True, help="Show all columns on a terminal too.")
 @click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
 @click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
 def collectives(**options: Any) -> None:
