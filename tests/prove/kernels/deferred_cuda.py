@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from gradsync.communicators.nccl.kernels import CHUNK
 
 
 class Pool:
-    """Memory by key: what was freed last is given out first, filled with a pattern when it is new."""
+    """Memory by stream: the block freed last is given out first; a new block is filled with a pattern."""
 
     def __init__(self) -> None:
         self._free: dict[Any, list[np.ndarray]] = {}
@@ -46,30 +46,12 @@ class DeferredStream:
             self._work.popleft()()
 
 
-class DeferredEvent:
-    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self.done = True
-
-    def record(self, stream: DeferredStream) -> None:
-        self.done = False
-        stream.enqueue(lambda: setattr(self, "done", True))
-
-
-class MemoryPointer:
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
-
-    def copy_from_host_async(self, source: ctypes.c_void_p, size: int, stream: DeferredStream) -> None:
-        to, come_from = self.ptr, source.value
-        stream.enqueue(lambda: ctypes.memmove(to, come_from, size) and None)
-
-
 class DeviceArray:
     def __init__(self, pool: Pool, stream: DeferredStream, nbytes: int) -> None:
         self._pool, self._key = pool, stream.ptr
         self._block = pool.take(self._key, nbytes)
         self.nbytes = nbytes
-        self.data = MemoryPointer(self._block.ctypes.data)
+        self.data = SimpleNamespace(ptr=self._block.ctypes.data)
 
     def __del__(self) -> None:
         self._pool.give_back(self._key, self._block)
@@ -92,15 +74,18 @@ class DeferredCupy(ModuleType):
         self.launches: list[Launch] = []  # those that have run
         self.queued = 0
         self.uploads = 0
-        self._device_pool, self._pinned_pool = Pool(), Pool()
+        self._pool = Pool()
         self.cuda = ModuleType("cupy.cuda")
         self.cuda.get_current_stream = lambda: self.stream
-        self.cuda.Event = DeferredEvent
-        self.cuda.alloc_pinned_memory = self._alloc_pinned
 
-    def empty(self, size: int, dtype: type) -> DeviceArray:
-        assert dtype is np.uint8
-        return DeviceArray(self._device_pool, self.stream, size)
+    def asarray(self, host: np.ndarray) -> DeviceArray:
+        """Copies it when the stream comes to that, from a copy of its own, as CuPy does by way of pinned memory."""
+        assert host.dtype == np.uint8
+        array, held = DeviceArray(self._pool, self.stream, host.nbytes), host.tobytes()
+        self.uploads += bool(held)
+        address = array.data.ptr
+        self.stream.enqueue(lambda: ctypes.memmove(address, held, len(held)) and None)
+        return array
 
     def RawModule(self, *, code: str) -> DeferredCupy:  # noqa: N802 - CuPy's name
         assert "pack_chunks" in code
@@ -120,15 +105,3 @@ class DeferredCupy(ModuleType):
             stream.enqueue(run)
 
         return call
-
-    def _alloc_pinned(self, size: int) -> Any:
-        self.uploads += 1
-        pool = self._pinned_pool
-        block = pool.take("pinned", size)
-
-        def give_back(_: Any) -> None:
-            pool.give_back("pinned", block)
-
-        pinned = type("Pinned", (ctypes.c_char * size,), {"__del__": give_back}).from_buffer(block)
-        pinned.ptr = block.ctypes.data
-        return pinned

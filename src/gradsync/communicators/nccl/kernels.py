@@ -12,7 +12,6 @@ a flag or a partial sum of its own. device_arrays.py launches these. CuPy is imp
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -238,12 +237,7 @@ class PackLayout:
 
         Returns:
             1-D array of CHUNK.
-
-        Raises:
-            InvalidArgument: there are more or fewer addresses than sizes.
         """
-        if len(addresses) != len(self.sizes_bytes):
-            raise InvalidArgument(f"a layout of {len(self.sizes_bytes)} arrays got {len(addresses)} addresses")
         chunks: npt.NDArray[np.void] = self._chunks.copy()
         chunks["address"] += np.array(addresses, np.uint64)[self._array_of_chunk]
         return chunks
@@ -255,12 +249,7 @@ def pack_layout(sizes_bytes: tuple[int, ...]) -> PackLayout:
 
     Args:
         sizes_bytes: the size of each array; 0 is legal.
-
-    Raises:
-        InvalidArgument: a size is negative.
     """
-    if min(sizes_bytes, default=0) < 0:
-        raise InvalidArgument(f"pack_layout needs sizes >= 0, got {min(sizes_bytes)}")
     ends = accumulate([-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes])
     offsets_bytes = tuple([0, *ends][: len(sizes_bytes)])
     total_bytes = offsets_bytes[-1] + sizes_bytes[-1] if sizes_bytes else 0
@@ -283,22 +272,13 @@ def _cut(
     return chunks, array_of_chunk
 
 
-@dataclass(eq=False, slots=True)
-class _DeviceTable:
+class _DeviceTable(NamedTuple):
     """A chunk table on the device. It belongs to one stream: allocated, written, read and freed in its order."""
 
-    chunks: Any  # device array; None when there is nothing to copy
-    count: int
+    chunks: Any  # device array
+    rows: int  # chunks
     total_bytes: int
     stream: Any  # held, so that its handle is not given to another stream
-    last_use: int = 0
-
-
-class _Upload(NamedTuple):
-    """A copy to the device that may be under way; CuPy would give the pinned memory away once it is not held."""
-
-    done: Any  # event
-    pinned: Any
 
 
 class FusedPacker:
@@ -325,8 +305,6 @@ class FusedPacker:
         self._split_kernel = module.get_function("split_chunks")
         self._tables: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _DeviceTable] = {}
         self._tables_bytes = 0
-        self._launches = 0
-        self._uploads: list[_Upload] = []
 
     def pack(self, arrays: Sequence[Any], flat: Any) -> None:
         """Copies arrays into a flat buffer, where pack_layout of their sizes puts them; does not wait.
@@ -358,8 +336,8 @@ class FusedPacker:
             raise InvalidArgument(
                 f"{len(arrays)} arrays need a flat buffer of {table.total_bytes} bytes, got {flat.nbytes}"
             )
-        if table.count:
-            kernel((table.count, 1, 1), (THREADS_PER_BLOCK, 1, 1), (table.chunks, flat))
+        if table.rows:
+            kernel((table.rows, 1, 1), (THREADS_PER_BLOCK, 1, 1), (table.chunks, flat))
 
     def _table(self, arrays: Sequence[Any]) -> _DeviceTable:
         """Returns the table of these arrays for the current stream."""
@@ -371,36 +349,16 @@ class FusedPacker:
         if table is None:
             layout = pack_layout(sizes_bytes)
             rows = layout.table(addresses)
-            self._make_room(rows.nbytes)
-            table = _DeviceTable(self._upload(rows, stream), rows.size, layout.total_bytes, stream)
+            if len(self._tables) >= _MAX_TABLES or self._tables_bytes + rows.nbytes > _MAX_TABLE_BYTES:
+                self._tables.clear()  # those that are still in use come back, one upload each
+                self._tables_bytes = 0
+            # CuPy copies it to pinned memory, which it holds until the stream has read it: nothing waits.
+            chunks = self._cupy.asarray(rows.view(np.uint8))
+            table = _DeviceTable(chunks, rows.size, layout.total_bytes, stream)
             # The sizes of the layout in place of equal ones, so that all tables of a layout share them.
             self._tables[stream.ptr, addresses, layout.sizes_bytes] = table
             self._tables_bytes += rows.nbytes
-        # Moving the table to the end of a dict would hash its long key again.
-        self._launches += 1
-        table.last_use = self._launches
         return table
-
-    def _make_room(self, size_bytes: int) -> None:
-        """Drops the tables that were used longest ago, so that one more stays within the bounds."""
-        tables = self._tables
-        while tables and (len(tables) >= _MAX_TABLES or self._tables_bytes + size_bytes > _MAX_TABLE_BYTES):
-            oldest = min(tables, key=lambda key: tables[key].last_use)
-            self._tables_bytes -= tables.pop(oldest).count * CHUNK.itemsize
-
-    def _upload(self, rows: npt.NDArray[np.void], stream: Any) -> Any:
-        """Starts copying a table to the device, and returns it there; None when it has no rows."""
-        self._uploads = [upload for upload in self._uploads if not upload.done.done]
-        if not rows.size:
-            return None
-        pinned = self._cupy.cuda.alloc_pinned_memory(rows.nbytes)
-        np.frombuffer(pinned, CHUNK, rows.size)[:] = rows
-        chunks = self._cupy.empty(rows.nbytes, np.uint8)
-        chunks.data.copy_from_host_async(ctypes.c_void_p(pinned.ptr), rows.nbytes, stream)
-        done = self._cupy.cuda.Event(disable_timing=True)
-        done.record(stream)
-        self._uploads.append(_Upload(done, pinned))
-        return chunks
 
 
 def blocks_for(count: int) -> int:
