@@ -186,8 +186,10 @@ def test_ctrl_c_leaves_dumps_of_where_each_rank_was(tmp_path):
         finally:
             process.kill()
     _, out, _ = command.run("trace", folder)
-    assert out.count("dumped because: Ctrl-C came (SIGINT)") == 2
-    assert "is in all_reduce(sum) float64[4]" in out
+    # On a busy machine rank 0 may find rank 1 gone before its own signal comes.
+    found = re.findall("dumped because: (Ctrl-C came|rank 1.* failed.*: KeyboardInterrupt)", out)
+    assert (len(found), found[-1]) == (2, "Ctrl-C came"), out
+    assert re.search(r"(is|failed) in all_reduce\(sum\) float64\[4\]", out), out
     assert re.search(r"script\.py:[89] in read_batch", out)
 
 

@@ -210,11 +210,15 @@ INTERRUPTED_AT_START = """
     def interrupt():
         begun.wait()
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # the kernel gives it to any thread that takes it
-    begun = threading.Event()
+        sent.set()
+    def wait_for_the_signal():  # so that it comes before all ranks have started, on a busy machine too
+        begun.set()
+        sent.wait()
+    begun, sent = threading.Event(), threading.Event()
     if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=interrupt).start()
-        os.register_at_fork(after_in_parent=begun.set)
+        os.register_at_fork(after_in_parent=wait_for_the_signal)
         try:
             gs.spawn(work, nprocs=4, join=False, start_method="fork")
         except KeyboardInterrupt as error:
