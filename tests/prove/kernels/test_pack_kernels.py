@@ -18,6 +18,7 @@ from deferred_cuda import DeferredCupy, DeferredStream
 from hypothesis import given
 from hypothesis import strategies as st
 from nvrtc import CompileError, Nvrtc, NvrtcMissing
+from sparse_memory import untouched
 
 import gradsync as gs
 from gradsync.communicators.nccl import kernels as pack_kernels
@@ -235,6 +236,25 @@ def test_the_kernels_move_every_byte_and_no_other(kernels, arrays, flat_misalign
     kernels.split(table, buffer.addresses()[0], descending=descending)
     np.testing.assert_array_equal(gradients.memory, gradients_before)
     np.testing.assert_array_equal(buffer.memory, expected)
+
+
+def test_the_kernels_move_what_lies_behind_four_gibibytes(kernels) -> None:
+    """The last chunks of an array of 8 GiB, and what is packed behind it."""
+    layout = pack_layout((3, 2**33 + 70_001, 5))
+    large, small = untouched(layout.sizes_bytes[1], np.dtype(np.uint8)), np.arange(8, dtype=np.uint8)
+    flat = untouched(layout.total_bytes, np.dtype(np.uint8))
+    table = layout.table([small.ctypes.data, large.ctypes.data, small.ctypes.data + 3])[-4:]
+    noise = np.random.default_rng(7).integers(0, 256, 70_001, np.uint8)
+    large[-70_001:] = noise
+    kernels.pack(table, flat.ctypes.data, descending=False)
+    begin, end = layout.offsets_bytes[1] + 2**33, layout.offsets_bytes[1] + layout.sizes_bytes[1]
+    np.testing.assert_array_equal(flat[begin:end], noise)
+    assert flat[layout.offsets_bytes[2] :].tolist() == [3, 4, 5, 6, 7]
+    assert not flat[end : layout.offsets_bytes[2]].any()
+    assert not flat[: 2**20].any()  # where an offset of 32 bits would point
+    large[-70_001:] = 0
+    kernels.split(table, flat.ctypes.data, descending=True)
+    np.testing.assert_array_equal(large[-70_001:], noise)
 
 
 # The packer.

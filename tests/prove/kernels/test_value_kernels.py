@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nvrtc import Nvrtc, NvrtcMissing
+from sparse_memory import untouched
 
 from gradsync.communicators.nccl.kernels import (
     MAX_BLOCKS,
@@ -40,7 +41,7 @@ def nvrtc() -> Nvrtc:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("architecture", [70, 80, 90, 100])
+@pytest.mark.parametrize("architecture", [70, 75, 80, 86, 89, 90, 100])
 def test_the_kernels_compile_without_a_warning(nvrtc: Nvrtc, architecture: int) -> None:
     if architecture not in nvrtc.supported_architectures:
         pytest.skip(f"this NVRTC does not know sm_{architecture}")
@@ -122,3 +123,26 @@ def test_arrays(library: ctypes.CDLL, name: str, size: int, bad: int | None) -> 
     assert finite[0] == (bad is None)
     launch(library, f"square_{name}", values, sums)
     np.testing.assert_allclose(sums.sum(), np.square(values.astype(np.float64)).sum(), rtol=1e-13)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_more_values_than_32_bits_count(library: ctypes.CDLL, name: str) -> None:
+    """Of the grid that the library launches, the block that has the last value, over memory that nobody has written."""
+    values = untouched(2**32 + 12_345, DTYPES[name])
+    blocks = blocks_for(values.size)
+    assert blocks == MAX_BLOCKS
+    thread = (values.size - 1) % (blocks * THREADS_PER_BLOCK)
+    finite, sums = np.ones(1, bool), np.zeros(blocks * THREADS_PER_BLOCK)
+    only_block = ctypes.c_uint.in_dll(library, "only_block")
+    only_block.value, all_blocks = thread // THREADS_PER_BLOCK, only_block.value
+    try:
+        launch(library, f"check_{name}", values, finite)
+        assert finite[0]
+        values[-1] = 3
+        launch(library, f"square_{name}", values, sums)
+        assert (sums[thread], sums.sum()) == (9, 9)
+        values[-1] = np.nan
+        launch(library, f"check_{name}", values, finite)
+        assert not finite[0]
+    finally:
+        only_block.value = all_blocks
