@@ -74,3 +74,11 @@ def _no_gradients_of_another_test() -> Iterator[None]:
 def _no_secret_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps the secret of its run; tests that share one must not."""
     monkeypatch.setattr("gradsync.environment._secret", None)
+
+
+@pytest.fixture(scope="module")
+def forgotten_recorders() -> None:
+    """A process without recorders of earlier tests' communicators, which dumps would hold too."""
+    from gradsync.diagnostics import recorder
+
+    recorder._forget_after_fork()

@@ -21,6 +21,8 @@ from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import report
 
+pytestmark = pytest.mark.usefixtures("forgotten_recorders")
+
 ABSENT = object()
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([2**80, 10.0**300, "\ud800"]),
@@ -30,7 +32,7 @@ ANYTHING = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def real(tmp_path_factory: pytest.TempPathFactory, forgotten_recorders: None) -> Any:
     """A dump with all there can be: buckets, a plain collective, and a trace."""
     path = tmp_path_factory.mktemp("real") / "dump.json"
     with local_communicator() as comm, gs.trace(path):

@@ -13,6 +13,8 @@ import gradsync as gs
 from gradsync.cli import main
 from gradsync.diagnostics.dump import call_text
 
+pytestmark = pytest.mark.usefixtures("forgotten_recorders")
+
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, is_damaged: bool) -> None:
