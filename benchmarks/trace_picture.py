@@ -59,6 +59,8 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
         axes = figure.subplots()
         for event in seen:
             _draw_event(axes, event, bases[event["pid"]], begin)
+        for rank, base in bases.items():
+            _draw_gradients(axes, [event for event in seen if event["pid"] == rank and event["ph"] == "i"], base, begin)
         _draw_arrows(axes, seen, bases, begin)
         _label(axes, bases)
 
@@ -66,7 +68,8 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
 def _last_step(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], float]:
     """Returns the events of the last step, and the time at which the picture begins."""
     steps = [event for event in events if event.get("cat") == "step"]
-    begin = max(event["ts"] for event in steps if event["pid"] == 0) - _MARGIN_MICROSECONDS
+    last = {event["pid"]: event["ts"] for event in sorted(steps, key=lambda event: float(event["ts"]))}
+    begin = min(last.values()) - _MARGIN_MICROSECONDS
     end = max(event["ts"] + event["dur"] for event in steps) + _MARGIN_MICROSECONDS
     return [event for event in events if event["ph"] != "M" and begin <= event["ts"] <= end], begin
 
@@ -99,13 +102,18 @@ def _label(axes: Any, bases: dict[int, float]) -> None:
     axes.set_ylim(1.0 - _ROWS_OF_RANK * len(bases), 1.6)
 
 
+def _draw_gradients(axes: Any, gradients: list[dict[str, Any]], base: float, begin: float) -> None:
+    """Draws the gradients of a rank; their names take turns on two heights, so that they do not cover each other."""
+    for number, event in enumerate(sorted(gradients, key=lambda event: float(event["ts"]))):
+        at = (event["ts"] - begin) / 1e3
+        axes.plot([at], [base], marker="v", color="black")
+        axes.annotate(event["name"], (at, base + (0.25, 0.6)[number % 2]), ha="center", fontsize=7)
+
+
 def _draw_event(axes: Any, event: dict[str, Any], base: float, begin: float) -> None:
     at = (event["ts"] - begin) / 1e3
     category = event.get("cat")
-    if event["ph"] == "i":
-        axes.plot([at], [base], marker="v", color="black")
-        axes.annotate(event["name"], (at, base + 0.25), ha="center", fontsize=7)
-    elif category == "collective" and event["ph"] == "X":
+    if category == "collective" and event["ph"] == "X":
         axes.barh(base - ROW, event["dur"] / 1e3, left=at, height=0.7, color="tab:purple", alpha=0.5, edgecolor="black")
         axes.annotate(_short(event), (at, base - ROW), fontsize=7, va="center", clip_on=True)
     elif category == "phase":

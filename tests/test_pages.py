@@ -83,6 +83,29 @@ def test_every_collective_is_shown_as_it_is_called() -> None:
     assert collectives | {"new_group", "split", "split_by_machine"} <= shown
 
 
+NEW_CALLS = [
+    (name, code)
+    for name, text in TEXTS.items()
+    if "/coming_from/" in name and "detectron2" not in name
+    for cells in re.findall(r"^\| [^|\n]* \| ([^|\n]*) \|", text, flags=re.MULTILINE)
+    for code in re.findall(r"`((?:[a-z_]+ = )?(?:comm|gs)\.[^`]*\))`", cells)
+    if "..." not in code
+]
+
+
+@pytest.mark.parametrize(("name", "code"), NEW_CALLS)
+def test_the_new_calls_of_a_program_that_comes_from_elsewhere_have_our_arguments(name: str, code: str) -> None:
+    homes = {"comm": gs.Communicator, "asynchronous": Asynchronous, "objects": Objects}
+    call = ast.parse(code.partition(" = ")[2] if " = " in code.partition("(")[0] else code, mode="eval").body
+    assert isinstance(call, ast.Call)
+    *path, last = ast.unparse(call.func).split(".")
+    if path[0] == "gs":
+        function, given = operator.attrgetter(".".join([*path[1:], last]))(gs), []
+    else:
+        function, given = getattr(homes[path[-1]], last), ["self"]
+    inspect.signature(function).bind(*given, *call.args, **{word.arg: word.value for word in call.keywords})
+
+
 def test_every_error_is_explained() -> None:
     """Somewhere that people read, and not in the reference only."""
     read = "".join(text for name, text in TEXTS.items() if not name.startswith("docs/reference/"))
