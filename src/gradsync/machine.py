@@ -1,4 +1,6 @@
-"""This machine: its identity, its processes, cores, GPUs, memory and network addresses; and calls that may hang."""
+"""This machine: its identity, its processes, cores, GPUs, memory and network addresses; calls that may hang, and waits
+that Ctrl-C may cut off.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +84,40 @@ def machine_identity() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}" if boot else ""
     except OSError:
         return ""
+
+
+class Latch:
+    """Something that threads wait for, and that may come and go.
+
+    Not an Event: the lock inside one stays taken where Ctrl-C comes as a wait begins, and then the thread that is to
+    set it waits for ever. Here each wait has a lock of its own.
+    """
+
+    def __init__(self, *, is_set: bool = False) -> None:
+        self.is_set = is_set
+        self._waiting: list[threading.Lock] = []
+
+    def set(self) -> None:
+        """Lets all threads go on that wait."""
+        self.is_set = True
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                self._waiting.pop().release()
+
+    def clear(self) -> None:
+        """Lets threads wait from now on."""
+        self.is_set = False
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until it is set, for so many seconds at most; returns whether it was."""
+        waiting = threading.Lock()
+        waiting.acquire()
+        self._waiting.append(waiting)
+        limit = -1 if seconds is None else min(max(seconds, 0.0), threading.TIMEOUT_MAX)
+        was_set = self.is_set or waiting.acquire(timeout=limit)  # in this order: who sets it releases what was added
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(waiting)
+        return was_set or self.is_set
 
 
 def run_with_timeout(

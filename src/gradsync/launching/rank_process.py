@@ -16,9 +16,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
 from gradsync.launching.in_rank.result import RESULT
@@ -111,13 +110,13 @@ class RankProcess:
         with contextlib.ExitStack() as theirs:
             try:
                 descriptors = self._open(theirs)
-                self._guard = start_process(method, RankStart(self.rank, target, record, environ, descriptors, streams))
+                self._guard = _STARTERS[method](RankStart(self.rank, target, record, environ, descriptors, streams))
             except BaseException:
                 self._close()
                 raise
         self._reader = FrameReader(self.report)
-        self.sentinel = self._guard.sentinel
-        if self.sentinel >= 0:
+        with contextlib.suppress(AttributeError, OSError):  # an old kernel, or no descriptor is left
+            self.sentinel = os.pidfd_open(self._guard.pid)
             own_descriptors.add(self.sentinel)
 
     def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
@@ -228,8 +227,7 @@ def _close_own(descriptor: int) -> None:
     os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class RankStart:
+class RankStart(NamedTuple):
     """What a rank process starts with.
 
     Attributes:
@@ -249,28 +247,16 @@ class RankStart:
     streams: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class StartedProcess:
+class StartedProcess(NamedTuple):
     """A process that has been started, and becomes a rank's guard.
 
     Attributes:
         pid: its process id.
         reap: waits for its end and gives its exit code.
-        sentinel: descriptor that becomes readable when it has ended; -1 before Linux 5.3.
     """
 
     pid: int
     reap: Callable[[], int]
-    sentinel: int = -1
-
-
-def start_process(method: str, start: RankStart) -> StartedProcess:
-    """Starts a rank process by one of START_METHODS."""
-    started = _STARTERS[method](start)
-    try:
-        return replace(started, sentinel=os.pidfd_open(started.pid))
-    except (AttributeError, OSError):  # an old kernel, or no descriptor is left: the end of its pipe tells
-        return started
 
 
 def _spawn(start: RankStart) -> StartedProcess:

@@ -35,7 +35,7 @@ from gradsync.launching.rank_environment import choose_gpus, parse_gpus
 from gradsync.launching.rank_process import RankProcess
 from gradsync.launching.signals import SignalInbox
 from gradsync.launching.supervisor import Supervisor
-from gradsync.machine import default_process_count
+from gradsync.machine import Latch, default_process_count
 
 _PROXIES = ("http_proxy", "https_proxy")
 
@@ -201,35 +201,6 @@ def _checked_port(port: Any) -> int:
     return check_port("spawn", "started_port", port)
 
 
-class _Once:
-    """Something that happens once, to be waited for in any thread.
-
-    Each wait has a lock of its own: a Ctrl-C as the wait of a `threading.Event` begins would leave its inner lock
-    taken, and whoever is to set it would wait for ever.
-    """
-
-    def __init__(self) -> None:
-        self.has_happened = False
-        self._waiting: list[threading.Lock] = []
-
-    def set(self) -> None:
-        """Says that it has happened; for one thread."""
-        if not self.has_happened:
-            self.has_happened = True
-            for waiting in tuple(self._waiting):
-                waiting.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits for it, for so many seconds at most; returns whether it has happened."""
-        waiting = threading.Lock()
-        waiting.acquire()
-        self._waiting.append(waiting)
-        if not self.has_happened:
-            waiting.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX))
-        self._waiting.remove(waiting)
-        return self.has_happened
-
-
 class MultiprocessContext:
     """The ranks that `gs.spawn` has started.
 
@@ -244,7 +215,7 @@ class MultiprocessContext:
 
     def __init__(self, job: Job, *, joins: bool, daemon: bool) -> None:
         self._lock = threading.Lock()
-        self._end = _Once()
+        self._end = Latch()
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._takes_signals = True
@@ -361,7 +332,7 @@ class MultiprocessContext:
 
     def _interrupt(self) -> None:
         """Ends the ranks as a Ctrl-C to them would, and waits for it."""
-        while not self._end.has_happened:
+        while not self._end.is_set:
             self._put_interrupt()
             with contextlib.suppress(KeyboardInterrupt):  # which is then put, too, and kills
                 self._end.wait()
@@ -427,7 +398,7 @@ class RankQueue:
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
         self._things: deque[Any] = deque()
-        self._has_come = _Once()
+        self._has_come = Latch()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Takes what the rank has sent.
@@ -452,9 +423,10 @@ class RankQueue:
         return not self._things
 
     def put(self, thing: Any) -> None:
-        """Adds what has come; for the thread that watches the rank."""
-        self._things.append(thing)
-        self._has_come.set()
+        """Adds what has come, the first time; for the thread that watches the rank."""
+        if not self._has_come.is_set:
+            self._things.append(thing)
+            self._has_come.set()
 
     def end(self) -> None:
         """Tells those who wait that nothing more comes."""
@@ -484,12 +456,11 @@ class SpawnedProcess:
         weakref.finalize(self, os.close, self.sentinel).atexit = False
         self.return_queue = RankQueue(lambda value: load_result(rank.rank, value))
         self.error_queue = RankQueue(str)
-        self._told_result = self._told_error = False
-        self._begun = _Once()
-        self._ended = _Once()
+        self._begun = Latch()
+        self._ended = Latch()
 
     def __repr__(self) -> str:
-        state = f"stopped exitcode={self.exitcode}" if self._ended.has_happened else "started"
+        state = f"stopped exitcode={self.exitcode}" if self._ended.is_set else "started"
         return f"<{type(self).__name__} name={self.name!r} {state}>"
 
     @property
@@ -501,14 +472,14 @@ class SpawnedProcess:
     @property
     def exitcode(self) -> int | None:
         """Its exit code once it has ended; negative: the signal that killed it; None: it runs, or cannot be killed."""
-        if not self._ended.has_happened:
+        if not self._ended.is_set:
             return None
         # As in the error that tells of it: a rank that has reported an exception has failed with 1.
         return self._rank.exit_code if self._rank.error is None else 1
 
     def is_alive(self) -> bool:
         """Whether it, or something that it has started, has not ended."""
-        return not self._ended.has_happened
+        return not self._ended.is_set
 
     def join(self, timeout: float | None = None) -> None:
         """Waits for its end.
@@ -530,18 +501,16 @@ class SpawnedProcess:
         """Passes on what the rank has told by now; for the thread that watches it."""
         if self._rank.pid:
             self._begun.set()
-        if self._rank.result is not None and not self._told_result:
-            self._told_result = True
+        if self._rank.result is not None:
             self.return_queue.put(self._rank.result)
-        if self._rank.error is not None and not self._told_error:
-            self._told_error = True
+        if self._rank.error is not None:
             self.error_queue.put(self._rank.error.text)
         if self._rank.is_reaped:
             self.end()
 
     def end(self) -> None:
         """Tells that the rank has ended, or cannot be killed; for the thread that watches it."""
-        if self._ended.has_happened:
+        if self._ended.is_set:
             return
         self.return_queue.end()
         self.error_queue.end()

@@ -24,7 +24,7 @@ from typing import Any
 from gradsync.arguments import integer_of
 from gradsync.environment import check_removed_variables
 from gradsync.errors import InvalidArgument, RendezvousError
-from gradsync.machine import machine_identity
+from gradsync.machine import Latch, machine_identity
 from gradsync.rendezvous.frames import (
     MAX_RANKS,
     REFUSED,
@@ -241,39 +241,6 @@ def _abandon_copies() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_copies)
-
-
-class Latch:
-    """An event that threads wait for, and that can be set and cleared.
-
-    Not a threading.Event: its inner lock stays held if Ctrl-C arrives as a wait begins, and then set() blocks for ever.
-    """
-
-    def __init__(self, *, is_set: bool) -> None:
-        self._lock = threading.Lock()
-        self._waiting: tuple[Any, ...] | None = None if is_set else ()  # a lock for each waiting thread; None while set
-
-    def set(self) -> None:
-        """Sets the event, and wakes all waiting threads."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, None
-        for lock in waiting or ():
-            lock.release()
-
-    def clear(self) -> None:
-        """Clears the event."""
-        with self._lock:
-            self._waiting = self._waiting or ()
-
-    def wait(self, seconds: float) -> bool:
-        """Waits until the event is set; returns False after `seconds`."""
-        lock = threading.Lock()
-        lock.acquire()
-        with self._lock:
-            if self._waiting is None:
-                return True
-            self._waiting = (*self._waiting, lock)
-        return lock.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
 
 
 class ConnectionLost(Exception):
