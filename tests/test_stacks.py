@@ -111,7 +111,7 @@ def test_it_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no frames today")
 
     monkeypatch.setattr(module, "_stacks", fail)
-    assert stack_report() == "(the stacks cannot be told: RuntimeError: no frames today)"
+    assert stack_report() == "(the stacks cannot be shown: RuntimeError: no frames today)"
 
 
 def test_code_without_a_file_is_told_by_its_name() -> None:

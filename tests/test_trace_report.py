@@ -100,5 +100,5 @@ def test_earlier_dumps_are_left_out_and_named() -> None:
     lines = report([dump(0, group("world", *COMMON))], [dump(0), dump(None)])
     assert lines[-2:] == [
         "gradsync-rank0.json is left out: there is a later one of rank 0",
-        "gradsync-rankNone.json is left out: it does not tell its rank",
+        "gradsync-rankNone.json is left out: it has no rank",
     ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Failure(click.ClickException):
-    """An error of ours, told on one line."""
+    """An error of ours, shown on one line."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(" ".join(str(error).split("\n")))
@@ -172,7 +172,7 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     help="Where each rank writes, at its end, when its buckets were packed and reduced; for gradsync trace.",
 )
 @click.option(
-    "--debug", is_flag=True, help="Has ranks agree on every collective, and finds writes to gradients on their way."
+    "--debug", is_flag=True, help="Make ranks agree on every collective, and find writes to gradients in flight."
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
@@ -191,7 +191,7 @@ def run(**options: Any) -> None:
 
 
 @main.command(
-    short_help="Says from dumps where ranks differ or wait, and draws a trace.",
+    short_help="Shows from dumps where ranks differ or wait, and draws a trace.",
     epilog="""\b
 Examples:
   gradsync run -n 2 --dump-dir dumps train.py       a failure leaves a dump of each rank in dumps
@@ -203,7 +203,7 @@ Examples:
 Exit codes:
   0      no rank differs from another
   1      some rank differs, or ranks wait for each other in a circle
-  2      there are no dumps, or one cannot be read
+  2      there are no dumps, or a dump cannot be read
 """,
 )
 @click.argument("dumps", nargs=-1, required=True, type=click.Path(exists=True))
@@ -219,7 +219,7 @@ def trace(dumps: tuple[str, ...], out: str | None) -> None:
 
 
 @main.command(
-    short_help="Says what runs on this machine, and what to do where it does not.",
+    short_help="Shows which backends work on this machine, and what to do for the others.",
     epilog="""\b
 Exit codes:
   0   a backend beyond local works (with --backend: that one), and nothing is broken
@@ -241,14 +241,14 @@ GRADSYNC_BACKEND in the environment asks for a backend as --backend does. Nothin
     help="Seconds that each trial may take.",
 )
 @click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce of each backend.")
-@click.option("-v", "--verbose", is_flag=True, help="Show also what is fine.")
+@click.option("-v", "--verbose", is_flag=True, help="Show also the lines without a problem.")
 def doctor(**options: Any) -> None:
-    """Looks at this machine, runs an all-reduce of two ranks over each backend, and says what to do."""
+    """Examines this machine, runs an all-reduce of two ranks over each backend, and says what to do."""
     try:
         from gradsync.doctor.command import doctor as examine
     except ImportError as error:
         raise BackendUnavailable(
-            f"what gradsync stands on does not load here ({error}): "
+            f"a library that gradsync needs does not load here ({error}): "
             "pip install --force-reinstall 'numpy>=2.1' msgpack click rich"
         ) from error
     sys.exit(examine(**options))
@@ -290,7 +290,7 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
 
 
 def _print_exports(address: str, secret_file: str) -> None:
-    """Tells a person what to type before starting a rank; on stderr, for stdout is the address alone."""
+    """Prints what to type before starting a rank, on stderr: stdout has the address alone."""
     import os
     import shlex
 
@@ -303,7 +303,7 @@ def _print_exports(address: str, secret_file: str) -> None:
 
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:
-    """Has SIGINT and SIGTERM stop the server; returns a list that collects them."""
+    """Makes SIGINT and SIGTERM stop the server; returns a list that collects them."""
     import signal
 
     came: list[int] = []

@@ -116,7 +116,7 @@ BROKEN = [
         "rank 1 of 4, by variables that torchrun or you",
         "unset RANK WORLD_SIZE",
     ),
-    ({"environ": {"RANK": "1"}}, "launcher", "broken", "WORLD_SIZE", "unset what is not of this run"),
+    ({"environ": {"RANK": "1"}}, "launcher", "broken", "WORLD_SIZE", "unset the variables of other runs"),
     (
         {"environ": {"GRADSYNC_BACKED": "shm"}},
         "GRADSYNC_BACKED",
@@ -151,12 +151,12 @@ BROKEN = [
     ({"environ": {"GRADSYNC_BACKEND": "gloo"}}, "GRADSYNC_BACKEND", "broken", BACKENDS[-1], "unset GRADSYNC_BACKEND"),
     ({"environ": {"GRADSYNC_LOG": "loud"}}, "GRADSYNC_LOG", "broken", "'loud'", "unset GRADSYNC_LOG"),
     ({"environ": {"GRADSYNC_SECRET": "xyz"}}, "GRADSYNC_SECRET", "broken", "GRADSYNC_SECRET", "unset GRADSYNC_SECRET"),
-    ({"now": 0.0}, "clock", "warning", "it is 1970-01-01 here", "timedatectl"),
+    ({"now": 0.0}, "clock", "warning", "the date is 1970-01-01", "timedatectl"),
     (
         {"packages": packages("cupy-cuda12x", "cupy-cuda13x")},
         "CuPy",
         "warning",
-        "2 packages put their files in one folder",
+        "2 packages have their files in one folder",
         "pip uninstall -y cupy-cuda12x cupy-cuda13x; then pip install 'gradsync[cuda12]'",
     ),
     (
@@ -170,8 +170,8 @@ BROKEN = [
         {"packages": [Package("cupy-cuda12x", "14.2.0", "/other")]},
         "CuPy",
         "warning",
-        "no installed package has put there",
-        "off PYTHONPATH",
+        "belongs to no installed package",
+        "from PYTHONPATH",
     ),
 ]
 

@@ -44,7 +44,7 @@ def test_shared_memory_works_here():
 def test_the_stand_in_is_not_taken_for_a_gpu():
     code, found = doctor("--backend", "nccl", path=[STAND_IN])
     assert code == 1
-    assert "which no installed package has put there" in found["lines"]["CuPy"]["text"]
+    assert "which belongs to no installed package" in found["lines"]["CuPy"]["text"]
     assert found["lines"]["NCCL"]["text"].endswith("no libnccl is in memory, so this is not NVIDIA's")
     assert [trial["works"] for trial in found["trials"]] == [None]
 
@@ -70,7 +70,7 @@ def test_variables_that_are_wrong_and_few_open_files_are_named():
     variables = {"GRADSYNC_BACKED": "shm", "GRADSYNC_LOG": "loud", "RANK": "1", "WORLD_SIZE": "4"}
     code, found = doctor("--no-try", before=few_files, **variables)
     assert code == 1
-    assert found["verdict"] == "Not ready: mend GRADSYNC_LOG first."
+    assert found["verdict"] == "Not ready: fix GRADSYNC_LOG first."
     assert found["lines"]["GRADSYNC_BACKED"]["text"].endswith("did you mean GRADSYNC_BACKEND?")
     assert found["lines"]["launcher"]["advice"].endswith("unset RANK WORLD_SIZE")
     assert "32 open files" in found["lines"]["limits"]["text"]
@@ -99,7 +99,9 @@ def test_without_what_gradsync_stands_on_it_says_what_to_type(tmp_path, module):
         capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith("gradsync: error: what gradsync stands on does not load here (damaged): pip install")
+    assert done.stderr.startswith(
+        "gradsync: error: a library that gradsync needs does not load here (damaged): pip install"
+    )
 
 
 def test_without_mpiexec_mpi_is_not_tried(tmp_path):

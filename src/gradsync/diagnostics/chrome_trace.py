@@ -1,4 +1,4 @@
-"""Dumps as a picture: a trace in the Chrome trace-event format, for https://ui.perfetto.dev and chrome://tracing.
+"""Dumps as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
 Each rank is a process of the picture. Its tracks: the steps, with the gradients' arrivals; the collectives of each
 group, with their phases below them (packing, waiting, reducing, splitting); and messages. A group has several tracks
@@ -26,10 +26,10 @@ _FIRST_GROUP_TRACK = 3 * _LANES
 
 
 def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
-    """Returns the trace of the ranks of a run, to be written as JSON.
+    """Returns the trace of the ranks of a run, for JSON.
 
-    Ranks of one machine share its monotonic clock; those of others are laid beside them by the wall clocks at the time
-    of the dumps, as well as those agree.
+    Ranks of one machine share its monotonic clock. Ranks of other machines are placed by the wall clocks at the time of
+    the dumps, as exactly as these clocks agree.
     """
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     tracks = {name: _FIRST_GROUP_TRACK + _LANES * number for number, name in enumerate(names)}
@@ -41,7 +41,7 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 
 class Clock:
-    """Turns the moments of any rank into microseconds of one time line, the first moment of all being 0.
+    """Turns the moments of any rank into microseconds since the first moment of all ranks.
 
     Args:
         dumps: of all ranks.
@@ -65,10 +65,10 @@ class PlacedCall(NamedTuple):
     """A collective, or a message, with its place in the picture.
 
     Attributes:
-        group, call, phases: what is shown.
-        lane: the track that it has for itself while it lasts.
-        at: when it began, in microseconds of the picture.
-        ended: when it ended, in the rank's own seconds.
+        group, call, phases: the collective.
+        lane: its track, in which nothing else happens meanwhile.
+        at: its begin, in microseconds of the picture.
+        ended: its end, in the rank's own seconds.
     """
 
     group: DumpedGroup
@@ -106,14 +106,14 @@ class _OfRank:
             self._names_of_tracks[tracks[group.name]] = f"group {group.name}"
             for call in sorted(group.calls, key=lambda call: call.began):
                 of_call = () if call.is_message else tuple(phases.get((group.name, call.number), ()))
-                # One that was dumped while it ran ends with the dump.
+                # A collective that still ran ends with the dump.
                 ended = max([call.ended or dump.at, *(phase.ended for phase in of_call)])
                 track = _MESSAGES_TRACK if call.is_message else tracks[group.name]
                 lane = self._lane(track, call.began, ended)
                 self.calls.append(PlacedCall(group, call, of_call, lane, clock.microseconds(dump, call.began), ended))
 
     def _lane(self, track: int, began: float, ended: float) -> int:
-        """Returns the first lane of a track that is free again at a moment, and takes it."""
+        """Returns the first lane of a track that is free at a moment, and occupies it."""
         ends = self._lane_ends.setdefault(track, [])
         lane = next((lane for lane, end in enumerate(ends) if end <= began), min(len(ends), _LANES - 1))
         ends[lane : lane + 1] = [ended]
@@ -122,7 +122,7 @@ class _OfRank:
         return track + lane
 
     def events(self) -> Iterator[Event]:
-        """Makes all of them."""
+        """Makes all events of the rank."""
         for step in sorted(self._dump.steps, key=lambda step: step.began):
             lane = self._lane(_STEPS_TRACK, step.began, step.ended)
             yield self._slice(lane, "step", step.began, step.ended, {"gradients": step.gradients})
@@ -168,7 +168,7 @@ class _OfRank:
 
 
 def _arrows(ranks: Sequence[_OfRank]) -> Iterator[Event]:
-    """Makes the arrows between the ranks of each collective that several remember, and mean alike."""
+    """Makes the arrows between the ranks of each collective that several ranks remember alike."""
     met: dict[tuple[str, int, int], list[tuple[int, PlacedCall]]] = {}
     for rank in ranks:
         for placed in rank.calls:
@@ -187,7 +187,7 @@ def _arrows(ranks: Sequence[_OfRank]) -> Iterator[Event]:
 
 
 def _share_clock(dump: Dump, other: Dump) -> bool:
-    """Whether two processes were on one machine; containers of it have a name of their own, and its boot id."""
+    """Whether two processes were on one machine, by its boot id: containers have host names of their own."""
     boots = dump.machine.partition(" ")[0], other.machine.partition(" ")[0]
     return boots[0] == boots[1] if all(boots) else dump.host == other.host
 

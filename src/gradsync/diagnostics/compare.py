@@ -1,8 +1,8 @@
-"""Where ranks that should have called the same collectives did not: the first difference between their histories.
+"""The first difference between the collectives of several ranks, and ranks that wait for each other in a circle.
 
-Pure, without I/O and without clocks: used by the server's core while ranks wait, and by `gradsync trace` on dumps.
-A rank remembers its last collectives only, so what is compared is what at least two ranks still remember; a rank that
-has merely come less far than the others does not differ from them.
+Pure, without I/O or clocks: the server uses it while ranks wait, and `gradsync trace` on dumps. A rank remembers only
+its last collectives, so collectives that at least two ranks remember are compared. A rank that is only behind the
+others does not differ from them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Call(NamedTuple):
     """One collective that a rank has begun.
 
     Attributes:
-        digest: equal on two ranks that mean the same.
-        what: to read.
+        digest: equal on ranks that call the same collective.
+        what: the collective in words.
     """
 
     digest: int
@@ -26,12 +26,12 @@ class Call(NamedTuple):
 
 
 class History(NamedTuple):
-    """What one rank remembers of a group.
+    """The collectives of a group that one rank remembers.
 
     Attributes:
-        rank: as the world counts.
-        begun: how many collectives of the group it has begun.
-        calls: by number, counted from 1; messages between two ranks are not among them.
+        rank: in the world.
+        begun: how many collectives of the group the rank has begun.
+        calls: by number, counted from 1, without messages.
     """
 
     rank: int
@@ -40,14 +40,14 @@ class History(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """The first collective of a group that not all ranks mean alike.
+    """The first collective of a group in which ranks differ.
 
     Attributes:
         group: its name.
         number: of the collective.
-        sides: what was called, and by whom: the call of most ranks last.
-        is_certainly_first: whether an earlier one was compared between all of these ranks, and found equal; else
-            it may be that they differ for longer than they remember.
+        sides: the calls, each with its ranks; the call of most ranks comes last.
+        is_certainly_first: whether the collective before was compared between all of these ranks and found equal;
+            else the ranks may have differed earlier than they remember.
     """
 
     group: str
@@ -57,14 +57,14 @@ class Divergence(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that remember this collective, ascending."""
+        """The ranks that remember this collective, ascending."""
         return tuple(sorted(rank for _, ranks in self.sides for rank in ranks))
 
     def text(self, where: str = "") -> str:
-        """Returns it in a sentence.
+        """Returns the difference in a sentence.
 
         Args:
-            where: stands behind the group's name.
+            where: follows the group's name.
         """
         *few, (most, most_ranks) = self.sides
         first, *later = few
@@ -73,12 +73,12 @@ class Divergence(NamedTuple):
         others = "the others" if len(most_ranks) > 1 else name_ranks(most_ranks)
         told += f", where {others} called {most.what}"
         if not self.is_certainly_first:
-            told += " (what came before is not remembered: they may differ for longer)"
+            told += " (earlier collectives are not remembered: the ranks may have differed before)"
         return told
 
 
 def first_divergence(group: str, histories: Iterable[History]) -> Divergence | None:
-    """Returns the first collective that ranks of a group do not mean alike; None where all that is known is equal."""
+    """Returns the first collective in which ranks of a group differ; None if they agree as far as they remember."""
     known = list(histories)
     numbers = compared(known)
     for number in numbers:
@@ -111,10 +111,10 @@ class Wait(NamedTuple):
     """A rank that is inside a collective.
 
     Attributes:
-        rank: as the world counts.
+        rank: in the world.
         group, number: of the collective.
-        what: to read.
-        for_ranks: the members that have not begun it; empty where all have, or nothing is known of them.
+        what: the collective in words.
+        for_ranks: the members that have not begun it; empty if all have, or if nothing is known of them.
     """
 
     rank: int
@@ -125,9 +125,9 @@ class Wait(NamedTuple):
 
 
 def circle(waits: Iterable[Wait]) -> list[Wait] | None:
-    """Returns ranks that wait for each other in a circle, each for the next and the last for the first.
+    """Returns ranks that wait in a circle, each for the next and the last for the first; None if there is none.
 
-    None where there is no circle. It begins with its lowest rank.
+    The circle begins with its lowest rank.
     """
     by_rank: dict[int, list[Wait]] = {}
     for wait in waits:

@@ -252,7 +252,7 @@ def _entry(entry: Entry, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rank() -> int | None:
-    """Returns the number of this process in the world: as its largest group has it, else as its launcher says."""
+    """Returns this process's rank in the world, from its largest group or else from its launcher."""
     places = [recorder.place for recorder in recorders() if recorder.place is not None]
     largest = max(places, key=lambda place: len(place.ranks), default=None)
     text = value_of(os.environ, RANK) or value_of(os.environ, "RANK") or ""
@@ -348,9 +348,9 @@ class DumpedCall(NamedTuple):
     """A collective, or a message, of a dump.
 
     Attributes:
-        number: in its group; of a message, that of the collective before it.
-        digest: equal on two ranks that mean the same.
-        what: to read.
+        number: in its group; a message has the number of the collective before it.
+        digest: equal on ranks that call the same collective.
+        what: the collective in words.
         state: "runs", "ended" or "failed".
         began, ended: in the monotonic seconds of its machine; `ended` is None while it runs.
         is_message: whether it is a message.
@@ -368,13 +368,13 @@ class DumpedCall(NamedTuple):
 
 
 class DumpedGroup(NamedTuple):
-    """What one rank remembers of a communicator.
+    """The collectives of a group that one rank remembers.
 
     Attributes:
         name: of the group.
-        ranks: its members, as the world counts.
+        ranks: the members' ranks in the world.
         begun: how many collectives the rank has begun.
-        calls: the last ones, oldest first.
+        calls: the last collectives and messages, oldest first.
     """
 
     name: str
@@ -393,7 +393,7 @@ class Dump(NamedTuple):
         wall_at: the same moment by the wall clock.
         groups: by name.
         phases, arrivals, steps: of a trace.
-        left_out: events that the trace had no room for.
+        left_out: further events, for which the trace had no room.
     """
 
     path: Path
@@ -420,10 +420,10 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
         paths: files, or folders of them.
 
     Returns:
-        The latest dump of each rank, by rank, and those that an earlier start of the ranks, or none of them, has left.
+        The latest dump of each rank, by rank, and the other dumps: of earlier starts, or without a rank.
 
     Raises:
-        InvalidArgument: there are none, one is no dump, or none tells its rank.
+        InvalidArgument: there are no dumps, a file is not a dump, or no dump has a rank.
     """
     paths = list(paths)
     contents = [(file, content) for path in paths for file, content in _contents(path)]
@@ -442,7 +442,7 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
 
 
 def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
-    """Gives a file, or those of a folder but the picture of an earlier `gradsync trace`, which may lie beside them."""
+    """Gives a file, or the files of a folder without Chrome traces, which `gradsync trace --out` may have written."""
     if not path.is_dir():
         yield path, _content(path)
         return

@@ -1,7 +1,7 @@
-"""The flight recorder: which collectives a rank has begun, and when each ended, for the day on which one does not.
+"""The flight recorder: which collectives a rank has begun, and when each ended.
 
-Always on, so it has to cost next to nothing: an entry is one short list in a ring, made when the collective begins and
-completed when it ends. What it was is turned into text only when somebody reads. Any thread may read at any moment.
+It is always on, so it must cost almost nothing: an entry is a short list in a ring, made when the collective begins and
+completed when it ends. It becomes text only when somebody reads it. Any thread may read at any moment.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from weakref import WeakSet
 
 from gradsync.environment import FLIGHT_RECORDER_ENTRIES
 
-_REMEMBERED_RECORDERS = 16  # also when their communicators have ended: a failure ends them, and is looked into then
+_REMEMBERED_RECORDERS = 16  # kept after their communicators end: a failure ends them, and is looked into then
 
 
 class Recorded(Protocol):
-    """What a collective, or a message between two ranks, is; must keep no array alive."""
+    """A description of a collective, or of a message between two ranks. It must not keep an array alive."""
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message: those do not count, as other ranks of the group have no part in them."""
+        """Whether it is a message. Messages have no number, as the other ranks of the group take no part."""
 
     @property
     def digest(self) -> int:
-        """Equal on two ranks that mean the same."""
+        """A number that is equal on ranks that call the same collective."""
 
     def headline(self) -> str:
-        """Returns it in one line."""
+        """Returns the description in one line."""
 
     def facts(self) -> dict[str, Any]:
-        """Returns what it is in parts, for JSON: operation, dtype, shape or gradients, root or peer."""
+        """Returns the parts of the description, for JSON: operation, dtype, shape or gradients, root or peer."""
 
     @property
     def describe(self) -> Callable[[], str]:
-        """Returns, when called, what the ranks must agree on about it, in as many lines as that takes."""
+        """A function that returns all that the ranks must agree on, in as many lines as needed."""
 
 
 class Place(NamedTuple):
-    """Whose recorder it is.
+    """The communicator that a recorder belongs to.
 
     Attributes:
-        rank: the rank in the communicator.
-        ranks: the members' numbers in the world, by rank.
+        rank: this rank in the communicator.
+        ranks: the members' ranks in the world.
         backend: of the communicator.
     """
 
@@ -54,8 +54,8 @@ class Place(NamedTuple):
     backend: str
 
 
-# The fields of an Entry, to be completed in place. A list, because making an object costs twice as much, and because
-# it is copied in one step: a reader never sees half an entry, nor fields of two.
+# The fields of an Entry, completed in place. A list, because an object costs twice as much to make, and because a list
+# is copied in one step: a reader never sees half an entry, nor fields of two.
 Running = list[Any]
 _ENDED, _FAILED = 3, 4
 
@@ -64,12 +64,12 @@ class Entry(NamedTuple):
     """One collective of this rank.
 
     Attributes:
-        number: counted from 1 on its communicator; ranks that run the same program count alike. A message has that of
+        number: counted from 1 on its communicator, the same on all ranks of one program. A message has the number of
             the collective before it.
-        what: tells what it is.
-        began: when this rank entered it, in time.monotonic() seconds.
-        ended: when it ended, on a GPU when that was seen; None while it runs.
-        failed: whether it ended with an error.
+        what: the description.
+        began: when this rank entered the collective, in time.monotonic() seconds.
+        ended: when the collective ended, on a GPU when its end was noticed; None while it runs.
+        failed: whether the collective ended with an error.
     """
 
     number: int
@@ -97,12 +97,12 @@ class Entry(NamedTuple):
 
 
 class FlightRecorder:
-    """The last collectives of one communicator. One thread writes at a time, any number read.
+    """The last collectives of one communicator. One thread writes at a time; any number of threads read.
 
     Args:
         group: the communicator's name.
-        entries: how many it remembers; None takes GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64.
-        place: whose it is; those that are somebody's are found by `recorders`.
+        entries: how many are remembered; None takes GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64.
+        place: the communicator. `recorders` finds the recorders that have one.
 
     Attributes:
         group, place: see above.
@@ -115,7 +115,7 @@ class FlightRecorder:
         self.group = group
         self.place = place
         self.begun = 0
-        self._noted = 0  # with messages
+        self._noted = 0  # collectives and messages
         self._size = max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries) if entries is None else entries
         self._ring: list[Running | None] = [None] * self._size
         self._running: Running | None = None
@@ -124,44 +124,44 @@ class FlightRecorder:
             _latest.append(self)
 
     def remember(self, entries: int) -> None:
-        """Remembers at least so many from now on."""
+        """Makes room for at least so many entries."""
         while self._size < entries:
             noted = self._noted
             ring: list[Running | None] = [None] * entries
             for number in range(max(noted - self._size, 0) + 1, noted + 1):
                 ring[number % entries] = self._ring[number % self._size]
-            if self._noted == noted:  # else one has begun meanwhile, which the copy may lack
+            if self._noted == noted:  # else a collective has begun meanwhile, which the copy may lack
                 self._ring, self._size = ring, entries
 
     def begin(self, what: Recorded) -> None:
-        """Notes that a collective begins."""
+        """Records that a collective begins."""
         if not what.is_message:
             self.begun += 1
         self._noted = noted = self._noted + 1
         self._running = self._ring[noted % self._size] = [self.begun, what, monotonic(), None, False]
 
     def end(self, failed: bool = False) -> None:
-        """Notes that it has ended, unless it was handed over."""
+        """Records that the running collective has ended, unless `hand_over` took it."""
         running = self._running
         if running is not None:
             self._running = None
             if failed:
-                running[_FAILED] = True  # first: a reader must not take it for done
+                running[_FAILED] = True  # first, so that no reader takes it for done
             running[_ENDED] = monotonic()
 
     def hand_over(self) -> Running | None:
-        """Leaves it to the caller to `finish` what runs now: on a GPU it ends long after the call that began it."""
+        """Returns the running collective, for the caller to `finish`: on a GPU it outlasts the call that began it."""
         running, self._running = self._running, None
         return running
 
     @property
     def last(self) -> Entry | None:
-        """What was begun last."""
+        """The entry that was begun last."""
         running = self._ring[self._noted % self._size]
         return None if running is None else Entry(*running)
 
     def entries(self) -> list[Entry]:
-        """Returns what it remembers, oldest first."""
+        """Returns the remembered entries, oldest first."""
         return sorted((Entry(*running) for running in list(self._ring) if running is not None), key=_began)
 
     def describe(self, last: int = 8) -> str:
@@ -177,7 +177,7 @@ _latest: deque[FlightRecorder] = deque(maxlen=_REMEMBERED_RECORDERS)
 
 
 def recorders() -> list[FlightRecorder]:
-    """Returns those of this process's communicators, and of the last that have ended; any thread may ask."""
+    """Returns the recorders of this process's communicators, and of the last ones that ended. For any thread."""
     for _ in range(8):
         try:
             return list(dict.fromkeys([*_latest, *_in_use]))
@@ -187,7 +187,7 @@ def recorders() -> list[FlightRecorder]:
 
 
 def remember_at_least(entries: int) -> None:
-    """Has this process's recorders, and those to come, remember at least so many; 0 lets those to come be as ever."""
+    """Makes present and future recorders remember at least so many entries; 0 resets future ones to the default."""
     global _least_entries
     _least_entries = entries
     for recorder in recorders():
@@ -203,7 +203,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def finish(running: Running, *, failed: bool) -> None:
-    """Notes that a collective which was handed over has ended."""
+    """Records that a collective which `hand_over` returned has ended."""
     running[_FAILED] = failed
     running[_ENDED] = monotonic()
 
@@ -224,7 +224,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def names_text(names: Sequence[str], shown: int = 2) -> str:
-    """Returns the first of the names, and how many there are besides: "[conv1.weight, conv1.bias, 12 more]"."""
+    """Returns the first names, and how many more there are: "[conv1.weight, conv1.bias, 12 more]"."""
     more = len(names) - shown
     return f"[{', '.join([*names[:shown], *([f'{more} more'] if more > 0 else [])])}]"
 

@@ -326,7 +326,7 @@ def _left_out(dumps: Sequence[Dump], earlier: Sequence[Dump]) -> list[str]:
 
 
 def _why_left_out(dump: Dump) -> str:
-    return "it does not tell its rank" if dump.rank is None else f"there is a later one of rank {dump.rank}"
+    return "it has no rank" if dump.rank is None else f"there is a later one of rank {dump.rank}"
 
 
 def _rank(dump: Dump) -> int:

@@ -1,4 +1,4 @@
-"""Where the threads of this process are: their Python stacks, as text for a report that other ranks read."""
+"""The Python stacks of this process's threads, as text for a report that other ranks read."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = os.path.join(_STANDARD_LIBRARY, "site-packages", "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _SERVICE_THREADS = "gradsync-"  # how the names of gradsync's own threads begin
-# How many of the innermost frames of a thread are shown: the first number with which everything fits.
+# Numbers of innermost frames that are tried, until the text fits.
 _FRAMES = (64, 32, 16, 8, 4, 2, 1)
 _NAMES = 3
 _LINE_CHARACTERS = 160
 _SOURCE_SECONDS = 1.0  # to read the lines of the program from its file system
-_hanging: set[str] = set()  # files that were not read in that time, and are not asked for again
+_hanging: set[str] = set()  # files that were not read in that time, and are not tried again
 
 
 def stack_report(max_bytes: int = MAX_BYTES) -> str:
-    """Returns the stacks of all threads but gradsync's own: the main thread's first, each from its innermost frame on.
+    """Returns the stacks of all threads but gradsync's own, the main thread's first, innermost frames first.
 
-    Of calls within gradsync only the first is shown. Threads with equal stacks share one. Outer frames are left out
-    where not everything fits. Never raises, and takes milliseconds, so that any thread may call it at any time.
+    Of calls within gradsync only the outermost is shown. Threads with equal stacks are shown once. Outer frames are
+    left out if the text is too long. Never raises, and takes milliseconds: any thread may call it at any time.
 
     Args:
-        max_bytes: how long the text may be, in UTF-8.
+        max_bytes: the most bytes of the text, in UTF-8.
     """
     try:
         return _report(max_bytes)
-    except Exception as error:  # a report about a failure must not be another one
-        return f"(the stacks cannot be told: {describe(error)})"[:max_bytes]
+    except Exception as error:  # a report about a failure must not fail
+        return f"(the stacks cannot be shown: {describe(error)})"[:max_bytes]
 
 
 def _report(max_bytes: int) -> str:
@@ -63,24 +63,24 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
     _read_sources({code.co_filename for _, shown, _ in told for code, _ in shown})
     by_stack: dict[tuple[str, ...], list[str]] = {}
     for name, shown, has_more in told:
-        more = [""] if has_more else []  # which is never shown
+        more = [""] if has_more else []  # never shown: only tells stacks apart
         by_stack.setdefault((*starmap(_line_text, shown), *more), []).append(name)
     return by_stack
 
 
 def _shown(frame: FrameType | None) -> tuple[list[tuple[CodeType, int]], bool]:
-    """Returns code and line of each frame, the innermost first, and whether more follow than are shown.
+    """Returns code and line of each frame, the innermost first, and whether there are more frames.
 
-    Of calls within gradsync it is the one from outside only.
+    Of calls within gradsync only the outermost is returned.
     """
     shown: list[FrameType] = []
     while frame is not None and len(shown) < _FRAMES[0]:
         if shown and frame.f_code.co_filename.startswith(_LAUNCHING):
-            frame = None  # from here on out it is what called the user's code
+            frame = None  # further out are only the callers of the user's code
             break
         if _is_ours(frame):
             while shown and _is_of_python(shown[-1]):
-                shown.pop()  # what gradsync calls, such as a lock
+                shown.pop()  # a call of gradsync's, such as of a lock
         if frame.f_code.co_filename not in (__file__, contextlib.__file__):
             if shown and _is_ours(shown[-1]) and _is_ours(frame):
                 shown.pop()
@@ -90,7 +90,7 @@ def _shown(frame: FrameType | None) -> tuple[list[tuple[CodeType, int]], bool]:
 
 
 def _read_sources(names: set[str]) -> None:
-    """Has the lines of files at hand, but for those whose file system hangs."""
+    """Reads the lines of files into linecache, unless their file system hangs."""
     unread = {name for name in names if name not in linecache.cache and not name.startswith("<")} - _hanging
     if not unread:
         return
@@ -98,7 +98,7 @@ def _read_sources(names: set[str]) -> None:
         run_with_timeout(lambda: [linecache.getlines(name) for name in unread], "gradsync-source", _SOURCE_SECONDS)
     except TimeoutError:
         _hanging.update(unread)
-    except RuntimeError:  # no thread can be started: what is told has no lines
+    except RuntimeError:  # no thread can be started: the report has no source lines
         pass
 
 

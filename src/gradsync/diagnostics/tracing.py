@@ -1,7 +1,7 @@
-"""When the phases of each collective began and ended, while somebody traces: packing, waiting, reducing, splitting.
+"""When the phases of each collective began and ended, while a trace is on: packing, waiting, reducing, splitting.
 
-Off, it costs one look at `active` for each bucket and each gradient. On, what is noted is a tuple for each phase, held
-until the process writes its dump (dump.py); `gradsync trace` turns dumps into a picture.
+Without a trace, the cost is one look at `active` for each bucket and gradient. With one, each phase is a tuple that is
+kept until the process writes its dump (dump.py). `gradsync trace` turns dumps into a picture.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gradsync.diagnostics.recorder import FlightRecorder, remember_at_least
 
-#: How many collectives a recorder remembers while somebody traces.
+#: How many collectives a recorder remembers during a trace.
 TRACED_ENTRIES = 16_384
 _MAX_EVENTS = 500_000
 
@@ -34,7 +34,7 @@ class Phase(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A gradient that was handed over, at a moment of time.monotonic()."""
+    """The hand-over of a gradient, in time.monotonic() seconds."""
 
     group: str
     name: str
@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
 
 
 class Step(NamedTuple):
-    """From the first gradient of a step to the end of its flush, and how many gradients it had."""
+    """A step, from its first gradient to the end of its flush, with its number of gradients."""
 
     group: str
     gradients: int
@@ -54,8 +54,8 @@ class Laps:
     """The phases of one collective, one after the other.
 
     Args:
-        tracer: takes them down.
-        recorder: of the communicator; the collective is the one begun last.
+        tracer: records the phases.
+        recorder: of the communicator, whose last collective it is.
     """
 
     __slots__ = ("_group", "_number", "_since", "_tracer")
@@ -67,18 +67,18 @@ class Laps:
         self._since = monotonic()
 
     def end(self, phase: str) -> None:
-        """Notes that what was done since the last call was this phase."""
+        """Records the time since the last call as this phase."""
         now = monotonic()
         self._tracer.note(self._tracer.phases, Phase(self._group, self._number, phase, self._since, now))
         self._since = now
 
 
 class Tracer:
-    """Takes down what happens, up to half a million events.
+    """Records phases, arrivals and steps, half a million of each at most.
 
     Attributes:
-        phases, arrivals, steps: what has been noted.
-        left_out: events that there was no room for.
+        phases, arrivals, steps: the events.
+        left_out: how many further events there were.
     """
 
     def __init__(self) -> None:
@@ -89,30 +89,30 @@ class Tracer:
         self._step_began: dict[str, float] = {}  # by group
 
     def laps(self, recorder: FlightRecorder) -> Laps:
-        """Begins to note the phases of the collective that runs now."""
+        """Begins to record the phases of the running collective."""
         return Laps(self, recorder)
 
     def arrive(self, group: str, name: str, *, is_first: bool) -> None:
-        """Notes that a gradient was handed over, and whether it begins a step: the one before may have failed."""
+        """Records a gradient's hand-over; `is_first` begins a step, as the one before may have failed."""
         now = monotonic()
         if is_first:
             self._step_began[group] = now
         self.note(self.arrivals, Arrival(group, name, now))
 
     def end_step(self, group: str, gradients: int) -> None:
-        """Notes that a step has ended, which began with the first gradient after the last one."""
+        """Records the end of the step that began with the last first gradient."""
         now = monotonic()
         self.note(self.steps, Step(group, gradients, self._step_began.pop(group, now), now))
 
     def note(self, events: list[Any], event: Phase | Arrival | Step) -> None:
-        """Takes an event down, while there is room."""
+        """Keeps an event, while there is room."""
         if len(events) < _MAX_EVENTS:
             events.append(event)
         else:
             self.left_out += 1
 
     def content(self) -> dict[str, Any]:
-        """Returns all of it, for JSON: lists of the fields of each event, in their order."""
+        """Returns the events for JSON, each as a list of its fields."""
         return {
             "phases": [list(phase) for phase in self.phases],
             "arrivals": [list(arrival) for arrival in self.arrivals],
@@ -121,18 +121,18 @@ class Tracer:
         }
 
 
-#: Who traces now; None nearly always. Not behind a function: every bucket and every gradient looks here.
+#: The tracer during a trace, else None. Not behind a function, as every bucket and every gradient reads it.
 active: Tracer | None = None
 
 
 def laps_of(recorder: FlightRecorder) -> Laps | None:
-    """Begins to note the phases of the collective that runs now; None where nobody traces."""
-    tracer = active  # looked at once: another thread may end the trace
+    """Begins to record the phases of the running collective; None without a trace."""
+    tracer = active  # read once: another thread may end the trace
     return None if tracer is None else tracer.laps(recorder)
 
 
 def start() -> Tracer:
-    """Begins to trace, unless somebody does already; returns the tracer."""
+    """Begins a trace, unless one is on; returns its tracer."""
     global active
     if active is None:
         remember_at_least(TRACED_ENTRIES)
@@ -141,7 +141,7 @@ def start() -> Tracer:
 
 
 def stop() -> None:
-    """Ends that."""
+    """Ends the trace."""
     global active
     active = None
     remember_at_least(0)

