@@ -26,4 +26,4 @@ with gs.init_process_group() as comm:  # 1. join the other ranks
             print(f"step {step}: weights {weights.round(4)}, bias {bias.round(4)}")
 
     if comm.rank == 0:
-        print(f"{comm.world_size} ranks over {comm.backend}")
+        print(f"world size {comm.world_size}, backend {comm.backend}")
