@@ -110,7 +110,7 @@ def test_wrong_elements_of_all_ranks_are_counted_and_end_the_command_with_1(tmp_
     [line] = lines_under(done.stdout, "all_reduce")
     assert (line[8], line[12]) == ("3", "3")
     assert "# Out of bounds values : 6 FAILED" in done.stdout
-    assert "gradsync: error: 6 elements are wrong: see the lines where #wrong is not 0" in done.stderr
+    assert "gradsync: error: 6 elements are wrong: see the lines in which #wrong is not 0" in done.stderr
 
 
 def row(collective="all_reduce", microseconds=100.0, wrong=0, op="sum"):
@@ -152,7 +152,7 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
     [
         ("-b 8 -e 64 -f 1", 2, "-f needs to be above 1, got 1"),
         ("-b 64 -e 8", 2, "-e needs to be at least -b, got 8 and 64 bytes"),
-        ("-b zz", 2, "a size needs to read 8, 64K, 1M or 1G, from a byte to 1024**5; got 'zz'"),
+        ("-b zz", 2, "a size needs to look like 8, 64K, 1M or 1G, from a byte to 1024**5; got 'zz'"),
         ("-b 1K -e 1M -f nan", 2, "-f needs to be above 1, got nan"),
         ("-b 9999999999G -e 9999999999G", 2, "from a byte to 1024**5; got '9999999999G'"),
         ("-c all,bogus", 2, "no collective is called 'all': use all by itself"),

@@ -72,7 +72,7 @@ def test_sizes_are_read_as_nccl_tests_reads_them(text, size):
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "8T", "1e9"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(gs.InvalidArgument, match="a size needs to read"):
+    with pytest.raises(gs.InvalidArgument, match="a size needs to look like"):
         parse_size(text)
 
 

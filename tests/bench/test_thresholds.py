@@ -147,7 +147,7 @@ def test_what_was_not_measured_and_rising_counts_are_explained():
     first = replace(row(MEGABYTE // 4, 1.0, 45), contender=Contender(MEGABYTE // 4, 45, (MEGABYTE // 2,)))
     assert same_buckets([first]) == "Not measured: 0.5 MB; the buckets are those of 0.25 MB."
     assert same_buckets([row(1, 1.0)]) == ""
-    assert rising_counts([first, row(MEGABYTE, 1.0, 48)]).startswith("A larger threshold can make more buckets")
+    assert rising_counts([first, row(MEGABYTE, 1.0, 48)]).startswith("A larger threshold can make more all-reduces")
     assert rising_counts([first, row(MEGABYTE, 1.0, 45)]) == ""
 
 

@@ -1,9 +1,9 @@
 """`gradsync bench collectives`: each collective over a range of sizes, in the columns of NVIDIA's nccl-tests.
 
-A program that every rank runs, as nccl-tests is: under the launcher that the command starts itself, or under mpiexec,
-srun or torchrun. Rank 0 prints. Sizes, layouts in place and factors of the bandwidths are those of nccl-tests, so that
-figures can be laid beside its own. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount
-and *GetBw of src/*.cu.
+A program that every rank runs, as nccl-tests is: under the launcher that the command starts, or under mpiexec, srun or
+torchrun. Rank 0 prints. Sizes, layouts in place and factors of the bandwidths are those of nccl-tests, so that figures
+can be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount and *GetBw of
+src/*.cu.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _MOST_SIZES = 100
 _LARGEST_SIZE = 1024**5
 
 
-# What is timed.
+# Collectives and sizes.
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Kind:
         name: of the method.
         reduces: whether it takes an operator.
         rooted: whether one rank is its root.
-        source_parts, target_parts: what a rank gives and gets: "n" parts, one for each rank, or "1".
-        bus_ring: whether (n - 1) / n of the bytes pass a link; else all of them do.
-        bus_passes: how often they do: twice in an all-reduce.
+        source_parts, target_parts: parts of a rank's source and target: "n", one for each rank, or "1".
+        bus_ring: whether (n - 1) / n of the bytes pass a link; else all of them.
+        bus_passes: how often they pass it: twice in an all-reduce.
         has_separate_target: whether there is a form with source and target apart.
         has_in_place: whether there is a form in place.
     """
@@ -94,19 +94,19 @@ class Kind:
 
     @property
     def is_dealt(self) -> bool:
-        """Whether the size is cut into a part for each rank."""
+        """Whether the size consists of a part for each rank."""
         return "n" in (self.source_parts, self.target_parts)
 
     def bus_factor(self, ranks: int) -> float:
-        """Returns the bus bandwidth by the algorithm bandwidth: size over time."""
+        """Returns the ratio of the bus bandwidth to the algorithm bandwidth, which is size over time."""
         return self.bus_passes * ((ranks - 1) / ranks if self.bus_ring else 1.0)
 
     def count(self, size_bytes: int, itemsize: int, ranks: int) -> int:
-        """Returns the elements of a part, at least one: of the whole, or of what a rank has of it."""
+        """Returns the elements of a part, at least one."""
         return max(size_bytes // itemsize // (ranks if self.is_dealt else 1), 1)
 
     def size_bytes(self, count: int, itemsize: int, ranks: int) -> int:
-        """Returns the bytes of the larger of source and target, which is what counts as the size."""
+        """Returns the size: the bytes of the larger of source and target."""
         return count * itemsize * (ranks if self.is_dealt else 1)
 
 
@@ -168,20 +168,20 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """What the collective is."""
+        """The collective."""
         return KINDS[self.collective]
 
 
 def parse_size(text: str) -> int:
-    """Returns a size in bytes of "8", "64K" or "1.5M", in units of 1024 as nccl-tests has them.
+    """Returns the bytes of "8", "64K" or "1.5M", in units of 1024 as in nccl-tests.
 
     Raises:
-        InvalidArgument: it is none, or below a byte.
+        InvalidArgument: the text is not a size from a byte to 1024**5.
     """
     match = _SIZE.fullmatch(text.strip())
     size_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if not 1 <= size_bytes <= _LARGEST_SIZE:
-        raise InvalidArgument(f"a size needs to read 8, 64K, 1M or 1G, from a byte to 1024**5; got {text!r}")
+        raise InvalidArgument(f"a size needs to look like 8, 64K, 1M or 1G, from a byte to 1024**5; got {text!r}")
     return size_bytes
 
 
@@ -211,7 +211,7 @@ def parse_dtype(text: str) -> str:
     """Returns NumPy's name of a dtype.
 
     Raises:
-        InvalidArgument: there is none of that name.
+        InvalidArgument: no dtype has that name.
     """
     if text not in DTYPES:
         raise InvalidArgument(f"no dtype is called {text!r}: use one of {', '.join(DTYPES)}")
@@ -219,40 +219,40 @@ def parse_dtype(text: str) -> str:
 
 
 def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) -> list[Case]:
-    """Returns the cases of a collective, one for each size that makes arrays of another length.
+    """Returns the cases of a collective, one for each different length of the arrays.
 
     Args:
         kind: the collective.
         sizes: in bytes, ascending.
         itemsize: bytes of an element.
-        template: with all that does not depend on the collective or the size.
+        template: a case with the fields that do not depend on the collective or the size.
     """
     counts = dict.fromkeys(kind.count(size, itemsize, template.ranks) for size in sizes)
     op = template.op if kind.reduces else ""
     return [replace(template, collective=kind.name, count=count, op=op) for count in counts]
 
 
-# What ranks put in, and what has to come out.
+# Inputs and expected results.
 
-# A prime: the pattern comes back at another place of every cache line, so that misplaced data shows.
+# A prime: the pattern repeats at another place of every cache line, so that misplaced data shows.
 _PERIOD = 1009
 _EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 _UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 def source_of(case: Case, rank: int) -> Array:
-    """Returns what a rank gives: small whole numbers, others by rank and by place; never more than a dtype holds."""
+    """Returns a rank's input: small integers that differ by rank and place, and fit into every dtype."""
     return np.resize(_period(case, rank), case.count * (case.ranks if case.kind.source_parts == "n" else 1))
 
 
 def _period(case: Case, rank: int) -> Array:
-    """Returns what a source repeats; for products 1 and 2, so that those of a few ranks stay exact."""
+    """Returns the pattern of a source; for products only 1 and 2, so that products over a few ranks stay exact."""
     most = 2 if case.op == "prod" else 8
     return np.random.default_rng(rank).integers(1, most + 1, _PERIOD).astype(dtype_of(case.dtype))
 
 
 def expected_of(case: Case, rank: int) -> Array | None:
-    """Returns what a rank has to get; None where it gets nothing."""
+    """Returns the expected result of a rank; None if it gets nothing."""
     if case.kind.rooted and case.collective in (REDUCE, GATHER) and rank != ROOT:
         return None
     if case.collective == BROADCAST:
@@ -272,7 +272,7 @@ def expected_of(case: Case, rank: int) -> Array | None:
 
 
 def _expected_reduction(case: Case, rank: int) -> Array:
-    """Reduces what the sources repeat, and repeats that."""
+    """Returns the reduction of the sources' patterns, repeated."""
     period = _reduced([_period(case, other) for other in range(case.ranks)], case.op)
     if case.collective == REDUCE_SCATTER:
         return _part(np.resize(period, case.count * case.ranks), case, rank)
@@ -284,7 +284,7 @@ def _part(array: Array, case: Case, rank: int) -> Array:
 
 
 def _reduced(sources: Sequence[Array], op: str) -> Array:
-    """Reduces in float64 where values are floating, else in the dtype itself: integers wrap as they do there."""
+    """Reduces floating values in float64, and integers in their dtype, in which they overflow alike."""
     dtype = sources[0].dtype
     wide = dtype if dtype.kind in "iu" else np.dtype(np.float64)
     total = sources[0].astype(wide)
@@ -296,9 +296,9 @@ def _reduced(sources: Sequence[Array], op: str) -> Array:
 
 
 def count_wrong(case: Case, result: Array | None, rank: int) -> int:
-    """Returns how many elements of a result are not what this rank has to get; all of them where there is none.
+    """Returns how many elements of a result are wrong; all of them if there is no result.
 
-    Means, and what has 16 bits, may be off by one rounding for each rank; all else is exact.
+    Means and 16-bit values may be off by one rounding for each rank; all other values are exact.
     """
     expected = expected_of(case, rank)
     if expected is None:
@@ -320,9 +320,8 @@ class Buffers:
     """The arrays of one form on one rank.
 
     Attributes:
-        source: what the rank gives; None where it gives nothing.
-        target: what it gets into; None where it gets nothing. It may be, or be part of, the source, and the other way
-            round.
+        source: the input; None if the rank gives nothing.
+        target: receives the result; None if the rank gets nothing. One may be a part of the other, or the same.
     """
 
     source: Any
@@ -333,10 +332,10 @@ Empty = Callable[[int, str], Any]  # empty(elements, dtype) returns an array of 
 
 
 def make_buffers(rank: int, empty: Empty, case: Case, form: str) -> Buffers:
-    """Makes the arrays of a rank, as nccl-tests lays them out.
+    """Makes the arrays of a rank, in the layout of nccl-tests.
 
-    In place, what is gathered comes from its own part of the target, and what is dealt out goes to its own part of the
-    source. Only the root has the large array of a rooted collective, and the result of a reduction to it.
+    In place, a gathering collective has its source inside the target, and a scattering one its target inside the
+    source. Only the root has the large array of a rooted collective, and the result of a reduce.
     """
     return _make_separate(rank, empty, case) if form == SEPARATE else _make_in_place(rank, empty, case)
 
@@ -367,10 +366,10 @@ def _make_in_place(rank: int, empty: Empty, case: Case) -> Buffers:
 
 
 def make_call(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], object]:
-    """Returns what runs the collective once on these arrays."""
+    """Returns a function that runs the collective once on these arrays."""
     source, target, op = buffers.source, buffers.target, case.op
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    in_place = source is target  # as one writes it then: without out=
+    in_place = source is target  # then called without out=
     return {
         ALL_REDUCE: lambda: comm.all_reduce(source, op) if in_place else comm.all_reduce(source, op, out=target),
         REDUCE: lambda: comm.reduce(source, op, ROOT, out=None if in_place else target),
@@ -389,10 +388,10 @@ class FormResult:
     """One form, out of place or in place.
 
     Attributes:
-        seconds: of a call: over the blocks, each the mean of its iterations on its slowest rank; None where the form is
-            not offered.
-        wrong: elements that differ from NumPy's result, on all ranks together; None where that was not checked.
-        refusal: why it is not offered.
+        seconds: of a call: the distribution over blocks of the mean on the slowest rank; None if the form is not
+            offered.
+        wrong: elements that differ from NumPy's result, on all ranks together; None if they were not checked.
+        refusal: why the form is not offered.
     """
 
     seconds: Seconds | None = None
@@ -405,7 +404,7 @@ class Row:
     """A line of the table.
 
     Attributes:
-        case: what was timed.
+        case: the timed collective and size.
         itemsize: bytes of an element.
         forms: by name.
     """
@@ -416,21 +415,21 @@ class Row:
 
     @property
     def size_bytes(self) -> int:
-        """What counts as the size."""
+        """The size of the case."""
         return self.case.kind.size_bytes(self.case.count, self.itemsize, self.case.ranks)
 
     def algorithm_bytes_per_second(self, form: str) -> float | None:
-        """Returns the size over the time; None where there is no time."""
+        """Returns the size over the time; None if there is no time."""
         seconds = self.forms[form].seconds
         return self.size_bytes / seconds.median if seconds else None
 
     def bus_bytes_per_second(self, form: str) -> float | None:
-        """Returns what each link has carried at least. Source: nccl-tests, doc/PERFORMANCE.md."""
+        """Returns the least bandwidth of each link. Source: nccl-tests, doc/PERFORMANCE.md."""
         found = self.algorithm_bytes_per_second(form)
         return None if found is None else found * self.case.kind.bus_factor(self.case.ranks)
 
     def best_bus_bytes_per_second(self) -> float | None:
-        """Returns that of the faster form."""
+        """Returns the bus bandwidth of the faster form."""
         found = [self.bus_bytes_per_second(form) for form in self.forms]
         return max((value for value in found if value is not None), default=None)
 
@@ -466,7 +465,7 @@ def as_dictionary(row: Row) -> dict[str, Any]:
 
 
 class Wanted(NamedTuple):
-    """What all ranks measure.
+    """The measurement, the same on all ranks.
 
     Attributes:
         cases: by collective.
@@ -482,7 +481,7 @@ class Wanted(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What came out, and over what."""
+    """The result, with the backend and the version of CuPy."""
 
     rows: list[Row]
     backend: str
@@ -540,7 +539,7 @@ def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
     wrong = {form: timer.count_wrong() for form, timer in timers.items()}
     samples: dict[str, list[float]] = {form: [] for form in timers}
     for block in range(wanted.blocks):
-        # The first block warms up as it was asked to; what later ones need is to wake.
+        # The first block warms up in full; later blocks only need to wake up.
         warm_up = case.warm_up if block == 0 else min(1, case.warm_up)
         for form, timer in timers.items():
             samples[form].append(timer.time(warm_up))
@@ -550,7 +549,7 @@ def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
 
 
 def _refusal(case: Case) -> str:
-    """Returns why the operator is not offered for the dtype; "" where it is."""
+    """Returns why the operator is not offered for the dtype; "" if it is."""
     try:
         if case.op:
             check_operation(ReduceOp.parse(case.op), dtype_of(case.dtype))
@@ -560,7 +559,7 @@ def _refusal(case: Case) -> str:
 
 
 class _Timer:
-    """One form of a case: its arrays, and what runs it. All ranks call the same methods in the same order."""
+    """One form of a case: its arrays and its call. All ranks call the same methods in the same order."""
 
     def __init__(self, comm: Communicator, case: Case, form: str) -> None:
         self._comm, self._case = comm, case
@@ -572,7 +571,7 @@ class _Timer:
         return self._xp.zeros(elements, dtype_of(dtype))  # every page touched
 
     def count_wrong(self) -> int | None:
-        """Runs it twice, as the second time may take another path; returns the wrong elements of all ranks."""
+        """Runs the call twice, as the second may take another path; returns the wrong elements of all ranks."""
         wrong = max(self._count_wrong() for _ in range(2))
         by_rank = self._comm.objects.all_gather(wrong)
         return sum(by_rank) if self._case.checks else None
@@ -592,7 +591,7 @@ class _Timer:
         return count_wrong(self._case, on_host, self._comm.rank)
 
     def time(self, warm_up: int) -> float:
-        """Returns the seconds of one call, of `iterations` in a row: those of the slowest rank."""
+        """Returns the seconds of one call on the slowest rank, the mean of `iterations` in a row."""
         self._clear()  # zero: the only value that no reduction in place makes larger
         for _ in range(warm_up):
             self._run()
@@ -632,7 +631,7 @@ def bench_collectives(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Measures, prints and writes what the options ask for, which are those of the command.
+    """Runs the command, with its options.
 
     Raises:
         InvalidArgument, BackendUnavailable: before anything runs.
@@ -672,7 +671,7 @@ def bench_collectives(
     settings |= {"ranks": ranks, "measured_backend": measured.backend}
     write_json(json_path, made, {"settings": settings, "rows": [as_dictionary(row) for row in rows]})
     if wrong:
-        raise GradsyncError(f"{wrong} elements are wrong: see the lines where #wrong is not 0")
+        raise GradsyncError(f"{wrong} elements are wrong: see the lines in which #wrong is not 0")
 
 
 # The lines, in the columns of nccl-tests; the table of a terminal; a picture.
@@ -717,7 +716,7 @@ def _form_cells(row: Row, form: str) -> tuple[str, ...]:
 
 
 def _short(microseconds: float) -> str:
-    """Returns a time in at most seven characters, as far as it goes."""
+    """Returns a time in at most seven characters, if it fits."""
     digits = 2 if microseconds < 100 else 1 if microseconds < 1e4 else 0
     return f"{microseconds:.{digits}f}"
 
@@ -751,7 +750,7 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each collective that is not offered, and why; forms that do not exist are left out."""
+    """Returns a line for each form that is refused, with the reason; forms that do not exist are left out."""
     found: dict[tuple[str, str], None] = {}
     for row in rows:
         for form, result in row.forms.items():
@@ -762,7 +761,7 @@ def refusals(rows: Sequence[Row]) -> list[str]:
 
 
 def average_bus_gigabytes(rows: Sequence[Row]) -> float | None:
-    """Returns the mean of all bus bandwidths, in 1e9 bytes/s, as nccl-tests sums a run up; None where there is none."""
+    """Returns the mean of all bus bandwidths in 1e9 bytes/s, as nccl-tests does; None if there is none."""
     found = [bus / 1e9 for row in rows for form in FORMS if (bus := row.bus_bytes_per_second(form)) is not None]
     return sum(found) / len(found) if found else None
 

@@ -1,6 +1,6 @@
-"""The command line of `gradsync bench`; what its commands do is in thresholds.py and collectives.py.
+"""The command line of `gradsync bench`; its commands are in thresholds.py and collectives.py.
 
-Every start of `gradsync` reads this file: it loads little but click.
+Every start of `gradsync` imports this file, so it imports only click.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import click
 
 from gradsync.errors import InvalidArgument
 
-#: Options that have gone, and what to do instead.
+#: Options of the first edition, and what to do instead.
 _PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
 _REMOVED_OPTIONS = {
     "thresholds": dict.fromkeys(("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"), _PREDICT),
@@ -23,7 +23,7 @@ _REMOVED_OPTIONS = {
 
 
 class _Command(click.Command):
-    """A command that says of an option that has gone what to do instead."""
+    """A command whose error for a removed option says what to do instead."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -36,7 +36,7 @@ class _Command(click.Command):
 
 
 class _Commands(click.Group):
-    """A group that says of a command that has gone what to run instead."""
+    """A group whose error for a removed command says what to run instead."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -63,9 +63,9 @@ Examples:
   mpiexec -n 4 gradsync bench thresholds --model bert     ranks that a launcher has started: srun and torchrun alike
 
 \b
-A threshold is in MB of 1024**2 bytes. With -v, "bus" is the bus bandwidth: 2 (p - 1) / p of the gradients' bytes over
-the time of a step; "pack only" is what packing and splitting the same buckets takes where nothing has to travel. Shared
-memory packs gradients on their way, so it may be more than the step; on GPUs it is not measured.
+A threshold is in MB of 1024**2 bytes. With -v, "bus" is the bus bandwidth: 2 (n - 1) / n of the gradients' bytes over
+the time of a step, for n ranks; "pack only" is the time to pack and split the same buckets without moving data. Shared
+memory packs gradients while it moves them, so "pack only" may be longer than the step. It is not measured on GPUs.
 """,
 )
 @click.option("--model", required=True, metavar="MODEL", help="resnet50, gpt2, bert, or a file of shapes (.json).")
@@ -90,7 +90,7 @@ memory packs gradients on their way, so it may be more than the step; on GPUs it
     type=click.FloatRange(min=0),
     default=45.0,
     show_default=True,
-    help="Seconds after which fewer steps have to do, but at least 3.",
+    help="Seconds after which to stop early, with at least 3 timings.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also measures packing alone, and shows quartiles and bandwidth.")
 @click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
@@ -98,8 +98,8 @@ memory packs gradients on their way, so it may be more than the step; on GPUs it
 def thresholds(**options: Any) -> None:
     """Measures which threshold_bytes synchronises a model's gradients fastest, and says how sure that is.
 
-    Ranks are started on this machine, but where a launcher has started this command as a rank. Thresholds take turns,
-    round by round; a round counts with its slowest rank, a threshold with the median of its rounds.
+    Starts ranks on this machine, unless a launcher has started this command as a rank. Thresholds take turns, round by
+    round. A round counts with its slowest rank, a threshold with the median of its rounds.
     """
     from gradsync.bench.thresholds import bench_thresholds
 
@@ -137,7 +137,7 @@ The exit code is 1 where elements are wrong.
     type=click.Choice(("auto", "shm", "mpi", "nccl", "local")),
     default="auto",
     show_default=True,
-    help="How gradsync's data moves; mpi is started by mpiexec.",
+    help="How data moves; mpi is started by mpiexec.",
 )
 @click.option("-b", "--begin", default="1K", show_default=True, metavar="SIZE", help="Smallest size.")
 @click.option("-e", "--end", default="32M", show_default=True, metavar="SIZE", help="Largest size.")
@@ -161,7 +161,7 @@ The exit code is 1 where elements are wrong.
 def collectives(**options: Any) -> None:
     """Times collectives over a range of sizes, checks every result, and shows bandwidths.
 
-    Ranks are started on this machine, but where a launcher has started this command as a rank.
+    Starts ranks on this machine, unless a launcher has started this command as a rank.
     """
     from gradsync.bench.collectives import bench_collectives
 

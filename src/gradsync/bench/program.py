@@ -1,6 +1,6 @@
-"""A measurement is a program that every rank runs: under a launcher that is there already, or under one started here.
+"""Runs a measurement on all ranks: those of a launcher that is there already, or ranks started here.
 
-`gradsync bench ...` starts ranks on this machine: with its own launcher, or with mpiexec for backend "mpi". Where the
+`gradsync bench ...` starts ranks on this machine: with its own launcher, or with mpiexec for backend "mpi". If the
 command itself is a rank (mpiexec -n 4 gradsync bench ..., srun, torchrun, gradsync run), it measures with the others.
 """
 
@@ -26,7 +26,7 @@ _Wanted = TypeVar("_Wanted")
 _Result = TypeVar("_Result")
 
 _RANKS_WITHOUT_GPU = 2
-# Open MPI refuses to run as root, which is what one is in a container, and more ranks than cores.
+# Open MPI refuses to run as root, the usual user of a container, and to start more ranks than cores.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -36,7 +36,7 @@ _OPEN_MPI = {
 
 
 def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
-    """Returns NumPy or CuPy, whichever the communicator's arrays are of, and what waits for the device's work."""
+    """Returns the module of the communicator's arrays, NumPy or CuPy, and a function that waits for the device."""
     if communicator.device == "cpu":
         return np, lambda: None
     import cupy
@@ -46,10 +46,11 @@ def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
 
 
 def count_ranks(nprocs: int | None, backend: str) -> int:
-    """Returns how many ranks measure: those that a launcher has started, or those that are to be started.
+    """Returns how many ranks measure: those that a launcher has started, or those to start here.
 
     Raises:
-        InvalidArgument, BackendUnavailable: so many cannot be, or the backend cannot run here.
+        InvalidArgument: the backend, or the launcher, does not fit this number.
+        BackendUnavailable: the backend cannot run here.
     """
     if (launched := _launched_ranks(nprocs)) is not None:
         return launched
@@ -67,16 +68,16 @@ def count_ranks(nprocs: int | None, backend: str) -> int:
 def run_as_ranks(
     program: Callable[[_Wanted], _Result], wanted: _Wanted, *, nprocs: int | None, backend: str
 ) -> _Result | None:
-    """Runs a program on all ranks, each in an initialised group, and returns what it returned on rank 0.
+    """Runs a program on all ranks, each in an initialised group, and returns rank 0's result.
 
     Args:
         program: a function of a module.
         wanted: its argument; pickled.
-        nprocs: as the command was told.
+        nprocs: the option of the command.
         backend: likewise.
 
     Returns:
-        None where another process reports: this is another rank than 0, or mpiexec has started the ranks.
+        None if another process reports: this is not rank 0, or mpiexec has started the ranks.
 
     Raises:
         GradsyncError: a rank failed; its traceback is on stderr.
@@ -86,7 +87,7 @@ def run_as_ranks(
             result = program(wanted)
             return result if comm.rank == 0 else None
     ranks = count_ranks(nprocs, backend)
-    # A shell that a launcher has started hands its variables on, and ranks would take themselves for those of it.
+    # The variables of a launcher that this shell has inherited would give the new ranks wrong places.
     for name in set(os.environ) - set(without_launcher()):
         del os.environ[name]
     if backend == "mpi":
@@ -95,23 +96,23 @@ def run_as_ranks(
     try:
         return launcher(program, n_gpus=ranks, backend=backend)(wanted)[0]
     except RankFailed as error:
-        # The command tells errors on one line, which a traceback is not made for.
+        # The command shows errors on one line, without a traceback.
         print(error.traceback_text, file=sys.stderr)
         raise GradsyncError(str(error).partition("\n")[0]) from None
 
 
 def _launched_ranks(nprocs: int | None) -> int | None:
-    """Returns how many ranks a launcher has started this process among; None where ranks are to be started here.
+    """Returns how many ranks a launcher has started, this process among them; None if ranks are to be started here.
 
     Raises:
-        InvalidArgument: it is one of another number of ranks than was asked for: each would start as many.
+        InvalidArgument: the launcher has started another number of ranks than was asked for.
     """
     try:
         launched = launched_world_size()
     except InvalidArgument:
         if nprocs is None:
             raise
-        return None  # what a shell is left with of a job; who asks for ranks means ranks of this machine
+        return None  # variables that are left of a job; -n means ranks of this machine
     if nprocs is not None and launched not in (None, nprocs):
         raise InvalidArgument(
             f"this process is one of {launched} ranks, by the variables of a launcher, and -n asks for {nprocs}: leave "
@@ -121,7 +122,7 @@ def _launched_ranks(nprocs: int | None) -> int | None:
 
 
 def _run_under_mpiexec(ranks: int) -> None:
-    """Starts this very command as so many ranks."""
+    """Starts this command as so many ranks."""
     environ = os.environ | blas_thread_variables(ranks) | _OPEN_MPI
     command = [str(find_mpiexec()), "-n", str(ranks), sys.executable, "-m", "gradsync", *sys.argv[1:]]
     sys.stdout.flush()

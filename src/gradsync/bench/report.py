@@ -1,6 +1,6 @@
-"""What measurements share: samples summed up, the machine they come from, units, and the files that they write.
+"""Shared by the measurements: statistics, the machine and versions, units, and the files that are written.
 
-Only what draws imports matplotlib, which the extra `plot` brings.
+Only the functions that draw import matplotlib, which the extra `plot` installs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.machine import usable_cores
 
 MEGABYTE = 1024**2
-_LOG_WIDTH = 120  # where no terminal tells its own
-_QUIET_LOAD = 0.5  # per core, from what others do
+_LOG_WIDTH = 120  # if standard output is no terminal
+_QUIET_LOAD = 0.5  # per core, of other programs
 _FEW_DECADES = 1e4  # between which three ticks each have room
 
 
 def busy_machine() -> str:
-    """Returns what to say before a measurement where something else runs on this machine; "" where it does not."""
+    """Returns a warning if other programs use this machine; else ""."""
     load = os.getloadavg()[0]
     if load <= _QUIET_LOAD * usable_cores():
         return ""
-    return f"this machine is busy (load average {load:.1f}): the timings tell of that too"
+    return f"this machine is busy (load average {load:.1f}), which makes the times longer"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Seconds:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Seconds:
-        """Sums up timings in seconds, at least one."""
+        """Returns the distribution of at least one timing, in seconds."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0], 1)
         lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
@@ -68,10 +68,10 @@ class Seconds:
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:
-    """Returns where, when and how a result was made.
+    """Returns the command, the date, the machine and the versions of a result.
 
     Args:
-        command: that makes it, word by word.
+        command: the words of the command.
     """
     return {
         "command": shlex.join(command),
@@ -102,7 +102,7 @@ def _field(path: str, name: str) -> str:
 
 
 def megabytes(size_bytes: float) -> str:
-    """Returns a size in units of 1024**2 bytes, small ones of 1024 or 1, with three digits or all before the point."""
+    """Returns a size in MB of 1024**2 bytes, KB or bytes, with three digits or all digits before the point."""
     if size_bytes < 1024:
         return f"{size_bytes:.0f} B"
     if size_bytes < MEGABYTE / 10:
@@ -112,17 +112,17 @@ def megabytes(size_bytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns a time in milliseconds, with three digits or all that stand before the point."""
+    """Returns a time in milliseconds, with three digits or all digits before the point."""
     value = 1e3 * seconds
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
-    """Prints a table without the blanks up to its width, so that it pastes well into a mail.
+    """Prints a table without blanks at the ends of lines, so that it can be copied into a mail.
 
     Args:
-        table: to print.
-        console: where; by default standard output.
+        table: the table.
+        console: to print on; by default standard output.
     """
     console = console or Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
@@ -137,11 +137,11 @@ def print_table(table: Table, console: Console | None = None) -> None:
 
 
 def check_outputs(json_path: str | None, plot_path: str | None) -> None:
-    """Refuses a file that could not be written, after all has been measured for it.
+    """Checks, before anything is measured, that the files can be written.
 
     Raises:
-        InvalidArgument: it cannot be.
-        BackendUnavailable: there is nothing to draw a picture with.
+        InvalidArgument: a file cannot be written.
+        BackendUnavailable: matplotlib is missing.
     """
     for path in filter(None, (json_path, plot_path)):
         folder = os.path.dirname(path) or "."
@@ -154,12 +154,12 @@ def check_outputs(json_path: str | None, plot_path: str | None) -> None:
 
 
 def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -> None:
-    """Writes a result with where, when and how it was made, and says so; nothing where no file was asked for.
+    """Writes a result with its provenance, and prints the file's name.
 
     Args:
-        path: of the file.
-        made: what `provenance` gave before anything was measured.
-        result: the rest.
+        path: of the file; None writes nothing.
+        made: the result of `provenance` before the measurement.
+        result: the figures.
     """
     if path is None:
         return
@@ -172,7 +172,7 @@ def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -
 
 
 def tick_times(axes: Any) -> None:
-    """Puts ticks on the logarithmic time axis of a drawn panel: 1, 2 and 5 where decades alone would be too few."""
+    """Sets the ticks of a logarithmic time axis that is drawn: at decades, or at 1, 2 and 5 if these are few."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axes.get_ylim()
@@ -188,7 +188,9 @@ def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and sets nothing for the process
+    from matplotlib.backends.backend_agg import (
+        FigureCanvasAgg,
+    )  # needs no display, and changes no setting
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

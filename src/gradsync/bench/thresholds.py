@@ -1,8 +1,8 @@
 """`gradsync bench thresholds`: which threshold_bytes synchronises a model's gradients fastest.
 
-A program that every rank runs. Thresholds take turns, round by round, on gradients that all share. A round counts with
-its slowest rank, a threshold with the median of its rounds. Every second round goes backwards, so that no threshold
-always follows the same one, and a change in the machine's mood meets all of them.
+A program that every rank runs. Thresholds take turns, round by round, on the same gradients. A round counts with its
+slowest rank, a threshold with the median of its rounds. Every second round goes backwards, so that no threshold always
+follows the same one, and a change of the machine's speed affects all of them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 
 DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
-# A larger threshold costs memory and delays the first all-reduce: it has to be worth more than this.
+# A larger threshold costs memory and delays the first all-reduce, so it must gain more than this.
 TOLERANCE = 0.03
 WARM_UP_ROUNDS = 2
-_FEWEST_ROUNDS = 3  # whatever the limit says: fewer have no median to speak of
+_FEWEST_ROUNDS = 3  # whatever the time limit is: a median of fewer says little
 _FLOATING = ("float", "bfloat", "complex")
 
 
@@ -69,7 +69,7 @@ class Contender:
 
 
 class Sweep(NamedTuple):
-    """What all ranks measure.
+    """The measurement, the same on all ranks.
 
     Attributes:
         specs: the gradients of a step, in the order of arrival.
@@ -87,11 +87,11 @@ class Sweep(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a sweep has found, and on what.
+    """The result of a sweep.
 
     Attributes:
         steps: seconds of each round, by contender.
-        packs: likewise of packing alone; empty where that was not measured.
+        packs: likewise of packing alone; empty if that was not measured.
         backend, device: of the communicator.
     """
 
@@ -120,15 +120,15 @@ class Row:
 
     @property
     def pack_share(self) -> float | None:
-        """Packing alone as a part of the step. Where a backend packs on the way, it may be above 1."""
+        """Packing alone as a part of the step; above 1 if the backend packs while it moves data."""
         return None if self.pack_seconds is None else self.pack_seconds.median / self.seconds.median
 
     def has(self, threshold_bytes: int) -> bool:
-        """Whether it was measured for this threshold: one with the same buckets stands for it."""
+        """Whether this row is for a threshold, or for another one with the same buckets."""
         return threshold_bytes in (self.contender.threshold_bytes, *self.contender.same_buckets)
 
     def as_dictionary(self) -> dict[str, object]:
-        """Returns it for JSON; times in seconds."""
+        """Returns the row for JSON; times in seconds."""
         return {
             "threshold_bytes": self.contender.threshold_bytes,
             "same_buckets_threshold_bytes": self.contender.same_buckets,
@@ -145,7 +145,7 @@ def parse_megabytes(text: str) -> list[int]:
     """Returns thresholds in bytes, ascending, each once, from "0.25,1,10" in units of 1024**2 bytes.
 
     Raises:
-        InvalidArgument: there is none, or one is no number, or below a byte.
+        InvalidArgument: there is no threshold, or one is not a number, or is below a byte.
     """
     thresholds = set()
     for part in filter(None, map(str.strip, text.split(","))):
@@ -162,7 +162,7 @@ def parse_megabytes(text: str) -> list[int]:
 
 
 def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list[Contender]:
-    """Returns what to measure: of thresholds that make the same buckets, the smallest.
+    """Returns the contenders: of thresholds that make the same buckets, the smallest.
 
     Args:
         specs: the gradients of a step, in the order of arrival.
@@ -176,7 +176,7 @@ def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list
 
 
 def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], packs: Sequence[Sequence[float]], ranks: int) -> list[Row]:
-    """Sums up the seconds of at least one round."""
+    """Returns the rows of at least one round."""
     size_bytes = total_bytes(list(sweep.specs))
     rows = []
     for number, contender in enumerate(sweep.contenders):
@@ -190,7 +190,7 @@ def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], packs: Sequence[Sequ
 
 
 def run_sweep(sweep: Sweep) -> Measured:
-    """Runs on each rank, in an initialised group. Rank 0 shows the table so far on stderr, where that is a terminal."""
+    """Runs on each rank, in an initialised group. Rank 0 shows the table so far on stderr, if that is a terminal."""
     comm = group_or_world(None, "a sweep over thresholds")
     operations = _operations(sweep, comm)
     split = len(sweep.contenders)
@@ -216,7 +216,7 @@ def run_sweep(sweep: Sweep) -> Measured:
 def _round(
     operations: Sequence[Callable[[], None]], comm: Communicator, began: float, *, backwards: bool
 ) -> tuple[list[float], float]:
-    """Times each operation once; returns the slowest rank's seconds of each, and how long rank 0 has been measuring."""
+    """Times each operation once; returns the slowest rank's seconds of each, and rank 0's seconds so far."""
     seconds = [0.0] * len(operations)
     order = range(len(operations))
     for number in reversed(order) if backwards else order:
@@ -230,12 +230,12 @@ def _round(
 
 
 def _operations(sweep: Sweep, comm: Communicator) -> list[Callable[[], None]]:
-    """Returns the steps of all contenders, and then their packing alone, where that is wanted and can be measured."""
+    """Returns the steps of all contenders, and then their packing alone, if that is wanted and can be measured."""
     xp, wait = array_module(comm)
     gradients = [_gradient(xp, spec, comm.rank) for spec in sweep.specs]
     method = "mean" if all(spec.dtype.startswith(_FLOATING) for spec in sweep.specs) else "sum"
     groups: list[Communicator] = [comm]
-    if sweep.packs and xp is np:  # what packs on a GPU is part of its communicator
+    if sweep.packs and xp is np:  # on a GPU packing is a part of the communicator
         groups.append(local_communicator(force_packing=True))
     return [
         _step(AllreduceCallback(method, group, threshold_bytes=contender.threshold_bytes), gradients, wait)
@@ -279,7 +279,7 @@ def bench_thresholds(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Measures, prints and writes what the options ask for, which are those of the command.
+    """Runs the command, with its options.
 
     Raises:
         InvalidArgument, BackendUnavailable: before anything runs.
@@ -314,11 +314,11 @@ def bench_thresholds(
     write_json(json_path, made, {"settings": settings, **result})
 
 
-# What a person reads.
+# The text.
 
 
 def alike(rows: Sequence[Row]) -> Sequence[Row]:
-    """Returns the fastest row, with those around it that take as long, as far as noise and TOLERANCE can tell."""
+    """Returns the fastest row and its neighbours that take as long, within the noise or TOLERANCE."""
     fastest = min(rows, key=lambda row: row.seconds.median)
     limit = fastest.seconds.median * (1 + max(TOLERANCE, fastest.seconds.spread))
     first = last = rows.index(fastest)
@@ -330,13 +330,13 @@ def alike(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def recommended(rows: Sequence[Row]) -> Row:
-    """Returns the row to take: the default's where that does, else the smallest threshold that does."""
+    """Returns the row to take of those `alike`: the default threshold's, else the smallest."""
     found = alike(rows)
     return next((row for row in found if row.has(DEFAULT_THRESHOLD_BYTES)), found[0])
 
 
 def recommendation(rows: Sequence[Row]) -> str:
-    """Returns which thresholds do, how sure that is, and how to write the recommended one."""
+    """Returns which thresholds to take, how sure that is, and the code of the recommended one."""
     found = alike(rows)
     times = [row.seconds.median for row in found]
     noise = min(found, key=lambda row: row.seconds.median).seconds
@@ -380,7 +380,7 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
 
 
 def same_buckets(rows: Sequence[Row]) -> str:
-    """Returns which thresholds were not measured, because a smaller one makes the same buckets; "" if none."""
+    """Returns the thresholds that were not measured, as a smaller one makes the same buckets; "" if none."""
     return "\n".join(
         f"Not measured: {', '.join(map(megabytes, row.contender.same_buckets))}; "
         f"the buckets are those of {megabytes(row.contender.threshold_bytes)}."
@@ -390,11 +390,11 @@ def same_buckets(rows: Sequence[Row]) -> str:
 
 
 def rising_counts(rows: Sequence[Row]) -> str:
-    """Returns why a larger threshold makes more buckets, where one does; else ""."""
+    """Returns why a larger threshold makes more buckets, if one does; else ""."""
     counts = [row.contender.all_reduces for row in rows]
     if counts == sorted(counts, reverse=True):
         return ""
-    return "A larger threshold can make more buckets: one is closed where the next gradient would not fit any more."
+    return "A larger threshold can make more all-reduces: a bucket ends before a gradient that does not fit."
 
 
 def _as_code(size_bytes: int) -> str:
