@@ -6,7 +6,7 @@
 
 Runs from source too: PYTHONPATH=src python benchmarks/gpu.py, with whatever CuPy that Python has. PyTorch takes part
 where it is installed. Contenders take turns, round by round; a contender counts with the median of its rounds. The exit
-code is 1 when a promise is not kept, 2 when there is no GPU or a rank failed.
+code is 1 when a promise is not kept, 2 when there is no GPU or a part failed; the other parts are measured anyway.
 
 Takes about 10 GB of the GPU's memory, in both processes together.
 """
@@ -50,31 +50,37 @@ def why_no_gpu() -> str | None:
         return str(error)
 
 
-def run(parts: Sequence[str], scale: Scale, console: Console) -> tuple[list[Row], dict[str, Any]]:
+def run(parts: Sequence[str], scale: Scale, console: Console) -> tuple[list[Row], dict[str, Any], dict[str, str]]:
     """Measures parts and prints each once it is done.
 
     Returns:
-        The rows, and the versions of what was loaded.
+        The rows, the versions of what was loaded, and, of each part that failed, the error.
     """
     # They import CuPy, which may not be there before why_no_gpu() has looked.
     from on_gpu import copying, hardware, packing, steps
     from on_gpu.clock import DeviceClock
 
     rows: list[Row] = []
+    failures: dict[str, str] = {}
     versions: dict[str, Any] = hardware.versions()
     clock = DeviceClock(scale.filler_bytes)
     for part in parts:
-        if part == COPY:
-            of_part = copying.measure(scale, clock)
-        elif part == PACKING:
-            of_part = packing.measure(scale, clock)
-        elif part == STEP:
-            of_part, versions["in_steps"] = steps.measure_alone(scale)
-        else:
-            of_part = steps.measure_shared(scale)
+        try:
+            if part == COPY:
+                of_part = copying.measure(scale, clock)
+            elif part == PACKING:
+                of_part = packing.measure(scale, clock)
+            elif part == STEP:
+                of_part, versions["in_steps"] = steps.measure_alone(scale)
+            else:
+                of_part = steps.measure_shared(scale)
+        except Exception as error:  # of CUDA too: what other parts have found shall not be lost by it
+            failures[part] = f"{type(error).__name__}: {error}"
+            print(f"gpu: part {part!r} failed: {failures[part]}", file=sys.stderr)
+            continue
         console.print(table_of(TITLES[part], of_part))
         rows += of_part
-    return rows, versions
+    return rows, versions, failures
 
 
 def parts_of(only: str | None) -> list[str]:
@@ -84,11 +90,13 @@ def parts_of(only: str | None) -> list[str]:
     return [COPY, PACKING] if only == PACKING else [only]  # packing is held against the copies of the same run
 
 
-def as_json(made: dict[str, Any], scale: Scale, rows: Sequence[Row], targets: Sequence[Target]) -> str:
+def as_json(
+    made: dict[str, Any], scale: Scale, rows: Sequence[Row], targets: Sequence[Target], failures: dict[str, str]
+) -> str:
     made["machine"]["load_average_after"] = os.getloadavg()[0]
     settings = {**asdict(scale), "models": list(scale.models)}
     results = {"rows": [row.as_json() for row in rows], "targets": [target.as_json() for target in targets]}
-    return json.dumps({**made, "settings": settings, **results}, indent=2) + "\n"
+    return json.dumps({**made, "settings": settings, **results, "failures": failures}, indent=2) + "\n"
 
 
 def parse_options() -> argparse.Namespace:
@@ -115,11 +123,7 @@ def main() -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 120  # a file has no width
-    try:
-        rows, versions = run(parts_of(options.only), options.scale, console)
-    except gs.GradsyncError as error:
-        print(f"gpu: {error}", file=sys.stderr)
-        return 2
+    rows, versions, failures = run(parts_of(options.only), options.scale, console)
     made["versions"] |= versions
     targets = judge(rows)
     if targets:
@@ -128,8 +132,10 @@ def main() -> int:
     output = options.output or (FOLDER / "results" / "gpu.json" if whole else None)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(made, options.scale, rows, targets))
+        output.write_text(as_json(made, options.scale, rows, targets, failures))
         print(f"written to {os.path.relpath(output)}")
+    if failures:
+        return 2
     return 1 if any(target.must_kept is False for target in targets) else 0
 
 

@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 _STAND_IN = {"backend": "nccl", "stand_in": True}
-_GPU = {"backend": "nccl", "allow_shared_gpu": True, "timeout": 100.0}
+_GPU = {"backend": "nccl", "allow_shared_gpu": True, "timeout": 25.0}  # a test on a GPU has 30 s: make test-gpu
 
 SHM = Place("shm", "numpy", {"backend": "shm"})
 STAND_IN = Place("stand-in", "cupy", _STAND_IN)
