@@ -3,7 +3,7 @@
 Nothing here needs a GPU until a communicator is joined. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and
 ncclCommAbort may block for ever when another rank is gone; each runs on a daemon thread, waited for until a deadline.
 CuPy destroys a communicator when its object is collected, which could block anywhere; so the object is kept alive until
-it has been ended here. docs/gpus.md says what each method is in NVIDIA's nccl4py.
+it has been ended here. docs/architecture.md says what each method is in NVIDIA's nccl4py.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
