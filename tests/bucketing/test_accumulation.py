@@ -168,7 +168,7 @@ with gs.init_process_group("local"):
 
 def test_sums_whose_group_or_callback_has_gone_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """As a warning, once; discard() says that they are not wanted."""
-    told = r"lost: no step has taken the sums for 'p'\. Drop sums that are not wanted with discard\(\)"
+    told = r"lost: no step has taken the sums for 'p'\. Drop sums that you do not need with discard\(\)"
     sync: Any = gs.AllreduceCallback("sum")
     with caplog.at_level(logging.WARNING, "gradsync"):
         for is_wanted in (True, False):

@@ -3,7 +3,7 @@
     import gradsync.adapters.torch  # needs PyTorch
     import gradsync.adapters.jax    # needs JAX
 
-Each sits on top of what everyone may call, and is imported by name, as it brings its library with it.
+Each adapter uses only what programs can use too. Import it by name, because it imports its library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def without(library: str, extra: str) -> ImportError:
     """Returns the error of an adapter whose library is not installed.
 
     Args:
-        library: what people call it.
-        extra: of ours, that installs it.
+        library: its name.
+        extra: the extra of gradsync that installs it.
     """
     return ImportError(f"gradsync.adapters.{extra} needs {library}: pip install 'gradsync[{extra}]'", name=extra)

@@ -1,8 +1,8 @@
-"""JAX: gradients averaged over the ranks, inside jax.jit and outside, and a state broadcast; functions of pytrees.
+"""JAX: averages the gradients of a pytree over the ranks, inside jax.jit and outside, and broadcasts a pytree.
 
-JAX's arrays cannot be written to, so results are new arrays. On the CPU they and the gradients are read and made where
-they lie, without a copy on the way. Arrays on a GPU travel through host memory: there, JAX's own collectives are the
-better choice. Beside gradsync's launcher nothing of jax.distributed is needed; each rank has its own devices.
+JAX's arrays are read-only, so results are new arrays. On the CPU gradients and results are not copied. Arrays on a GPU
+travel through host memory: JAX's own collectives are the better choice there. With gradsync's launcher you do not need
+jax.distributed; each rank has its own devices.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
     """Averages all gradients of a pytree over the ranks.
 
     Every rank must call it, with a pytree of the same paths and with leaves of the same shapes and dtypes. Inside
-    jax.jit it becomes a call from the compiled program, which all ranks must run: such calls keep their order. There an
-    error comes out of the compiled function as JAX's own, with the text of ours; and before the program calls another
-    collective itself, it has to wait for the results (jax.block_until_ready), as compiled functions run beside it.
+    jax.jit it becomes a call from the compiled program, which all ranks must run; such calls keep their order. There an
+    error is raised as JAX's own, with gradsync's text. A compiled function runs beside the program: wait for its
+    results (jax.block_until_ready) before you call another collective.
 
     Args:
         tree: any pytree of arrays or numbers; None is no leaf.
@@ -52,7 +52,7 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
 
     Raises:
         UnsupportedDtype: e.g. the mean of integers; the text has the path.
-        PlanMismatch: the ranks' trees differ; on all of them, with the first path where they do.
+        PlanMismatch: the ranks' trees differ; on all ranks, with the first different path.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
     """
     method = parse_reduce_method(op)
@@ -72,13 +72,13 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
 
 
 def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
-    """Brings the root's parameters and optimiser state to all ranks.
+    """Sends the root's parameters and optimiser state to all ranks.
 
     Every rank must call it, with a pytree of the same paths and with arrays of the same shapes and dtypes. Leaves that
-    are no arrays, such as step counters, come from the root by pickle, in which the ranks trust each other.
+    are no arrays, such as step counters, are sent by pickle, so ranks must trust the root.
 
     Args:
-        tree: any pytree; its leaves are left as they are.
+        tree: any pytree; its leaves are not changed.
         root: the rank whose values all ranks get.
         communicator: None is the world's.
 
@@ -97,7 +97,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
 
 
 def _taken_apart(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Returns the leaves of a pytree, where each is, and the structure."""
+    """Returns the paths and the leaves of a pytree, and its structure."""
     named, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = ["/".join(map(_name_of, path)) or "the tree" for path, _ in named]
     if len(set(paths)) < len(paths):
@@ -107,7 +107,7 @@ def _taken_apart(tree: Any) -> tuple[list[str], list[Any], Any]:
 
 
 def _name_of(entry: Any) -> str:
-    """Returns a step of a path as people write it: the key, index or attribute alone."""
+    """Returns one part of a path: the key, index or attribute."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -115,14 +115,14 @@ def _name_of(entry: Any) -> str:
 
 
 def _averaged(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
-    """Returns the reduced leaves, as NumPy arrays that nothing else refers to."""
+    """Returns the reduced leaves, as NumPy arrays without other references."""
     given = [Leaf(path, leaf, _read_only(leaf)) for path, leaf in zip(paths, leaves, strict=True)]
     results = average_leaves(given, op, communicator)
     return [results[path] for path in paths]
 
 
 def _traced(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
-    """Has the compiled program call back; ordered, as collectives have to be."""
+    """Makes the compiled program call back, in order, because collectives need an order."""
     run = partial(_call_back, paths, op, communicator)
     wanted = [jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves]
     results: list[Any] = io_callback(run, wanted, leaves, ordered=True)
@@ -134,7 +134,7 @@ def _call_back(paths: Sequence[str], op: ReduceOp, communicator: Communicator, l
 
 
 def _read_only(leaf: Any) -> Any:
-    """Returns a leaf as a NumPy array that is not written to: JAX's array itself, where that is in host memory."""
+    """Returns a leaf as a read-only NumPy array: a view of JAX's array, if that is in host memory."""
     array = np.asarray(leaf)
     if array.flags.writeable and isinstance(leaf, np.ndarray):
         array = array.view()
@@ -143,18 +143,18 @@ def _read_only(leaf: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    """Returns an array's values to be written over; another leaf as it is."""
+    """Returns a writeable copy of an array; another leaf unchanged."""
     if _is_key(leaf):
         return np.array(jax.random.key_data(leaf))
     return np.array(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
 
 
 def _as_given(leaf: Any, value: Any) -> Any:
-    """Returns a result as the kind of thing that a leaf was, where that was."""
+    """Returns a result in the type of the leaf, on the leaf's devices."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
-        return jax.device_put(value, leaf.sharding)  # takes the memory over, where it begins on a cache line
+        return jax.device_put(value, leaf.sharding)  # without a copy, if the memory begins on a cache line
     if isinstance(value, np.ndarray) and not isinstance(leaf, np.ndarray):
         return value[()] if isinstance(leaf, np.generic) else type(leaf)(value.item())
     return value

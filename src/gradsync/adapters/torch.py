@@ -2,19 +2,19 @@
 
     model = Synchronised(model)
 
-is all that a training loop needs, under `gradsync run`, torchrun, mpiexec or srun; the optimiser stays as it is. What
-DistributedDataParallel does is meant here by the same names. Otherwise than there, the names of parameters do not
-change (state_dict() has no prefix), and all that happens happens in the backward pass: a forward pass, such as an
-evaluation on one rank, is nobody else's business.
+is all that a training loop needs, under `gradsync run`, torchrun, mpiexec or srun; the optimiser does not change. The
+options have the names and the meaning of DistributedDataParallel's. There are two differences. The names of parameters
+do not change: state_dict() has no prefix. And only the backward pass communicates: one rank may run a forward pass
+alone, e.g. for an evaluation.
 
 CUDA tensors go to NCCL through DLPack; that has not been run on a GPU yet.
 
-Autograd calls a hook for each parameter whose gradient it has accumulated, and a callback when the whole pass has
-ended, before loss.backward() returns. A pass that ends with an exception never calls that; but autograd drops it then,
-which tells as much, at once, so that the other ranks do not wait.
+Autograd calls a hook for each parameter whose gradient it has accumulated. At the end of the pass, before
+loss.backward() returns, it calls a callback. After an exception autograd does not call the callback, but deletes it at
+once. The deletion shows that the pass has failed, so that the other ranks need not wait.
 
-PyTorch holds the hooks of parameters where Python's garbage collection does not look: what a hook leads to by strong
-references is never collected. So nothing that a hook leads to holds the module or one of its parts, only parameters.
+Python's garbage collection cannot see the hooks of parameters: an object to which a hook has a strong reference, direct
+or not, is never collected. So no object that a hook refers to holds the module or one of its parts, only parameters.
 """
 
 from __future__ import annotations
@@ -46,51 +46,51 @@ except ModuleNotFoundError as error:
         raise
     raise without("PyTorch", "torch") from error
 
-_BFLOAT16 = "bfloat16"  # PyTorch and NumPy exchange it as 16 bits of no meaning
+_BFLOAT16 = "bfloat16"  # PyTorch and NumPy exchange it as 16-bit integers
 
-# Where the module lives on and its Synchronised does not, it goes on being synchronised.
+# A module that outlives its Synchronised is synchronised as before.
 _passes_by_module: WeakKeyDictionary[torch.nn.Module, _BackwardPasses] = WeakKeyDictionary()
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class Synchronised(torch.nn.Module):
-    """A module, whose backward passes average the gradients over all ranks, as with DistributedDataParallel.
+    """A module whose backward passes average the gradients over all ranks, as with DistributedDataParallel.
 
-    Every rank must make one, of modules with the same parameters and buffers; all begin with those of rank 0. From then
-    on every backward pass that reaches a parameter of the module synchronises, also where the module itself was called,
-    and every rank must make the same passes. Each gradient is reduced beside its bucket's others as soon as autograd
-    has accumulated it, and `parameter.grad` holds the mean when backward() returns. Errors come out of backward() as
-    what they are: PlanMismatch, RankFailed, CollectiveTimeout.
+    Every rank must make one, of a module with the same parameters and buffers; all ranks begin with the values of rank
+    0. From then on every backward pass that reaches a parameter of the module synchronises, also if the module itself
+    was called, and every rank must make the same passes. Autograd hands over each gradient as soon as it has
+    accumulated it, and `parameter.grad` holds the mean when backward() returns. backward() raises gradsync's errors:
+    PlanMismatch, RankFailed, CollectiveTimeout.
 
-    What can be asked of the module can be asked of this one: parameters, state_dict, attributes, train(). The names
-    are the module's. A copy, by copy.deepcopy or pickle, is a plain module.
+    It has the module's parameters, state_dict, attributes and train(), under the module's names. A copy, by
+    copy.deepcopy or pickle, is a plain module.
 
     Args:
         module: on the communicator's device; parameters that need no gradient are left alone.
         communicator: None is the world's.
-        op: "mean" or "sum". What a gradient holds of an earlier pass that synchronised is reduced once more: with the
-            mean that changes nothing, as it is the same on all ranks; with "sum", prescale, postscale or clip_norm call
-            zero_grad() before each pass, and accumulate within no_sync().
-        find_unused_parameters: passes may leave out parameters, on some ranks or on all: zeros take part for them, and
-            parameters that no rank has used keep what they had. Costs one small collective a pass. Otherwise they are
-            an error, on all ranks, which names them.
-        broadcast_buffers: buffers, such as the statistics of BatchNorm, become those of rank 0 with every pass that
+        op: "mean" or "sum". A gradient that still holds the result of an earlier pass is reduced once more. That does
+            not change a mean, because the result is the same on all ranks. With "sum", prescale, postscale or clip_norm
+            call zero_grad() before each pass, and accumulate within no_sync().
+        find_unused_parameters: passes may leave out parameters, on some ranks or on all. Zeros take part for them, and
+            parameters that no rank has used keep their gradients. Costs one small collective a pass. Without it a
+            parameter that was left out is an error on all ranks, which names it.
+        broadcast_buffers: buffers, such as the statistics of BatchNorm, get the values of rank 0 with every pass that
             synchronises.
         gradient_as_bucket_view: `parameter.grad` lives in the buckets. Gradients that autograd makes elsewhere
             (after zero_grad(), which sets them to None) are copied there once; that is the only copy.
         knobs: for AllreduceCallback: threshold_bytes, compression, nonfinite, clip_norm, prescale, and others.
 
     Attributes:
-        module: what was given.
+        module: see above.
         callback: the AllreduceCallback, for its hooks, `norm`, `skip_step` and statistics.
 
     Raises:
-        InvalidArgument: no module, one that is synchronised already, one without parameters that need gradients, or on
-            another device.
-        PlanMismatch: the ranks' modules differ; the text names the first parameter or buffer where they do.
+        InvalidArgument: `module` is no module, is synchronised already, has no parameter that needs a gradient, or is
+            on another device.
+        PlanMismatch: the ranks' modules differ; the text names the first different parameter or buffer.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
 
-    Source: the interface and what it does of torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
+    Source: the interface and behaviour of torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Synchronised(torch.nn.Module):
         """Calls the module.
 
         Raises:
-            InvalidArgument: it has parameters that came after it was wrapped, and gradients are asked for.
+            InvalidArgument: gradients are enabled, and a parameter is new since the module was wrapped.
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler would unroll the check
             self._watch.check()
@@ -148,7 +148,7 @@ class Synchronised(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Surrounds backward passes that accumulate gradients on this rank only; the next one outside reduces the sum.
+        """Surrounds backward passes that accumulate gradients on this rank; the next one outside reduces the sums.
 
         Every rank must make the same number of them.
         """
@@ -164,11 +164,11 @@ class Synchronised(torch.nn.Module):
     def join(self) -> Iterator[Join]:
         """Surrounds a loop over batches of which ranks may have different numbers; see AllreduceCallback.join.
 
-        Ranks that have left it take part with zeros until all have; then all have the parameters and the buffers of one
-        that was there to the end. Within it, buffers are not broadcast.
+        Ranks that have left the block take part with zeros until all ranks have left. Then all ranks get the parameters
+        and buffers of a rank that had batches to the end. Within the block buffers are not broadcast.
 
         Raises:
-            InvalidArgument: with find_unused_parameters, whose collective they would not take part in.
+            InvalidArgument: with find_unused_parameters, which needs a collective that shadowing ranks do not call.
         """
         if self._may_miss:
             raise InvalidArgument(f"{self._communicator.label}: join() does not go with find_unused_parameters=True")
@@ -181,9 +181,9 @@ class Synchronised(torch.nn.Module):
         self._broadcast_state(joined.last_rank)
 
     def unwrap(self) -> torch.nn.Module:
-        """Takes the hooks away, and returns the module, which synchronises no more.
+        """Removes the hooks, and returns the module, which is not synchronised any more.
 
-        Until then a module is synchronised for as long as it lives, also where nobody holds its Synchronised.
+        Without this call a module is synchronised as long as it lives, also after its Synchronised is collected.
         """
         self._passes.remove()
         if _passes_by_module.get(self.module) is self._passes:  # else it was wrapped again
@@ -219,7 +219,7 @@ class Synchronised(torch.nn.Module):
 
 
 def _release(module: torch.nn.Module) -> None:
-    """Takes away the hooks of an earlier Synchronised, which nobody may hold any more: they would reduce once more."""
+    """Removes the hooks of an earlier Synchronised of the module or its parts: they would reduce a second time."""
     for part in module.modules():
         earlier = _passes_by_module.pop(part, None)
         if earlier is not None:
@@ -227,7 +227,7 @@ def _release(module: torch.nn.Module) -> None:
 
 
 def _plain(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the module: what a copy of a Synchronised is made by."""
+    """Returns the module: copy and pickle call it to copy a Synchronised."""
     return module
 
 
@@ -258,17 +258,17 @@ def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[
 
 
 class _BackwardPasses:
-    """Has autograd hand over the gradients of parameters, until it is collected: the hooks do not keep it alive.
+    """Hands over the gradients of parameters from autograd's hooks. The hooks do not keep it alive.
 
     Args:
-        parameters: by name, in the order in which their gradients are expected; the callback knows them already.
-        frozen: parameters that need no gradient, likewise.
-        callback: what gets them.
+        parameters: by name, in the order in which their gradients are expected; the callback has them already.
+        frozen: parameters that need no gradient, by name.
+        callback: takes the gradients.
         communicator: the callback's.
         in_buckets: whether gradients live in the buckets.
-        may_miss: whether a pass may bring no gradient for some, on all ranks or on some.
-        check: called at the end of each pass that is synchronised; what it raises all ranks hear of.
-        at_end: called at the end of each pass that was synchronised.
+        may_miss: whether a pass may have no gradient for some parameters, on all ranks or on some.
+        check: called at the end of each synchronising pass; an error that it raises fails all ranks.
+        at_end: called after each synchronising pass.
 
     Attributes:
         is_synchronising: whether gradients are handed over; else they stay local.
@@ -296,24 +296,24 @@ class _BackwardPasses:
         self._at_end = at_end
         self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
         self._views = {name: _tensor_of(array) for name, array in self._arrays.items()}
-        self._come: set[str] = set()
-        self._come_locally: set[str] = set()  # in passes since the last that was synchronised
-        self._kept: dict[str, torch.Tensor] = {}  # earlier gradients in the buckets, which this pass may leave alone
+        self._come: set[str] = set()  # parameters with a gradient in this pass
+        self._come_locally: set[str] = set()  # and in local passes since the last synchronising one
+        self._kept: dict[str, torch.Tensor] = {}  # earlier gradients in the buckets, to be restored if no rank has one
         self._failed: BaseException | None = None
         self._pass: weakref.ref[_Pass] | None = None  # autograd holds it
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_hear, weakref.ref(self), name))
+            parameter.register_post_accumulate_grad_hook(partial(_call_back, weakref.ref(self), name))
             for name, parameter in parameters.items()
         ]
         self._remove = weakref.finalize(self, _remove_all, hooks)
         self._remove.atexit = False
 
     def remove(self) -> None:
-        """Takes the hooks away; the gradients stay where they are."""
+        """Removes the hooks; the gradients stay where they are."""
         self._remove()
 
     def accumulated(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Hears from autograd that a parameter's gradient is there."""
+        """Called by autograd when it has accumulated a parameter's gradient."""
         if not self._is_under_way():
             self._begin()
         if not self.is_synchronising:
@@ -326,8 +326,8 @@ class _BackwardPasses:
             raise
 
     def _is_under_way(self) -> bool:
-        # Not where hand-over may fail: the error is kept, its traceback holds that frame, and the pass would never be
-        # deleted, nor another one begin.
+        # In a method of its own: the traceback of a failed hand-over holds the frame of its caller, and a pass in that
+        # frame would never be deleted.
         one = None if self._pass is None else self._pass()
         return one is not None and not one.is_over
 
@@ -341,11 +341,11 @@ class _BackwardPasses:
     @torch.no_grad()
     def _hand_over(self, name: str, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is None:  # an earlier hook, which is not ours, has taken it
+        if gradient is None:  # taken away by a hook of the program, which ran before
             raise InvalidArgument(
                 f"{self._communicator.label}: the gradient of {name!r} was taken away by another hook"
             )
-        if gradient.is_conj() or gradient.is_neg():  # autograd leaves it at a note that it is to be conjugated
+        if gradient.is_conj() or gradient.is_neg():  # marked by autograd, and not yet computed
             gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
         self._come.add(name)
         view = self._views.get(name)
@@ -366,10 +366,10 @@ class _BackwardPasses:
                 f"{gradient.device}, and was {view.dtype}{list(view.shape)} on {view.device} when the module was "
                 "wrapped: convert or move it before"
             )
-        _array_of(gradient)  # refuses what is no plain tensor
+        _array_of(gradient)  # raises for sparse tensors and the like
 
     def end(self) -> None:
-        """Ends a pass: reduces what is left, and leaves the results where optimisers look for them."""
+        """Ends a pass: reduces what is left, and puts the results into `.grad`."""
         if not self.is_synchronising:
             self._callback.flush()  # counts the local pass
             return
@@ -381,7 +381,7 @@ class _BackwardPasses:
         self._at_end()
 
     def _flush(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """Reduces what is left; returns what _complete() does, where parameters may be missing."""
+        """Reduces what is left; returns the result of _complete() if parameters may be missing."""
         try:
             with self._callback.backward():
                 self._check_frozen()
@@ -396,7 +396,7 @@ class _BackwardPasses:
             ) from error
 
     def abandon(self) -> None:
-        """Ends a pass that was left by an exception: the others are told, unless all have it or the pass was local."""
+        """Ends a pass that an exception has left: fails the other ranks too, unless all have it or it was local."""
         if not self.is_synchronising:
             return
         failed = self._failed or GradientCancelled("autograd did not come to the end of the backward pass")
@@ -416,14 +416,14 @@ class _BackwardPasses:
             )
 
     def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Hands over what earlier, local passes have left; returns which parameters have a gradient on this rank.
+        """Hands over gradients of earlier, local passes; returns the parameters that have a gradient on this rank.
 
-        A gradient that was there before them has been reduced already.
+        A gradient from before those passes was reduced already.
         """
         for name, parameter in self._parameters.items():
             if name in self._come_locally and name not in self._come and parameter.grad is not None:
                 self._hand_over(name, parameter)
-        # Their places in the buckets are filled with zeros.
+        # The callback writes zeros to their places in the buckets.
         self._kept = {
             name: view.clone()
             for name, view in self._views.items()
@@ -432,7 +432,7 @@ class _BackwardPasses:
         return np.array([name in self._come for name in self._parameters], np.uint8)
 
     def _take_filled(self, used: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Gives parameters that other ranks have used the result; those that none has keep what they had."""
+        """Sets the gradients of parameters that other ranks have used; restores those that no rank has used."""
         self._communicator.all_reduce(used, "max")
         is_used = dict(zip(self._parameters, used, strict=True))
         for name, result in self._callback.filled.items():
@@ -443,7 +443,7 @@ class _BackwardPasses:
         self._kept.clear()
 
 
-def _hear(passes: weakref.ref[_BackwardPasses], name: str, parameter: torch.nn.Parameter) -> None:
+def _call_back(passes: weakref.ref[_BackwardPasses], name: str, parameter: torch.nn.Parameter) -> None:
     """The hook of a parameter."""
     alive = passes()
     if alive is not None:
@@ -456,14 +456,14 @@ def _remove_all(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
 
 
 class _Pass:
-    """One backward pass: called at its end; where it has none, deleted without having been called."""
+    """One backward pass. Autograd calls it at the end of the pass, or deletes it if the pass fails."""
 
     def __init__(self, passes: _BackwardPasses) -> None:
         self._passes: _BackwardPasses | None = passes
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, well or not; the traceback of its error may hold it for long."""
+        """Whether it has ended, well or not; the traceback of its error may keep it alive for long."""
         return self._passes is None
 
     def __call__(self) -> None:
@@ -472,28 +472,28 @@ class _Pass:
             passes.end()
 
     def __del__(self) -> None:
-        passes, self._passes = self._passes, None  # first: a traceback may keep this alive, and the pass is over
+        passes, self._passes = self._passes, None  # first: a traceback may keep this object alive
         if passes is not None:
             passes.abandon()
 
 
-# -- What may change about it ----------------------------------------------------------------------------------------
+# -- Changes of the module -------------------------------------------------------------------------------------------
 
 
 class _ParameterWatch:
-    """Notices parameters that came to a module after it was wrapped: in a layer that was replaced, or added.
+    """Finds parameters that are new since a module was wrapped, because a layer was replaced or added.
 
     Args:
         module: the module.
-        known: its parameters, with those that need no gradient.
-        communicator: for its name in errors.
+        known: its parameters, also those that need no gradient.
+        communicator: named in errors.
     """
 
     def __init__(
         self, module: torch.nn.Module, known: Iterable[torch.nn.Parameter], communicator: Communicator
     ) -> None:
         self._module = weakref.ref(module)
-        self._known = {id(parameter): parameter for parameter in known}  # alive: else another may get its id
+        self._known = {id(parameter): parameter for parameter in known}  # held, so that no other object gets their ids
         self._communicator = communicator
         self._note(module)
 
@@ -529,7 +529,7 @@ class _ParameterWatch:
         self._note(module)
 
     def _note(self, module: torch.nn.Module) -> None:
-        """Takes down the objects that the module consists of, by weak references: a part may refer back to it."""
+        """Notes the module's parts and parameters, by weak references, because a part may refer back to the module."""
         parts = list(module.modules())
         self._parts = [weakref.ref(part) for part in parts]
         self._members = [_nothing if member is None else weakref.ref(member) for member in _members_of(parts)]
@@ -546,7 +546,7 @@ class _ParameterWatch:
 
 
 def _members_of(parts: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    """Yields the parameters and modules that each part has registered, and None where it has none."""
+    """Yields the parameters and modules that each part has registered; some are None."""
     return chain.from_iterable([chain(part._parameters.values(), part._modules.values()) for part in parts])
 
 
@@ -555,12 +555,12 @@ def _nothing() -> None:
 
 
 class _BufferBroadcast:
-    """Has the buffers of a module become those of rank 0.
+    """Copies the buffers of a module from rank 0 to all ranks.
 
     Args:
         module: the module.
         communicator: of the ranks.
-        is_on: whether it does.
+        is_on: whether calls do anything.
 
     Attributes:
         is_on: see above.
@@ -572,7 +572,7 @@ class _BufferBroadcast:
         self.is_on = is_on
 
     def __call__(self) -> None:
-        """Does it; a collective."""
+        """Copies the buffers. Collective."""
         module = self._module()
         if self.is_on and module is not None:
             _broadcast_state("Synchronised, buffers", module.named_buffers(), 0, self._communicator)
@@ -581,7 +581,7 @@ class _BufferBroadcast:
 def _broadcast_state(
     what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
 ) -> None:
-    """Copies the root's tensors into those of all ranks, where there are any; see _broadcast_tensors."""
+    """Copies the root's tensors into those of all ranks, if there are any; see _broadcast_tensors."""
     tensors = list(named)
     if tensors and communicator.world_size > 1:
         _broadcast_tensors(what, tensors, root, communicator)
@@ -596,10 +596,10 @@ def _dtype_name_of(tensor: torch.Tensor) -> str:
 
 
 def _array_of(tensor: torch.Tensor) -> Any:
-    """Returns what a communicator takes for a tensor: on the CPU a NumPy array, elsewhere what speaks DLPack.
+    """Returns a tensor as an array for a communicator: a NumPy array on the CPU, else an object that speaks DLPack.
 
     Raises:
-        InvalidArgument: a sparse tensor, or one whose values lie in memory conjugated or negated.
+        InvalidArgument: the tensor is sparse, or its values lie in memory conjugated or negated.
     """
     if tensor.layout is not torch.strided:
         raise InvalidArgument(
@@ -616,7 +616,7 @@ def _array_of(tensor: torch.Tensor) -> Any:
 
 
 def _tensor_of(array: Any) -> torch.Tensor:
-    """Returns an array, NumPy's or CuPy's, as a tensor."""
+    """Returns an array of NumPy or CuPy as a tensor."""
     if not isinstance(array, np.ndarray):
         return torch.from_dlpack(array)
     if array.dtype.name == _BFLOAT16:
@@ -629,7 +629,7 @@ def _broadcast_tensors(
 ) -> None:
     """Copies the root's tensors into those of all ranks, in place, as one collective.
 
-    Autograd is told: a tensor that a graph still needs as it was makes the backward pass say so.
+    Marks the tensors as changed for autograd, which then raises if a graph still needs the old values.
 
     Raises:
         PlanMismatch: the ranks' tensors differ in names, shapes or dtypes; nothing was sent.
@@ -645,7 +645,7 @@ def _broadcast_tensors(
 
 
 def _on_stream_of_torch(communicator: Communicator) -> AbstractContextManager[Any]:
-    """Makes PyTorch's current stream that of CuPy, whose order gradsync keeps to; on the CPU there is none."""
+    """Makes PyTorch's current stream CuPy's current stream, which gradsync uses; does nothing on the CPU."""
     if communicator.device == "cpu":
         return nullcontext()
     import cupy

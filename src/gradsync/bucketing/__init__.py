@@ -1,10 +1,11 @@
 """Bucketing: from single gradients to flat buffers, and back.
 
-The way of a gradient: `callback` (what a program calls), `step` (is it as in the last step?), `plan` (which bucket),
-`reducer` (the bucket's all-reduce), and its future. Beside it: `gradient` (what one is, where its values go), `guard`
-(who may write to it), `agreements` (what the ranks compare), `values` (NaN, the norm, clipping), `compression`,
-`bucket_memory` (gradients that live in buckets), `bucket_hook`, `join`, `accumulation` and `forgotten`; `lists` and
-`trees` are for programs that hand over everything at once.
+The way of a gradient: `callback` (called by the program), `step` (does it repeat the last one?), `plan` (which bucket),
+`reducer` (the bucket's all-reduce), and gradsync.futures. Beside the way: `gradient` (which arrays are accepted, where
+results go), `options`, `guard` (gradients in flight are read-only), `agreements` (what the ranks compare), `values`
+(NaN, the norm, clipping), `compression`, `bucket_memory` (gradients that live in buckets), `bucket_hook`, `join`,
+`accumulation` (local passes), `forgotten` (never reduced) and `shapes_file`. `lists` and `trees` are for programs that
+have all gradients at once.
 """
 
 from gradsync.bucketing.forgotten import fail_at_exit, raise_forgotten, report_forgotten_at_exit

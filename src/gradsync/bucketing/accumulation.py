@@ -1,6 +1,6 @@
-"""The gradients of local passes, added up by parameter until a step hands over their sums.
+"""The gradients of local passes, added up by parameter until a step takes the sums.
 
-On a GPU sums are made on the current stream of each hand-over, one after the other.
+On a GPU a sum is made on the current stream of each hand-over, one addition after the other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _Owner = tuple[Callable[[], Any], tuple[int, int]]
 
 
 class _Sum:
-    """What has been added up for one parameter.
+    """The sum of one parameter.
 
     Attributes:
-        parameter: held, so that its identity stays its own.
+        parameter: held, so that no other object gets its id.
         name: as ranks know it.
-        total: the sum so far, which no caller can write to.
-        mark: of the work that has added it; see Communicator.mark_work.
-        given: what was handed over, and what owns that memory, with its bounds; see _owners.
+        total: the sum so far, in memory that no caller can write to.
+        mark: of the last addition; see Communicator.mark_work.
+        given: the arrays that were handed over, and the owners of their memory, with its bounds; see _owners.
     """
 
     __slots__ = ("given", "mark", "name", "parameter", "total")
@@ -66,18 +66,18 @@ class Accumulation:
 
         Args:
             param, key, name: of the parameter.
-            grad: what was handed over.
+            grad: the gradient that was handed over.
             native: the same, as the communicator's array.
-            communicator: whose arrays these are.
-            is_reused: whether an array that comes again holds a gradient of this pass alone, as the caller says.
+            communicator: of the arrays.
+            is_reused: whether an array that arrives again holds only the gradient of this pass, as the caller says.
 
         Raises:
-            InvalidArgument: the parameter has come in this pass; or in another shape or dtype than before; or its array
-                may hold an earlier gradient of the step already.
+            InvalidArgument: the parameter has a gradient in this pass already, or had another shape or dtype before, or
+                its array may contain an earlier gradient of the step.
         """
         known, owners = self._sums.get(key), _owners(grad, native, communicator)
         if known is None:
-            # Not in the bucket: that is the caller's to write to, and holds the last step's results.
+            # Not in the bucket: the caller may write to it, and it holds the last step's results.
             known = _Sum(param, name, communicator.arrays.empty_like(native))
             known.total[...] = _beside(native, known.total)
             self._sums[key] = known
@@ -96,7 +96,7 @@ class Accumulation:
         return known.total
 
     def take(self, key: Hashable, grad: Any, native: Array, communicator: Communicator, *, is_reused: bool) -> Any:
-        """Returns what a step hands over for a parameter: its sum with this last gradient; or that, without a sum."""
+        """Returns the gradient that a step reduces for a parameter: the last one, added to the sum if there is one."""
         known = self._sums.get(key)
         if known is None:
             return grad
@@ -105,18 +105,18 @@ class Accumulation:
         return known.total
 
     def take_rest(self, communicator: Communicator) -> list[tuple[Any, Array]]:
-        """Returns the parameters that came in local passes alone, with their sums, in the order in which they came."""
+        """Returns the parameters with gradients in local passes only, and their sums, in order of arrival."""
         rest, self._sums = self._sums, {}
         if communicator.runs_beside_host:
             communicator.follow_work([known.mark for known in rest.values()])
         return [(known.parameter, known.total) for known in rest.values()]
 
     def names(self) -> list[str]:
-        """Returns whose sums there are, in the order in which they came."""
+        """Returns the names of the parameters that have a sum, in order of arrival."""
         return [known.name for known in self._sums.values()]
 
     def end_pass(self) -> bool:
-        """Ends a local pass; returns whether a gradient has come in it."""
+        """Ends a local pass; returns whether it had a gradient."""
         has_come = bool(self._in_pass)
         self._in_pass.clear()
         return has_come
@@ -127,7 +127,7 @@ class Accumulation:
         self._in_pass.clear()
 
     def _add_to(self, known: _Sum, native: Array, owners: Iterable[_Owner], communicator: Communicator) -> None:
-        """Adds a gradient to a sum; `owners` are those that must not have been handed over before."""
+        """Adds a gradient to a sum; refuses one whose memory, by its owners, was handed over before."""
         label, total = communicator.label, known.total
         if (total.shape, total.dtype) != (native.shape, native.dtype):
             raise InvalidArgument(
@@ -147,12 +147,12 @@ class Accumulation:
             )
         if communicator.runs_beside_host:
             communicator.follow_work([known.mark])  # the pass before may have run on another stream
-        with np.errstate(all="ignore"):  # what is not finite shows in the result
+        with np.errstate(all="ignore"):  # NaN and infinity show in the result
             total += _beside(native, total)
 
 
 def _beside(native: Array, total: Array) -> Any:
-    """Returns an array in the memory that its sum is in: the host's, or the device's."""
+    """Returns an array in the same memory as its sum: the host's, or the device's."""
     given: Any = native
     if isinstance(native, np.ndarray) == isinstance(total, np.ndarray):
         return given
@@ -160,7 +160,7 @@ def _beside(native: Array, total: Array) -> Any:
 
 
 def _owners(grad: Any, native: Array, communicator: Communicator) -> list[_Owner]:
-    """Returns references to an array and its memory's owner: while one lives, nobody else gets that memory."""
+    """Returns references to an array and to its memory's owner: while one lives, no other array gets the memory."""
     bounds = communicator.arrays.byte_bounds(native) if native.size else (0, 0)
     owner: Any = native
     while (base := _base(owner)) is not None:
@@ -169,27 +169,27 @@ def _owners(grad: Any, native: Array, communicator: Communicator) -> list[_Owner
     for each in {id(each): each for each in (grad, owner)}.values():
         try:
             found.append((weakref.ref(each), bounds))
-        except TypeError:  # of a class without weak references: then its owner alone tells
+        except TypeError:  # a class without weak references: then only its owner identifies it
             if isinstance(each, bytearray):
                 found.append((_Held(each), bounds))
     return found
 
 
 def _base(owner: Any) -> Any:
-    """Returns what an array or a memoryview shows the memory of; None where that is its own."""
+    """Returns the object whose memory an array or memoryview shows; None if it owns its memory."""
     if isinstance(owner, memoryview):
         return owner.obj
     return getattr(owner, "base", None) if hasattr(owner, "dtype") else None
 
 
 class _Held:
-    """A reference to a bytearray, of which there are no weak ones: gives None once nobody else has it."""
+    """A reference to a bytearray, which has no weak references: returns None once it holds the last reference."""
 
     def __init__(self, owner: bytearray) -> None:
         self._owner: bytearray | None = owner
 
     def __call__(self) -> bytearray | None:
-        if sys.getrefcount(self._owner) == 2:  # this one's, and that of the call
+        if sys.getrefcount(self._owner) == 2:  # the attribute, and the argument of the call
             self._owner = None
         return self._owner
 

@@ -1,12 +1,12 @@
-"""What the ranks agree on: that they use the same callback, and each event of its steps: every bucket, and the flush.
+"""The agreements of a callback: that all ranks use the same one, and each event of its steps: buckets and the flush.
 
-Ranks that call their callbacks in another order would average the gradients of two models. A callback has the name that
-the program gave it, or else the place where it was made. When it is first used on a communicator, the ranks compare
-these, and from then on its number there is part of every digest of its steps.
+Ranks that use their callbacks in different orders would average the gradients of two models. A callback is known by the
+name that the program gave it, or by the line that made it. When it is first used on a communicator the ranks compare
+these. From then on its number on that communicator is a part of every digest of its steps.
 
-Why the number is not simply that of the construction: one rank may have made a callback more than the others, which it
-never uses, and the ranks may make theirs at different lines. Why it is not that of the first use alone: where the first
-use is crosswise already, the numbers would agree.
+The number is not that of the construction: one rank may have made one more callback, which it never uses, and ranks may
+make theirs at different lines. The number of the first use is not enough either: if the ranks cross their callbacks at
+the first use, the numbers are equal.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class StepEvents:
 
     Args:
         op: sum or mean.
-        settings: what else ranks must agree on about all buckets, in words; "" where there is nothing.
+        settings: the options on which ranks must agree, as text; "" without any.
 
     Attributes:
-        local_passes: that were made before this step.
+        local_passes: the number of local passes before this step.
     """
 
     def __init__(self, op: ReduceOp, settings: str = "") -> None:
@@ -47,19 +47,19 @@ class StepEvents:
         self.change_settings(settings)
 
     def change_settings(self, settings: str) -> None:
-        """Has the events to come include other settings; between steps."""
+        """Changes the settings in later events; call it between steps."""
         op = self._reduce_op.value
         self._op = f"{op}, {settings}" if settings else op
         self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []  # of the last step: with its local passes
 
     def change_callback(self, callback: KnownCallback | None) -> None:
-        """Has the events to come be those of the callback as the ranks know it; None where they need not."""
+        """Marks later events with the callback, as the ranks know it; None leaves them unmarked."""
         self._callback = callback
         self._known = []
         self._others = {}
 
     def of_callback(self, agreement: Agreement) -> Agreement:
-        """Returns an agreement on something that the callback does beside its steps, as one that says whose it is."""
+        """Returns an agreement outside the steps, such as that on the buckets' memory, marked with the callback."""
         if self._callback is None:
             return agreement
         known = self._others.get(agreement.digest)
@@ -77,15 +77,15 @@ class StepEvents:
         index = self._index
         if index < len(self._known):
             known, passes, agreement = self._known[index]
-            if known is bucket and passes == self.local_passes:  # a step that repeats the last has the very same
+            if known is bucket and passes == self.local_passes:  # a step that repeats the last has the same objects
                 self._index = index + 1
                 return agreement
         return self._note(bucket)
 
     def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
-        """Returns the agreement that the step ends here, after so many gradients; `missing` names those that are."""
+        """Returns the agreement that the step ends after so many gradients; `missing` names the missing ones."""
         event, index = _Flush(gradients, missing), self._index
-        if index == 0:  # an empty step says nothing about the next: what is known stays
+        if index == 0:  # an empty step leaves the known events as they are
             return self._make(event, 0)
         if index < len(self._known):
             known, passes, agreement = self._known[index]
@@ -185,13 +185,13 @@ _MOST_CHARACTERS = 80  # of a name
 
 
 class KnownCallback(NamedTuple):
-    """A callback that all ranks of a communicator know as the same one. Keeps neither of them alive.
+    """A callback that all ranks of a communicator know. Keeps neither the callback nor the communicator alive.
 
     Attributes:
         number: of the callback on the communicator, from 1, in the order of first use; the same on all ranks.
-        name: what the program calls it, or None.
+        name: given by the program, or None.
         made_at: the line of this rank's program that made it.
-        used: how many callbacks have been used on the communicator: one number in a list, which grows.
+        used: the number of callbacks used on the communicator so far, in a list of one, which all of them share.
         communicator: where it has that number.
     """
 
@@ -202,7 +202,7 @@ class KnownCallback(NamedTuple):
     communicator: ReferenceType[Communicator]
 
     def mark(self, agreement: Agreement) -> Agreement:
-        """Returns an agreement on the same event of this callback alone."""
+        """Returns the agreement with this callback in its digest and texts."""
         return agreement._replace(
             digest=digest_of(agreement.digest, self.number),
             describe=partial(self._describe, agreement),
@@ -212,18 +212,18 @@ class KnownCallback(NamedTuple):
         )
 
     def _shown(self, has_others: bool) -> str:
-        """Returns its name in quotes, or its number; "" where only one callback can be meant."""
+        """Returns its name in quotes, or its number; "" if the program has only one callback."""
         if self.name is not None:
             return repr(self.name)
         return str(self.number) if has_others else ""
 
     def _has_others(self) -> bool:
-        """Whether this rank still has other callbacks for the communicator, used there or not."""
+        """Whether this rank has other live callbacks for the communicator, used there or not."""
         communicator = self.communicator()
         return communicator is not None and any(each.is_beside(self.number, communicator) for each in _alive())
 
     def _called(self) -> str:
-        """Returns what errors call it; "" where only one callback can be meant."""
+        """Returns its name or number for errors; "" if the program has had only one callback."""
         return self._shown(self.used[0] > 1 or self._has_others())
 
     def _describe(self, agreement: Agreement) -> str:
@@ -241,14 +241,14 @@ class KnownCallback(NamedTuple):
 
 
 class CallbackIdentity:
-    """What one callback is known by. The callback alone holds it: it is looked for among those that are alive.
+    """The name of one callback, or the lines that made it. Only the callback holds it, so it lives as long.
 
     Args:
-        name: what the program calls it; None where it has no name.
+        name: given by the program, or None.
         group: its communicator; None is the world's.
 
     Raises:
-        InvalidArgument: a name that is no text of one line, or too long.
+        InvalidArgument: the name is no text of one line, or is too long.
     """
 
     def __init__(self, name: str | None, group: Communicator | None) -> None:
@@ -262,7 +262,7 @@ class CallbackIdentity:
         self._name = name
         self._group = group
         self._stack = tuple([each.short() for each in callers()]) or ("an unknown line",)
-        # Counted by thread: several make theirs in any order, and then there is no telling them apart.
+        # Counted in each thread: threads make callbacks in any order, so a common count would differ between ranks.
         self._number = 0 if name is not None else _made.count(group, self._stack)
         identity = (self._stack, self._number) if name is None else name
         self._digest = digest_of(identity) >> 1  # numbers that ranks share have a sign
@@ -270,19 +270,19 @@ class CallbackIdentity:
         _living[next(_serials)] = self
 
     def known_on(self, communicator: Communicator) -> KnownCallback | None:
-        """Returns as what the ranks know it; None where it has not been used on this communicator."""
+        """Returns the callback as the ranks know it; None if it was not used on this communicator yet."""
         return self._known.get(communicator)
 
     def meet(self, communicator: Communicator) -> KnownCallback:
-        """Makes sure that the other ranks use the same callback. Collective; before its first use on a communicator.
+        """Checks that the other ranks use the same callback. Collective, before its first use on a communicator.
 
         Raises:
-            PlanMismatch: they use another one; on all ranks.
+            PlanMismatch: ranks use different callbacks; on all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         agreement = self._agreement(_FIRST_USE, self._name)
         digests = {digest for [digest] in communicator.share_numbers(_FIRST_USE, [self._digest], agreement)}
-        if len(digests) > 1:  # made in different places, which may be meant so; or used crosswise
+        if len(digests) > 1:  # made at different lines, which may be intended; or used crosswise
             holds = self._holds_other(digests - {self._digest}, communicator)
             agreement = self._agreement(_FIRST_USE, "made in different places")
             if any(held for [held] in communicator.share_numbers(_FIRST_USE, [int(holds)], agreement)):
@@ -300,18 +300,18 @@ class CallbackIdentity:
         return Agreement(digest_of(*parts), describe, summarise=summarise, item=_ITEM, kind="first use")
 
     def _holds_other(self, digests: set[int], communicator: Communicator) -> bool:
-        """Whether this rank has another callback for the communicator, not used there yet, that is one of these."""
+        """Whether this rank has an unused callback for the communicator with one of these digests."""
 
         def is_there() -> bool:
             others = [each for each in _alive() if each._digest in digests]
             return any(each._is_for(communicator) and each.known_on(communicator) is None for each in others)
 
         if is_there():
-            gc.collect()  # what nobody can use any more must not count
+            gc.collect()  # callbacks that are only in a reference cycle must not count
         return is_there()
 
     def is_beside(self, number: int, communicator: Communicator) -> bool:
-        """Whether it is for the communicator, where it does not have this number, or none yet."""
+        """Whether it is for the communicator, and has another number there, or none yet."""
         known = self.known_on(communicator)
         return self._is_for(communicator) and (known is None or known.number != number)
 
@@ -320,14 +320,14 @@ class CallbackIdentity:
 
 
 class _Made(threading.local):
-    """How many callbacks without a name this thread has made, by group and place."""
+    """Counts the callbacks without a name that this thread has made, by group and place."""
 
     def __init__(self) -> None:
         self._of_world: dict[tuple[str, ...], int] = {}
         self._of_groups: WeakKeyDictionary[Communicator, dict[tuple[str, ...], int]] = WeakKeyDictionary()
 
     def count(self, group: Communicator | None, stack: tuple[str, ...]) -> int:
-        """Returns how many there were before, and counts one more; numbers of those that are gone do not recur."""
+        """Returns the number of callbacks made there before, and counts one more. Numbers are never used again."""
         counts = self._of_world if group is None else self._of_groups.setdefault(group, {})
         number = counts[stack] = counts.get(stack, -1) + 1
         return number
@@ -340,13 +340,13 @@ _used: WeakKeyDictionary[Communicator, list[int]] = WeakKeyDictionary()
 
 
 def _alive() -> list[CallbackIdentity]:
-    """Returns those that are alive; any thread may ask."""
+    """Returns the identities of live callbacks. Any thread may call it."""
     found = [reference() for reference in _living.valuerefs()]
     return [each for each in found if each is not None]
 
 
 def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> str:
-    """Returns the first use of a callback, and below it the calls through which it was made, the innermost first."""
+    """Returns the text of a first use: the line that made the callback, and below it the calls that led there."""
     if name is not None:
         return f"the first use of callback {name!r} (made at {stack[0]})"
     lines = [f"called from {place}" for place in stack[1:]]

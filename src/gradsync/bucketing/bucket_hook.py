@@ -1,7 +1,7 @@
-"""The interface of hooks: what a program of its own may do in place of a bucket's all-reduce.
+"""The interface of hooks: a program's own function in place of a bucket's all-reduce.
 
-A hook gets each bucket of a step, in the same order on every rank, and returns what its flat buffer is to become. What
-it calls on the bucket's communicator, every rank's hook must call alike. The shipped ones are in gradsync/hooks.py.
+A hook gets each bucket of a step, in the same order on every rank, and returns the reduced values of its flat buffer.
+The hooks of all ranks must call the same collectives on the bucket's communicator. gradsync/hooks.py has some hooks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class GradientBucket:
     """Some gradients of a step, packed, before their reduction.
 
     Attributes:
-        index: number of the bucket in its step, from 0. The same gradients keep it while a step repeats the one before.
+        index: number of the bucket in its step, from 0. The same gradients keep it while steps repeat.
         names: of the gradients, in the order in which they lie in `flat`: a string as it is, other names as repr().
-        shapes: theirs.
+        shapes: of the gradients, in that order.
         flat: 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to it; it is
-            valid until the bucket's result is there.
+            valid until the bucket has its result.
         communicator: whose ranks reduce it.
-        op: sum or mean: what the result must be.
+        op: the required reduction: sum or mean.
     """
 
     index: int
@@ -51,10 +51,10 @@ BucketHook = Callable[[GradientBucket], Any]
 
 
 def settings_of(hook: BucketHook) -> str:
-    """Returns what ranks must agree on about a hook: its `settings` where it has them, else its name.
+    """Returns the text about a hook on which ranks must agree: its `settings` if it has any, else its name.
 
-    To the name of a lambda, or of a function within another, which several may have, comes a digest of its code. What a
-    closure holds is not compared: a rank's number may be in it.
+    Several lambdas or inner functions may have one name: a digest of the code is added. The values in a closure are not
+    compared, because a rank's number may be among them.
     """
     settings = getattr(hook, "settings", None)
     if settings:
@@ -69,7 +69,7 @@ def settings_of(hook: BucketHook) -> str:
 
 
 def _code_digest(code: CodeType) -> int:
-    """Returns a digest of what a function does, the same on all ranks that run one version of Python."""
+    """Returns a digest of a function's code, the same on all ranks that run one version of Python."""
     constants = [
         _code_digest(each) if isinstance(each, CodeType) else each
         for each in code.co_consts
@@ -79,17 +79,17 @@ def _code_digest(code: CodeType) -> int:
 
 
 def result_of(value: Any, bucket: GradientBucket) -> Array:
-    """Returns what a hook has returned for a bucket, as a flat array; waits for it where it is a future.
+    """Returns a hook's result for a bucket as a flat array; waits for it if it is a future.
 
     On a GPU the current stream waits for a future, the host does not.
 
     Args:
         value: an array, or an object whose result() gives one.
-        bucket: what the hook was given.
+        bucket: of the result.
 
     Raises:
-        InvalidArgument: no array, or one of another size or dtype.
-        PlanMismatch, RankFailed, ...: what the future raises.
+        InvalidArgument: the result is no array, or has another size or dtype.
+        PlanMismatch, RankFailed, ...: raised by the future.
     """
     communicator = bucket.communicator
     if callable(getattr(value, "result", None)):

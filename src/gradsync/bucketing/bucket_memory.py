@@ -1,7 +1,7 @@
-"""Gradients that live inside the buckets: memory that is reduced where it lies, cut into a view for each parameter.
+"""Gradients that live inside the buckets: memory that is reduced in place, with a view for each parameter.
 
-The memory belongs to the communicator: on the CPU ranks share it, on a GPU it is device memory. A view keeps it alive,
-so that what a program still holds can be read when the communicator is closed; only reducing it is over then.
+The memory belongs to the communicator: on the CPU the ranks share it, on a GPU it is device memory. A view keeps it
+alive: a program may read its views after the communicator is closed, but the memory cannot be reduced any more.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class BucketMemory:
 
     Args:
         buckets: of the plan.
-        communicator: whose memory it is.
-        agreed: returns what the ranks agree on, given that for the plan.
+        communicator: makes the memory, and reduces it.
+        agreed: makes an agreement that of one callback.
 
     Attributes:
-        memory: what the communicator reduces.
-        views: each gradient, by place, in its shape.
+        memory: of all buckets.
+        views: the gradients, by place, each in its shape.
 
     Raises:
         PlanMismatch: the ranks' plans differ.
@@ -78,10 +78,10 @@ class BucketMemory:
         return flat
 
     def holds(self, position: int, native: Array) -> bool:
-        """Whether an array is the one that lives in the bucket at a place.
+        """Whether an array is the view of the bucket at a place.
 
         Raises:
-            InvalidArgument: it lies in the memory of the buckets, but not there: reducing would mix it with another.
+            InvalidArgument: it lies in the buckets' memory at another place: the reduction would mix two gradients.
         """
         own = self.views[position]
         if native is own:
@@ -100,7 +100,7 @@ class BucketMemory:
 
 
 def _agreement(buckets: Sequence[Bucket]) -> Agreement:
-    """Returns what ranks agree on before they make the memory."""
+    """Returns the agreement of the ranks before they make the memory."""
     specs = [bucket.specs for bucket in buckets]
 
     def describe() -> str:

@@ -1,8 +1,8 @@
 """AllreduceCallback: takes gradients one by one, reduces them bucket by bucket, resolves their futures.
 
-Here is what a program calls. A gradient goes on to step.py, which knows the last step; plan.py says which buckets it
-completes; a complete bucket is reduced at once, in reducer.py, and the flush reduces the rest. Every bucket, and the
-flush, is an event on which the ranks agree before data moves.
+A program calls this class. Each gradient goes on to step.py, which remembers the last step. plan.py says which buckets
+the gradient completes. reducer.py reduces a complete bucket at once; the flush reduces the rest. The ranks agree on
+every bucket, and on the flush, before data moves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REMOVED = {"strategy": "leave it out, a bucket is always packed"}
 
 
 class AllreduceCallback:
-    """Averages gradients over the ranks: call it with each one as the backward pass makes it.
+    """Averages gradients over the ranks: call it with each gradient as the backward pass makes it.
 
         sync = gs.AllreduceCallback("mean")
         for batch in batches:
@@ -46,52 +46,52 @@ class AllreduceCallback:
             for name, future in futures.items():
                 weights[name] -= 0.1 * future.result()
 
-    Every rank hands over the same gradients, without `parameters` in the same order; ranks that differ get
-    PlanMismatch, all of them, before data moves (on NCCL, ranks that leave a plan which they have repeated find out too
-    late: PlanMismatch.broken). Gradients of one dtype are packed until the threshold is reached; the bucket's
-    all-reduce then starts at once. The reduced values are written into the gradient that was handed over, unless it is
-    read-only.
+    Every rank must hand over the same gradients, and in the same order unless `parameters` is given. Where ranks
+    differ, all of them get PlanMismatch before data moves. (On NCCL, ranks that leave a plan which they have repeated
+    notice it too late: PlanMismatch.broken.) Gradients of one dtype fill a bucket until the threshold is reached; the
+    bucket's all-reduce then starts at once. The reduced values are written into the gradient that was handed over,
+    unless that is read-only.
 
     Args:
         reduce_method: "sum" or "mean", in any case. "mean" needs floating or complex gradients.
         group: the communicator; None is the world's, looked up at each call.
         backend: None or "auto", or the backend that the communicator must have.
-        name: what this callback is called, on all ranks alike: ranks that use callbacks of other names, or in another
-            order, get PlanMismatch, which shows them. Without one it is known by the line that made it; where a program
-            has several callbacks and makes them at different lines on different ranks, or in threads, name each.
+        name: the callback's name, the same on all ranks. Ranks that use callbacks of other names, or in another order,
+            get PlanMismatch, which shows the names. A callback without a name is known by the line that made it: name
+            each one where ranks make several callbacks at different lines, or in threads.
         threshold_bytes: size that a bucket of several gradients never exceeds, in bytes or as text: "25 MB" is
             25 * 1024**2; a larger gradient goes alone. None is 10 MiB, and 64 MiB for `gradient_as_bucket_view` on the
             CPU.
         first_bucket_bytes: the same for the first bucket of a step, so that communication starts early.
-        parameters: names -> array or (shape, dtype), or a list of arrays where gradients are handed over by those.
-            Arrays are taken for the parameters: before the first step their bytes are compared over the ranks, once
-            (0.1 s for 100 MB), and where they differ a warning of the logger `gradsync` names the first. For arrays
-            that only show a shape pass (shape, dtype).
-            Fixes what each step must bring, and the buckets: they are launched in this order, in whatever order the
-            gradients come.
-        missing: what flush() does where a parameter's gradient has not come: "error" raises on all ranks alike; "zero"
-            takes zeros, and gives the result in `filled`.
+        parameters: names -> array or (shape, dtype); or a list of arrays, if gradients are handed over by arrays.
+            It fixes the gradients of each step and the buckets. Buckets are launched in this order, in whatever order
+            the gradients arrive. Arrays are taken for the parameters themselves: before the first step the ranks
+            compare their bytes, once (0.1 s for 100 MB), and a warning of the logger `gradsync` names the first that
+            differs. Pass (shape, dtype) for arrays that only show a shape.
+        missing: what flush() does if a parameter has no gradient: "error" raises, on all ranks; "zero" reduces zeros in
+            its place, and puts the result into `filled`.
         gradient_as_bucket_view: gradients live inside the buckets; needs `parameters`. Futures give views of the
-            buckets, which hold their values until the next step. See gradient_buffers().
-        compression: "float16" or "bfloat16": what float32 and float64 gradients travel in. On the CPU they are added up
-            in float32, in rank order (over MPI up to 16 ranks), and rounded once; NCCL adds in half precision.
+            buckets, whose values are valid until the next step. See gradient_buffers().
+        compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients travel. On the CPU they
+            are added up in float32, in rank order (over MPI up to 16 ranks), and rounded once; NCCL adds in half
+            precision.
         prescale: factor of the gradients before the reduction.
         postscale: factor of the results after it.
-        nonfinite: what is done about NaN and infinity, on all ranks in the same step: "off": nothing; "raise": flush()
-            raises NonFiniteGradient, which names parameter and rank; "skip": `skip_step` says so, for loss scaling.
-            A sum that overflows counts too.
-        clip_norm: the Euclidean norm of all reduced gradients of a step that they are scaled down to where it is
-            larger; float("inf") only computes it. `norm` has what it was. Who looks before the flush, a done-callback
-            too, sees what is not clipped.
-        lock_gradients: NumPy gradients are read-only from their hand-over until their future is done, so that
-            `gradient += ...` in between raises ValueError ("assignment destination is read-only") instead of being
-            averaged in, or lost. Only arrays whose flag can surely be put back are locked: those that own their memory,
-            or are views of one that does. The array that a gradient is a view of, and older views, can still be written
-            to. False leaves all as they are. Ranks need not agree on it.
+        nonfinite: the treatment of NaN and infinity, on all ranks in the same step. "off": none. "raise": flush()
+            raises NonFiniteGradient, which names the parameter and the rank. "skip": `skip_step` is True, for loss
+            scaling. A sum that overflows counts too.
+        clip_norm: the largest Euclidean norm of all reduced gradients of a step. If theirs is larger they are scaled
+            down to it; float("inf") only computes the norm. `norm` has the value before clipping. Until the flush, and
+            in done-callbacks, gradients are not clipped yet.
+        lock_gradients: makes NumPy gradients read-only from their hand-over until their future is done. A
+            `gradient += ...` in between then raises ValueError ("assignment destination is read-only"); otherwise it
+            would be averaged in, or lost. Only arrays whose flag can surely be restored are locked: arrays that own
+            their memory, and views of such arrays. The base array of a gradient, and older views, can still be written
+            to. False locks nothing. Ranks need not agree on it.
 
     Raises:
-        InvalidArgument: an unknown word, a size below 1, knobs that exclude each other, or a group that is none. Later,
-            where the process group is left with gradients that were handed over and never reduced.
+        InvalidArgument: an unknown word, a size below 1, options that exclude each other, or a group that is no
+            communicator. Later, if the process group ends with gradients that were handed over and never reduced.
         BackendUnavailable: compression="bfloat16" without ml_dtypes.
 
     Source: bucketing as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), with the arrival order of MegEngine.
@@ -139,19 +139,19 @@ class AllreduceCallback:
         )
         self._group = group
         self._step = Step(options, CallbackIdentity(name, group))
-        # What is done with a gradient: another thing within blocks of local passes, and after them.
+        # Takes a gradient: another function within blocks of local passes, and in the step after them.
         self._take: Callable[[Any, Any, Communicator], GradientFuture] = self._step.take
-        self._is_local = False  # whether this is such a block
+        self._is_local = False  # whether such a block is open
         self.statistics = self._step.reducer.statistics
         watch(self, self._step)
         if parameters is not None and (group is not None or world.current is not None):
-            self._step.begin_with(self._communicator())  # else wrong ones were told with the first gradient
+            self._step.begin_with(self._communicator())  # wrong parameters raise here, not at the first gradient
 
     @property
     def threshold_bytes(self) -> int:
         """Size in bytes that a bucket of several gradients never exceeds.
 
-        With `gradient_as_bucket_view`, and no threshold passed, it is known from the first use on.
+        With `gradient_as_bucket_view`, and no threshold passed, it is known only from the first use on.
         """
         return self._step.planner.threshold_bytes
 
@@ -163,20 +163,20 @@ class AllreduceCallback:
         lock_gradients.
 
         Args:
-            param: whose gradient it is: any hashable name, or an array (known by identity, and across ranks by its
-                place in the order).
-            grad: array of any shape and layout, or a NumPy scalar or float (the future gives a 0-d array), with a dtype
-                that the reduce method is defined for, on the communicator's device and made by work on the current
-                stream; NCCL takes host arrays too, and brings their results back (not where gradients live in buckets:
-                there futures give the device's view).
+            param: the parameter: any hashable name, or an array (known by identity, and across ranks by its place in
+                the order).
+            grad: array of any shape and layout, or a NumPy scalar or float (the future then gives a 0-d array). The
+                reduce method must be defined for its dtype. It must be on the communicator's device, made by work on
+                the current stream. NCCL takes host arrays too, and copies the results back to the host; but where
+                gradients live in buckets the futures give views on the device.
 
         Returns:
-            A future that gives the reduced gradient; not ready until the bucket is full or flushed.
+            A future of the reduced gradient; not ready until the bucket is full or flushed.
 
         Raises:
-            InvalidArgument: the parameter was handed over before in this step, is not hashable, no array came, or
-                one that shares memory with an earlier gradient of the step, or that another callback has in flight; or
-                within no_sync().
+            InvalidArgument: the parameter was handed over before in this step, or is not hashable; the gradient is no
+                array, shares memory with an earlier gradient of the step, or is in flight in another callback; or the
+                call is within no_sync().
             UnsupportedDtype: e.g. the mean of integers.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
         """
@@ -195,18 +195,18 @@ class AllreduceCallback:
     def gradient_buffers(self, parameters: Any = None) -> Any:
         """Makes arrays for gradients that live inside the buckets, so that synchronising them copies nothing.
 
-        Every rank must call it, between steps. In each step write the gradients into these arrays, and hand those over.
-        Another array that is handed over is copied into its bucket first. On one machine without GPUs the ranks share
-        this memory; from a gradient's hand-over to its future's end, others write to it.
+        Every rank must call it, between steps. In each step write the gradients into these arrays and hand the arrays
+        over. Any other array is copied into its bucket first. On one machine without GPUs the ranks share this memory:
+        other ranks write to it from a gradient's hand-over until its future is done.
 
-        The arrays keep their memory, also when the communicator is closed; only handing them over is an error then.
-        Those of an earlier call are like any other array: what is handed over is copied.
+        The arrays stay valid when the communicator is closed; only handing them over is an error then. Arrays of an
+        earlier call count as any other array, and are copied.
 
         Args:
             parameters: refused: the constructor takes them.
 
         Returns:
-            As `parameters` were given: a mapping of names to arrays, or a list. All are zero.
+            A mapping of names to arrays, or a list, like `parameters`. All elements are zero.
 
         Raises:
             InvalidArgument: the callback was made without gradient_as_bucket_view, or in the middle of a step.
@@ -222,17 +222,17 @@ class AllreduceCallback:
         return self._step.live_in_buckets(self._communicator())
 
     def register_hook(self, hook: BucketHook | None) -> None:
-        """Has a hook reduce the buckets in place of an all-reduce, until another one is registered, or None.
+        """Registers a hook that reduces the buckets in place of an all-reduce.
 
-        Every rank must register the same, between steps. The hook gets each bucket once it is complete (see
-        gradsync.bucketing.bucket_hook.GradientBucket): a flat buffer in, an array or a future out. Its futures are
-        waited for in flush(), so that what it launches may run meanwhile. gradsync.hooks has some.
+        Every rank must register the same hook, between steps. The hook gets each complete bucket (see
+        gradsync.bucketing.bucket_hook.GradientBucket): a flat buffer in, an array or a future out. flush() waits for
+        the futures, so work that the hook launches may overlap the backward pass. gradsync.hooks has some hooks.
 
         Args:
-            hook: a function of a bucket; None goes back to all-reduces.
+            hook: a function of a bucket; None restores the all-reduce.
 
         Raises:
-            InvalidArgument: in the middle of a step, no function, or together with compression.
+            InvalidArgument: called in the middle of a step, not a function, or together with compression.
         """
         self._check_between_steps("register_hook()")
         if isinstance(hook, type):
@@ -248,19 +248,19 @@ class AllreduceCallback:
 
     @property
     def skip_step(self) -> bool:
-        """Whether some rank's gradients of the last step were not finite; always False but for nonfinite="skip"."""
+        """Whether some rank's gradients of the last step were not finite; False unless nonfinite="skip"."""
         return self._step.reducer.values.skip_step
 
     @property
     def filled(self) -> dict[Any, Any]:
-        """After a flush with missing="zero": the reduced gradients, by parameter, that this rank had none for."""
+        """After a flush with missing="zero": the results of parameters for which this rank had no gradient."""
         return self._step.filled
 
     def flush(self) -> None:
         """Ends the backward pass: reduces what is left, and resolves every future of the step.
 
         Every rank must call it. Within no_sync() it only counts a local pass. On a GPU the current stream waits for
-        the reductions; the host does so only where gradients came from host memory.
+        the reductions; the host waits only for gradients in host memory.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
@@ -281,7 +281,7 @@ class AllreduceCallback:
         Not collective: call it on one rank, after a flush.
 
         Args:
-            path: where to; a file that is there is replaced.
+            path: of the file; an existing file is replaced.
 
         Raises:
             InvalidArgument: in the middle of a step, or no step has ended well yet.
@@ -299,24 +299,25 @@ class AllreduceCallback:
     def backward(self) -> Iterator[None]:
         """Surrounds a backward pass: flushes at its end.
 
-        When the body raises, within no_sync() too, the futures that are not done are cancelled, and the communicator is
-        aborted, so that the other ranks get RankFailed instead of waiting. After PlanMismatch and NonFiniteGradient of
-        the callback's own collectives, which every rank gets, it stays usable, unless the error says `broken`.
+        If the body raises, also within no_sync(), futures that are not done are cancelled and the communicator is
+        aborted: the other ranks get RankFailed instead of waiting. PlanMismatch and NonFiniteGradient from the
+        callback's own collectives, which every rank gets, leave the communicator usable, unless the error says
+        `broken`.
         """
         ended = self._step.ended
         try:
             yield
-            # Not once more where the step has ended within: with missing="zero" that would be a step of zeros.
+            # A second flush would be a step of zeros with missing="zero".
             is_flushed = not self._is_local and self._step.ended > ended and not self._step.count
             if not is_flushed:
                 self.flush()
         except BaseException as error:
-            self._give_up("the backward pass", error)
+            self._abandon("the backward pass", error)
             raise
 
     @contextmanager
     def accumulate(self, *, reused: bool = False) -> Iterator[None]:
-        """Surrounds local passes: what is handed over inside is added up, and the next pass outside hands over the sum.
+        """Surrounds local passes: gradients handed over inside are added up; the next pass outside reduces the sums.
 
             for batch in batches[:-1]:
                 with sync.accumulate():
@@ -326,19 +327,18 @@ class AllreduceCallback:
                 futures = {name: sync(name, gradient) for name, gradient in gradients_of(batches[-1])}
 
         Nothing is communicated inside. Gradients are added in the order of the passes and in their own dtype, bit for
-        bit as a program does that adds them up by itself; they are not written to. The mean is that over the ranks, not
-        over the passes: divide by their number, or let `prescale` do it. Futures of local passes are done at once, and
-        give the sum so far, which later passes add to. Those of the last pass give the reduced sum, in memory of its
-        own, or in the buckets. What came in local passes alone is handed over by flush(), which puts the results in
-        `filled`.
+        bit as by hand; they are not written to. The mean is over the ranks, not over the passes: divide by the number
+        of passes, or use `prescale`. Futures of local passes are done at once. They give the sum so far, to which later
+        passes add. Futures of the last pass give the reduced sum, in memory of its own or in the buckets. flush() also
+        reduces the sums of parameters that have no gradient in the last pass, and puts the results into `filled`.
 
-        A flush() or `with callback.backward()` inside ends a local pass, and so does the end of the block. Their number
-        is part of the agreement: ranks that accumulate differently get PlanMismatch.
+        A flush() or `with callback.backward()` inside ends a local pass, and so does the end of the block. The ranks
+        agree on the number of local passes: ranks that accumulate differently get PlanMismatch.
 
         Args:
-            reused: says that an array which is handed over in several passes of one step holds the gradient of that
-                pass alone, as scratch memory and gradient_buffers() do. Otherwise it is refused, as a running total
-                would be added twice.
+            reused: says that an array which is handed over in several passes of one step holds only the gradient of its
+                pass, as scratch memory and gradient_buffers() do. Without it such an array is refused, because a
+                running total would be added twice.
 
         Raises:
             InvalidArgument: in the middle of a step, or within another block of local passes.
@@ -349,16 +349,16 @@ class AllreduceCallback:
             try:
                 yield
                 self._step.end_local_pass()
-            except BaseException:  # the sum would have a part of a pass
+            except BaseException:  # the sums hold only a part of this pass
                 self._step.discard()
                 raise
         if self._step.sums:
             self._take = partial(self._step.take_with_sum, is_reused=reused)
 
     def discard(self) -> None:
-        """Drops what local passes have added up: for a loop that ends before the step that would hand it over.
+        """Drops the sums of local passes: for a loop that ends before the step that would reduce them.
 
-        Every rank must call it, or none.
+        Every rank must call it, or no rank.
 
         Raises:
             InvalidArgument: in the middle of a step, or within a block of local passes.
@@ -371,12 +371,12 @@ class AllreduceCallback:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Surrounds local passes, in which no gradient is handed over; flush() counts them.
+        """Surrounds local passes in which no gradient is handed over; flush() counts them.
 
-        For programs that add gradients up by themselves, and hand over the sum in the last pass, outside this block; a
-        gradient that is handed over within it is refused: accumulate() is the block that adds up. This one is only
-        there to have the ranks agree on the number of local passes: each flush() or backward() in it counts one, and
-        the next step's agreement includes their number, so that ranks which accumulate differently get PlanMismatch.
+        For programs that add gradients up by themselves and hand over the sum in the last pass, outside this block. A
+        gradient that is handed over inside is refused; accumulate() is the block that adds gradients up. This block
+        only makes the ranks agree on the number of local passes: each flush() or backward() inside counts one, and the
+        next step's agreement includes the number. Ranks that accumulate differently get PlanMismatch.
 
             for batch in batches[:-1]:
                 total += gradient_of(batch)
@@ -406,30 +406,31 @@ class AllreduceCallback:
     def join(self, parameters: Any = None) -> Iterator[Join]:
         """Surrounds a loop over batches of which the ranks may have different numbers, or none.
 
-        A rank that leaves the block takes part in the steps of the others, with zeros, until all have left it; the mean
-        is that over the ranks that handed over gradients. (Where some are absent, half precision is added up and
-        divided in two roundings.) Each rank repeats the gradients of its last step, in their order.
+        A rank that leaves the block takes part in the steps of the other ranks, with zeros, until all have left. It
+        repeats the gradients of its own last step, in their order. The mean is over the ranks that handed over
+        gradients. (If some ranks are absent, half precision is rounded twice: after the sum and after the division.)
 
-        The parameters of a rank that leaves early stay behind. Afterwards all can take those of a rank that did not:
+        The parameters of a rank that leaves early are out of date. Afterwards all ranks can take the newest ones:
 
             with sync.join() as joined:
                 for batch in batches:
                     ...
             gs.bcast_list_(parameters, root=joined.last_rank)
 
-        Every rank must enter it; inside, ranks must not call collectives but those of this callback. When the body
-        raises, nobody stands in for this rank: the communicator is aborted, as in backward().
+        Every rank must enter the block; inside, ranks must call no collectives but those of this callback. If the body
+        raises, the communicator is aborted, as in backward().
 
         Args:
             parameters: names -> array or (shape, dtype), in the order in which gradients are handed over; or a list of
-                arrays, where gradients are handed over by those. Only for ranks that may not have a single batch.
+                arrays, if gradients are handed over by arrays. Needed only if a rank may have no batch at all.
 
         Returns:
-            What gives a Join to `as`, whose `last_rank` is known after the block.
+            A context manager; `as` gets a Join, whose `last_rank` is known after the block.
 
         Raises:
-            InvalidArgument: in the middle of a step, or inside another join() of this callback.
-            PlanMismatch: the others' step is not the one that this rank repeats, or it knows none; on all ranks.
+            InvalidArgument: called in the middle of a step, or inside another join() of this callback.
+            PlanMismatch: the other ranks' step differs from the one that this rank repeats, or this rank knows none; on
+                all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
         self._check_between_steps("join()")
@@ -440,7 +441,7 @@ class AllreduceCallback:
             )
         communicator = self._communicator()
         self._step.begin_with(communicator)
-        self._step.meet(communicator)  # now: ranks without batches come no further
+        self._step.meet(communicator)  # here, because a rank without batches has no first gradient
         self._step.prepare(None, communicator)
         joined = self._step.reducer.active_ranks = Join(self._step, communicator, parameters)
         try:
@@ -449,29 +450,29 @@ class AllreduceCallback:
             with self._step.noting_errors():
                 joined._shadow_others()
         except BaseException as error:
-            self._give_up("join()", error)
+            self._abandon("join()", error)
             raise
         finally:
             reducer = self._step.reducer
             reducer.active_ranks = None
-            # The next step takes the sums that are left; what no_sync() has counted alone goes with the block.
+            # The next step takes the sums that are left. Passes that only no_sync() has counted end with the block.
             reducer.begin_step(passes=reducer.events.local_passes if self._step.sums else 0)
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:
             raise InvalidArgument(f"{what} in the middle of a backward pass: flush first")
 
-    def _give_up(self, what: str, error: BaseException) -> None:
-        """Cancels the step, and wakes the ranks that wait for this one; after PlanMismatch, which all get, none."""
+    def _abandon(self, what: str, error: BaseException) -> None:
+        """Cancels the step, and aborts the communicator unless every rank has got this error."""
         try:
             self._step.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
-        finally:  # a done-callback may end in SystemExit
-            self._wake_others(what, error)
+        finally:  # a done-callback may raise SystemExit
+            self._abort_others(what, error)
 
-    def _wake_others(self, what: str, error: BaseException) -> None:
+    def _abort_others(self, what: str, error: BaseException) -> None:
         communicator = self._group or world.current
-        told = communicator is None or communicator.world_size == 1 or error is self._step.raised_on_all
-        if communicator is not None and not told:
+        is_known = communicator is None or communicator.world_size == 1 or error is self._step.raised_on_all
+        if communicator is not None and not is_known:
             communicator.abort(f"in {what}: {describe(error)}", culprit=culprit_of(error))
 
     def _communicator(self) -> Communicator:
@@ -488,7 +489,7 @@ make_allreduce_cb = AllreduceCallback
 
 
 def _refuse_in_no_sync(param: Any, _grad: Any, communicator: Communicator) -> NoReturn:
-    """Refuses a gradient that is handed over within no_sync(): nothing there would keep it."""
+    """Refuses a gradient that is handed over within no_sync(), where it would be lost."""
     name = display_name(param, 0)
     if name.startswith("#"):
         name = "parameter"

@@ -1,12 +1,14 @@
-"""What travels in place of the gradients: their values in half precision, scaled before and after the reduction.
+"""Compression and scales: gradients travel in half precision, scaled before and after the reduction.
 
     gradients -> encode: times prescale, rounded to the wire's dtype, packed -> all-reduce -> decode: times postscale
 
-Where the values are added up depends on the communicator, and so does what rounding adds to that of encode. Shared
-memory, and MPI among up to 16 ranks, add half precision up in float32, in rank order, and round the sum once. NCCL adds
-in the wire's own dtype, as often as its algorithm has steps: sums over many ranks lose more there, and float16
-overflows beyond 65504, in the sum too. A prescale of 1 / world_size with op "sum" keeps it within range; bfloat16 has
-the range of float32, with 8 bits of precision in place of float16's 11.
+The dtype in which values are added up, and so the rounding, depends on the communicator. Shared memory, and MPI among
+up to 16 ranks, add half precision up in float32, in rank order, and round the sum once. NCCL adds in the wire's own
+dtype, in each step of its algorithm: sums over many ranks lose more there. float16 overflows beyond 65504, in the sum
+too; a prescale of 1 / world_size with op "sum" keeps it within range. bfloat16 has the range of float32, but 8 bits of
+precision; float16 has 11.
+
+Without compression large gradients are scaled where they lie (Scaled).
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, dtype_name
 COMPRESSIONS = (None, "float16", "bfloat16")
 
 _SMALL_ELEMENTS = 2**13
-# Complex numbers, integers, and what is in half precision already, travel as they are.
+# Complex numbers, integers and half precision travel as they are.
 _COMPRESSED = ("float32", "float64")
 
 
 def validate_compression(name: Any) -> str | None:
-    """Returns the name of the dtype that gradients travel in, or None: each in its own.
+    """Returns the name of the dtype in which gradients travel; None for their own.
 
     Raises:
         InvalidArgument: anything but None, "float16" or "bfloat16".
@@ -41,7 +43,7 @@ def validate_compression(name: Any) -> str | None:
 
 
 class WireFormat:
-    """What travels in place of the gradients of a bucket. One for each callback: it holds the memory they travel in.
+    """The dtype and the scales in which gradients travel. Each callback has one, with memory for the packed values.
 
     Args:
         dtype_name: "float16" or "bfloat16": the dtype that float32 and float64 gradients travel in; None: their own.
@@ -68,7 +70,7 @@ class WireFormat:
         self._memory: dict[np.dtype[Any], Array] = {}
 
     def settings(self) -> str:
-        """Returns what ranks must agree on about it, in words; "" where nothing is changed."""
+        """Returns the text on which ranks must agree; "" if nothing is changed."""
         words = [f"in {self.dtype_name}"] if self.dtype_name else []
         scales = (("prescale", self.prescale), ("postscale", self.postscale))
         return ", ".join(words + [f"{name} {scale}" for name, scale in scales if scale != 1.0])
@@ -81,7 +83,7 @@ class WireFormat:
         return self._dtype if self._dtype is not None and dtype_name(dtype) in _COMPRESSED else dtype
 
     def changes(self, dtype: np.dtype[Any]) -> bool:
-        """Whether gradients of a dtype are changed on their way; else there is no need to encode and to decode."""
+        """Whether gradients of a dtype are scaled or converted; if not, encode and decode are not needed."""
         return self.prescale != 1.0 or self.postscale != 1.0 or self.wire_dtype(dtype) != dtype
 
     def only_scales(self, dtype: np.dtype[Any]) -> bool:
@@ -106,21 +108,21 @@ class WireFormat:
         )
 
     def forget_memory(self) -> None:
-        """Lets go of the memory: another communicator may have its arrays elsewhere."""
+        """Forgets the memory: the arrays of another communicator may be on another device."""
         self._memory.clear()
 
     def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
         """Packs gradients one after the other, scaled and rounded, into memory that grows to the largest list.
 
-        On a GPU this is work on the current stream. Encode, the reduction and decode must be in the order of one
-        stream: the next list of the same dtype is packed into the same memory.
+        On a GPU this is work on the current stream. Encode, the reduction and decode must be on one stream, because the
+        next list of the same dtype is packed into the same memory.
 
         Args:
             sources: 1-D arrays of one dtype on the communicator's device, at least one; see check.
             arrays: how the communicator handles arrays.
 
         Returns:
-            1-D contiguous array of all elements in the wire's dtype, valid until the next encode.
+            1-D contiguous array of all elements in the wire's dtype, valid until the next call of encode.
 
         Raises:
             UnsupportedDtype: see check.
@@ -149,7 +151,7 @@ class WireFormat:
         """Splits a reduced flat array into the gradients' own arrays and dtype, times postscale.
 
         Args:
-            flat: what encode gave, reduced.
+            flat: the result of encode, reduced.
             targets: 1-D arrays of the sources' sizes, which may be the sources.
             arrays: how the communicator handles arrays.
         """
@@ -169,7 +171,7 @@ class WireFormat:
 
 
 class Compressed:
-    """Has a list of gradients travel in a format; see Stage of communicator.py.
+    """Packs gradients in the wire's format before their reduction; see Stage of communicator.py.
 
     Args:
         wire: the format.
@@ -195,7 +197,7 @@ class Compressed:
 class Scaled:
     """Scales gradients where they lie, before their reduction and after it; see Stage of communicator.py.
 
-    Half the memory traffic of a scaled copy, and the reduction finds in the cache what was scaled.
+    This takes half the memory traffic of a scaled copy, and the reduction then finds the gradients in the cache.
 
     Args:
         wire: the scales.
@@ -221,7 +223,7 @@ class Scaled:
 
 
 def are_small(flats: Sequence[Array]) -> bool:
-    """Whether it costs less to pack arrays first, and to convert all of them at once."""
+    """Whether it costs less to pack the arrays first, and to convert all of them at once."""
     return len(flats) > 1 and sum([flat.size for flat in flats]) < len(flats) * _SMALL_ELEMENTS
 
 

@@ -1,7 +1,7 @@
-"""Gradients that were handed over and never reduced: an error where their group is left, and the program's exit code 1.
+"""Gradients that were handed over and never reduced: an error when their group ends, and the program's exit code 1.
 
-The process group asks here when it ends, and at the program's exit; a rank that a function was started in asks when
-that has returned. Imported by the process group, so it imports next to nothing.
+The process group calls this when it ends and at the program's exit. A rank that runs one function of the launcher calls
+it when the function has returned. The process group imports this file, so it imports almost nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("gradsync")
 
 
 class _Lost(NamedTuple):
-    """What a callback that has been collected has left behind."""
+    """The error text that a collected callback has left, and its communicator."""
 
     text: str
     communicator: weakref.ref[Communicator]
@@ -32,23 +32,24 @@ class _Lost(NamedTuple):
 
 _watched: dict[Step, None] = {}  # of the callbacks that are alive, oldest first
 _lost: list[_Lost] = []
-exit_code = 0  # of the program, from its exit on; for a rank that does not end as the interpreter does
+exit_code = 0  # of the program at its exit; read by a rank that does not end as the interpreter does
 
 
 def watch(callback: object, step: Step) -> None:
-    """Has the gradients of a callback found where they are never reduced."""
+    """Watches a callback for gradients that are never reduced."""
     _watched[step] = None
     weakref.finalize(callback, _collected, step).atexit = False
 
 
 def raise_forgotten(*, everywhere: bool = False) -> None:
-    """Raises for gradients that can never be reduced; once.
+    """Raises for gradients that can never be reduced, once.
 
     Args:
-        everywhere: whether nothing will be reduced any more; else only those count whose communicator was closed.
+        everywhere: counts the gradients on all communicators, because none will be reduced any more; otherwise only
+            those on closed communicators.
 
     Raises:
-        InvalidArgument: there are some; the text names this rank and the first parameter.
+        InvalidArgument: there are such gradients; the text names this rank and the first parameter.
     """
     texts = _take(everywhere=everywhere)
     if texts:
@@ -56,9 +57,9 @@ def raise_forgotten(*, everywhere: bool = False) -> None:
 
 
 def report_forgotten_at_exit() -> None:
-    """Logs at the program's exit what was never reduced, and sees to it that the exit code is not 0.
+    """Logs at the program's exit which gradients were never reduced, and makes the exit code 1 if it is 0.
 
-    Not where the program ends by an exception: then that is the cause.
+    Does neither if the program ends with an exception, which is then the cause.
     """
     texts = _take(everywhere=True)
     if uncaught_error() is None:
@@ -67,7 +68,7 @@ def report_forgotten_at_exit() -> None:
 
 
 def fail_at_exit(text: str) -> None:
-    """Logs an error at the program's exit, where nobody can catch one, and sees to it that the exit code is not 0."""
+    """Logs an error at the program's exit, where an exception has no effect; makes the exit code 1 if it is 0."""
     global exit_code
     _log.error("error: %s", text)
     if exit_code == 0:
@@ -76,7 +77,7 @@ def fail_at_exit(text: str) -> None:
 
 
 def _take(*, everywhere: bool) -> list[str]:
-    """Returns in words what was forgotten, oldest first, and forgets it; cancels the futures of that."""
+    """Returns the texts about forgotten gradients, oldest first, and cancels their futures; each text once."""
     texts = []
     for lost in list(_lost):
         communicator = lost.communicator()
@@ -92,13 +93,13 @@ def _take(*, everywhere: bool) -> list[str]:
 
 
 def _collected(step: Step) -> None:
-    """Warns when a callback goes with gradients that were never reduced, and makes these writeable again.
+    """Warns if a collected callback had gradients that were never reduced, and makes these writeable again.
 
-    Sums of local passes alone are no error afterwards: a loop may end before the step that would take them.
+    Sums of local passes only give a warning: a loop may end before the step that would take them.
     """
     found, lost_sums = step.forgotten(), step.lost_sums()
     step.unlock_waiting()
-    if step not in _watched:  # it is the process's that this one was forked from
+    if step not in _watched:  # it belongs to the parent of this forked process
         return
     del _watched[step]
     if uncaught_error() is not None:
@@ -112,10 +113,10 @@ def _collected(step: Step) -> None:
 
 
 def _change_exit_code(code: int) -> None:
-    """Has this process, which is about to exit, end with another code.
+    """Changes the exit code of this process, which is about to exit.
 
-    An exception in an exit handler does not change it, and os._exit() there would skip the handlers still to come, and
-    MPI_Finalize. So C's exit() ends the process, after all that Python does at its end.
+    An exception in an exit handler does not change the code, and os._exit() there would skip later handlers and
+    MPI_Finalize. So a handler of C's exit(), which runs after everything that Python does, ends the process.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # None, closed, or a pipe that nobody reads
@@ -127,7 +128,7 @@ def _change_exit_code(code: int) -> None:
 
 
 def _forget_after_fork() -> None:
-    """They are the parent's to reduce."""
+    """Forgets the parent's gradients in the child of a fork: the parent will reduce them."""
     _watched.clear()
     _lost.clear()
 

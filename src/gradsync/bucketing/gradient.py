@@ -1,6 +1,7 @@
-"""A gradient between its arrival and its bucket's reduction: what is accepted as one, its name, where its values go.
+"""A gradient between its arrival and its bucket's reduction: which arrays are accepted, names, where results go.
 
-Two gradients that share memory would be reduced into one another: OverlapCheck refuses the second.
+Two gradients that share memory would be reduced into one another: OverlapCheck refuses the second one. The last part of
+the file reads `parameters=`, which names gradients before the first step.
 """
 
 from __future__ import annotations
@@ -23,33 +24,34 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_opera
 
 _log = logging.getLogger("gradsync")
 
-_PLAIN_NAMES = (str, int)  # nearly all names: known by their type alone
+_PLAIN_NAMES = (str, int)  # nearly all names; their type alone shows that they are hashable
 
 
 @dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot in less than half the time
 class GradientEntry:
-    """A gradient that waits for its bucket; taken again in the next step where the very same array comes.
+    """A gradient that waits for its bucket; used again if the next step hands over the same array.
 
     Attributes:
-        gradient: what was handed over.
-        parameter: held as long as this is, so that its identity stays its own.
-        shape, dtype, state: what must not have changed where the array comes again; see ArrayKind.state.
+        gradient: the array that was handed over.
+        parameter: held, so that no other object gets its id.
+        shape, dtype, state: must be unchanged if the array arrives again; see ArrayKind.state.
         number: of its bucket.
         name: as ranks know it.
         result: what the future gives.
         is_locked: whether the gradient is read-only while it is in flight.
-        complete: the buckets that are complete because of it; see Place of plan.py.
-        key: what tells the parameter apart from the others of this process.
-        spec: what ranks agree on about it.
+        complete: the buckets that it completes; see Place of plan.py.
+        key: identifies the parameter in this process.
+        spec: name, shape and dtype, on which ranks agree.
         position: its place in the step.
-        native: the gradient as the communicator's array; of one that is locked, a view that stays writeable.
+        native: the gradient as the communicator's array; for a locked one, a view that stays writeable.
         source: flat, on the communicator's device.
-        target: flat, likewise; the source itself where the result may take its place.
-        write_back: where the target's values go afterwards: other layouts, other devices; None where they are there.
-        recurs: whether it is kept for the next step: the last one had this very array here, and it is reduced in place.
+        target: flat, on that device; the source itself if the result may replace it.
+        write_back: the native array to copy the target into, for other layouts and devices; None if there is no need.
+        recurs: whether the entry is kept for the next step: the last step had this array here too, and it is reduced in
+            place.
     """
 
-    # In this order: what is looked at where the array comes again lies side by side.
+    # The fields that are compared when an array arrives again come first, side by side in memory.
     gradient: Any
     parameter: Any
     shape: tuple[int, ...]
@@ -71,7 +73,7 @@ class GradientEntry:
 
 
 class Destination(NamedTuple):
-    """Where a gradient's values are taken from, and where the reduced ones go; as in GradientEntry."""
+    """Where a gradient's values are read, and where the reduced values go; as in GradientEntry."""
 
     source: Array
     target: Array
@@ -85,12 +87,12 @@ def accept(
     """Returns a gradient as a native array that can be reduced; errors name the gradient.
 
     Args:
-        param: whose gradient it is.
-        grad: what a caller handed over.
-        position: its arrival number.
-        communicator: where it is to be reduced.
-        options: how it is to be reduced.
-        accepted_dtypes: those that have passed already; grows.
+        param: the parameter.
+        grad: the gradient that was handed over.
+        position: its place in the step.
+        communicator: reduces it.
+        options: of the callback.
+        accepted_dtypes: dtypes that were checked before; grows.
     """
     if grad is None:
         raise InvalidArgument(
@@ -115,7 +117,7 @@ def accept(
 
 
 def destination(grad: Any, native: Array, communicator: Communicator) -> Destination:
-    """Decides where the reduced values go: into the gradient, or a new array where that cannot be written to."""
+    """Decides where the reduced values go: into the gradient, or into a new array if it is read-only."""
     arrays = communicator.arrays
     source = arrays.flat(native)
     if arrays.writeable(native) and not overlaps_itself(native):
@@ -140,10 +142,10 @@ def _is_array(param: Any) -> bool:
 
 
 def key_of(param: Any) -> Hashable:
-    """Returns what tells parameters of one process apart."""
+    """Returns a hashable key that identifies a parameter in this process."""
     if type(param) in _PLAIN_NAMES:
         return param  # type: ignore[no-any-return]  # a str or an int
-    if isinstance(param, np.generic):  # a name out of an array of names: equal ones are one parameter
+    if isinstance(param, np.generic):  # an element of an array of names: equal ones are one parameter
         return key_of(param.item())
     if _is_array(param):
         return ("array", id(param))
@@ -157,7 +159,7 @@ def key_of(param: Any) -> Hashable:
 
 
 def display_name(param: Any, position: int) -> str:
-    """Returns a name that is the same on all ranks: never one made from an address in memory."""
+    """Returns a parameter's name for errors and agreements; the same on all ranks, so never made from an address."""
     if type(param) in _PLAIN_NAMES:
         return repr(param)
     if isinstance(param, np.generic):
@@ -180,12 +182,12 @@ class _Claim(NamedTuple):
 
 
 class OverlapCheck:
-    """The memory of a step's gradients, by address; they are held, so that it is not used again."""
+    """Refuses gradients of one step that share memory. Holds them, so that no other array gets their memory."""
 
     def __init__(self) -> None:
         self._claims: list[_Claim] = []
         self._longest_bytes = 0
-        self._ranges_overlap = False  # rare: views that interleave, or read-only arrays
+        self._ranges_overlap = False  # rarely True: interleaved views, or read-only arrays
 
     def claim(self, array: Array, name: str, arrays: ArrayKind) -> None:
         """Enters a gradient.
@@ -196,7 +198,7 @@ class OverlapCheck:
             arrays: how the communicator handles arrays.
 
         Raises:
-            InvalidArgument: it shares memory with a gradient entered before, and one of them is written to.
+            InvalidArgument: it shares memory with an earlier gradient, and one of the two is written to.
         """
         if not array.size:
             return
@@ -224,7 +226,7 @@ class OverlapCheck:
         self._longest_bytes = max(self._longest_bytes, end - begin)
 
     def clear(self) -> None:
-        """Forgets the step."""
+        """Forgets the gradients of the step."""
         self._claims.clear()
         self._longest_bytes = 0
         self._ranges_overlap = False
@@ -237,11 +239,11 @@ _AGREEMENT = Agreement(digest_of(_COMPARISON), lambda: _COMPARISON)
 
 
 class KnownParameter(NamedTuple):
-    """A parameter whose gradients are known beforehand.
+    """A parameter that `parameters=` names.
 
     Attributes:
-        parameter: by what its gradients will be handed over; held, where it is an array, so that its identity stays.
-        key: what tells it apart from others in this process.
+        parameter: the name or array by which its gradients will be handed over; held, so that no other gets its id.
+        key: identifies it in this process.
         spec: of its gradients.
     """
 
@@ -251,22 +253,22 @@ class KnownParameter(NamedTuple):
 
     @property
     def label(self) -> Any:
-        """What results are listed by: the name, or the array's place among the parameters ("#3")."""
+        """The key of its result in `filled`: the name, or the array's place among the parameters ("#3")."""
         return self.spec.name if hasattr(self.parameter, "dtype") else self.parameter
 
 
 def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Communicator) -> list[KnownParameter]:
-    """Returns the parameters that a caller tells of, in order.
+    """Returns the parameters that a caller has named, in order.
 
     Args:
-        parameters: names -> array or (shape, dtype); or a list of arrays, where gradients are handed over by those;
-            None: none.
-        what: names the call in errors.
-        op: by which the gradients are to be reduced.
+        parameters: names -> array or (shape, dtype); or a list of arrays, if gradients are handed over by arrays; or
+            None, for no parameters.
+        what: the call, for errors.
+        op: of the reduction.
         communicator: of the arrays.
 
     Raises:
-        InvalidArgument: another thing than that, or a parameter that comes twice.
+        InvalidArgument: `parameters` is of another type, or names a parameter twice.
         UnsupportedDtype: the operator is not defined for a dtype.
     """
     if parameters is None:
@@ -312,17 +314,17 @@ def warn_of_unequal_values(
     communicator: Communicator,
     agreed: Callable[[Agreement], Agreement],
 ) -> None:
-    """Logs a warning, on one rank, where the ranks hold different values of the parameters. Every rank must call it.
+    """Logs a warning, on one rank, if the parameters' values differ between ranks. Every rank must call it.
 
-    Values count by their bytes. Nothing is compared where a rank has no arrays to compare: it gave shapes and dtypes,
-    arrays that cannot be written to (the program may have others by now), or the arrays in which its gradients are.
+    Values are compared by their bytes. Nothing is compared if a rank has no arrays to compare. That is so if it passed
+    shapes and dtypes, or read-only arrays (the program may use other arrays by now), or the arrays of its gradients.
 
     Args:
         known: the parameters.
-        parameters: as the caller gave them.
-        gradient: the first that was handed over, or None.
+        parameters: as the caller passed them.
+        gradient: the first gradient that was handed over, or None.
         communicator: whose ranks are compared.
-        agreed: returns an agreement of the callback's own.
+        agreed: makes an agreement that of this callback.
 
     Raises:
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the exchange.

@@ -1,12 +1,12 @@
-"""A gradient in flight is gradsync's: NumPy arrays are read-only meanwhile, and the debug mode looks for writes.
+"""Guards gradients in flight against writes: NumPy arrays are read-only meanwhile, and the debug mode finds writes.
 
 The lock: NumPy sets the WRITEABLE flag of an array that does not own its memory only while an array of its base chain
-is writeable, or never. So a gradient is locked only where its flag can surely be put back. What gradsync itself writes
-through are views made before: a view keeps its flag.
+is writeable, or never. So a gradient is locked only if its flag can surely be restored. gradsync itself writes through
+a view that it made before the lock: a view keeps its flag.
 
-The debug mode: from its hand-over until its bucket is reduced a gradient is for gradsync alone. Then its future is
-done, and the result is the caller's; but who has not asked the future cannot know that, so what nobody has asked for is
-watched until the step ends: that finds who goes on adding to a gradient that has been reduced already.
+The debug mode: from its hand-over until its bucket is reduced, a gradient belongs to gradsync. Then its future is done,
+and the result belongs to the caller. A program that has not asked the future cannot know that. So results that no
+program has asked for are watched until the step ends: this finds a program that still adds to a reduced gradient.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Holder(Protocol):
     """A callback that has gradients in flight.
 
     Attributes:
-        label: begins errors: which rank it is.
-        whose: names the callback in errors of others.
+        label: begins errors, and names the rank.
+        whose: names this callback in the errors of other callbacks.
     """
 
     @property
@@ -51,30 +51,30 @@ class Holder(Protocol):
     def whose(self) -> str: ...
 
     def locked(self) -> list[GradientEntry]:
-        """Returns the gradients that are locked now; any thread may ask."""
+        """Returns the gradients that are locked now. Any thread may call it."""
 
 
 class LockedGradients:
-    """Gradients that are locked together and put back together: those of a bucket.
+    """The locked gradients of a bucket, which are unlocked together.
 
     Args:
-        entries: gradients; those that are not locked are left out.
-        holder: of whom.
+        entries: of the bucket's gradients, locked or not.
+        holder: the callback that has them in flight.
     """
 
     def __init__(self, entries: Sequence[GradientEntry], holder: Holder) -> None:
         self._entries = [entry for entry in entries if entry.is_locked]
         self._arrays = [entry.gradient for entry in self._entries]
-        self._holder = weakref.ref(holder)  # which may keep this from step to step
+        self._holder = weakref.ref(holder)  # weak, because the holder may keep this object from step to step
 
     def __bool__(self) -> bool:
         return bool(self._arrays)
 
     def put_back(self) -> None:
-        """Makes them writeable again, each of them, also where NumPy refuses at first.
+        """Makes all of them writeable again, also if NumPy refuses at first.
 
-        It does so where the array that a gradient is a view of has become read-only meanwhile: by the program, or
-        because another callback has that in flight.
+        NumPy refuses if the base array of a gradient has become read-only meanwhile: by the program, or because another
+        callback has it in flight.
 
         Raises:
             InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
@@ -119,18 +119,18 @@ _holders: dict[int, weakref.ref[Any]] = {}  # of this process, by id
 
 
 def register(holder: Holder) -> None:
-    """Has others find what a callback has in flight, for as long as the holder lives."""
+    """Makes the gradients that a callback has in flight known to other callbacks, while the holder lives."""
     key = id(holder)
     _holders[key] = weakref.ref(holder, lambda _: _holders.pop(key, None))
 
 
 def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool:
-    """Whether a gradient's flag can surely be put back, and may be touched.
+    """Whether a gradient may be locked: its flag can surely be restored.
 
     Args:
         gradient: a NumPy array, of any subclass.
         name: of the gradient.
-        holder: who takes it.
+        holder: the callback that takes it.
         is_on: whether the holder locks gradients.
 
     Raises:
@@ -142,16 +142,16 @@ def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool
     if not (gradient.flags.writeable and owner.flags.writeable):
         refuse_in_flight(gradient, f"{holder.label}: the gradient of {name}", holder)
         return False
-    return is_on and gradient.size > 0  # there is nothing to write to in an empty one
+    return is_on and gradient.size > 0  # an empty array cannot be written to
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:
-    """Raises where another callback has an array in flight: it must not be taken for a read-only one.
+    """Raises if another callback has an array in flight: it must not be mistaken for a read-only array.
 
     Args:
-        array: which is read-only, or a view of memory that is.
+        array: read-only, or a view of read-only memory.
         who: begins the error.
-        holder: who asks; None for other functions.
+        holder: the callback that asks; None for other functions.
 
     Raises:
         InvalidArgument: it is in flight.
@@ -169,7 +169,7 @@ def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> No
 
 
 def _owner(array: Array) -> Array | None:
-    """Returns the array that owns an array's memory; None where that does not belong to a NumPy array."""
+    """Returns the NumPy array that owns an array's memory; None if no NumPy array does."""
     while not array.flags.owndata:
         base = array.base
         if not isinstance(base, np.ndarray):
@@ -179,7 +179,7 @@ def _owner(array: Array) -> Array | None:
 
 
 class _Watched:
-    """One gradient of the step: its digest, and where in the program it was handed over."""
+    """One gradient of the step: its digest, and the line of the program that handed it over."""
 
     __slots__ = ("array", "digest", "end", "entry", "place")
 
@@ -204,15 +204,15 @@ class GradientGuard:
         self._reduced: list[list[_Watched]] = []  # by bucket
 
     def take(self, entry: GradientEntry, end: CollectiveEnd) -> None:
-        """Begins to watch a gradient that is being handed over, until the end of its bucket's reduction."""
+        """Begins to watch a gradient at its hand-over, until its bucket is reduced."""
         digest = self._digest(_watched_array(entry))
         self._given[entry.position] = _Watched(entry, end, digest, _place_of_caller())
 
     def check_handed_over(self, positions: Iterable[int]) -> None:
-        """Makes sure that the gradients of a bucket are what was handed over.
+        """Checks that the gradients of a bucket are unchanged since their hand-over.
 
         Raises:
-            GradientChanged: one of them is not.
+            GradientChanged: one was written to.
         """
         for position in positions:
             watched = self._given.get(position)
@@ -220,7 +220,7 @@ class GradientGuard:
                 raise self._changed(watched, _HAND_OVER)
 
     def note_results(self, positions: Iterable[int], completion: Completion | None) -> None:
-        """Begins to watch the results of a bucket, before anybody hears of its end; waits for them on a GPU."""
+        """Begins to watch the results of a bucket, before its futures are done; on a GPU, waits for the results."""
         if completion is not None:
             completion.wait()
         results = []
@@ -233,10 +233,10 @@ class GradientGuard:
         self._reduced.append(results)
 
     def check_results(self) -> None:
-        """Makes sure that the results of buckets whose end nobody has asked for are what the reduction left.
+        """Checks that results for which no future was asked are unchanged since their reduction.
 
         Raises:
-            GradientChanged: one of them is not.
+            GradientChanged: one was written to.
         """
         for results in self._reduced:
             for watched in results:
@@ -266,7 +266,7 @@ class GradientGuard:
 
 
 def _watched_array(entry: GradientEntry) -> Any:
-    """Returns what the program could write to: of a host array on a GPU's communicator not the copy."""
+    """Returns the array to which the program could write: for a host array on a GPU's communicator, not the copy."""
     is_copied = isinstance(entry.gradient, np.ndarray) and not isinstance(entry.native, np.ndarray)
     return entry.gradient if is_copied else entry.native
 

@@ -1,7 +1,7 @@
-"""Uneven inputs: a rank that has run out of batches takes part in the steps of the others, until all have.
+"""Uneven inputs: a rank without batches takes part in the steps of the other ranks, until no rank has a batch.
 
-Before the first collective of each step the ranks count who is active: every rank tells whether it has gradients. One
-that has left the block shadows the step: it gives zeros, and the mean counts the others alone.
+Before the first collective of each step the ranks count the active ones: every rank reports whether it has gradients. A
+rank that has left the block shadows the step: it reduces zeros, and the mean is over the other ranks only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradsync.communicators.communicator import Communicator
 from gradsync.errors import NonFiniteGradient, PlanMismatch
 from gradsync.reduction import Array, dtype_of
 
-# What a rank answers when the active ones are counted.
+# The answers of a rank when the active ones are counted.
 _ENDED, _PRESENT, _UNABLE = range(3)
 
 _COUNT = "the beginning of a step inside join()"
@@ -28,16 +28,16 @@ _AGREEMENT = Agreement(digest_of(_COUNT), lambda: _COUNT)
 
 
 class Join:
-    """What `with callback.join()` gives.
+    """The result of `with callback.join() as joined`.
 
     Args:
         step: of the callback.
-        communicator: the ranks that take part.
+        communicator: of the ranks.
         parameters: see AllreduceCallback.join.
 
     Attributes:
-        last_rank: after the block, the same on all ranks: one that had gradients in the last step, so that its
-            parameters are the newest.
+        last_rank: after the block, and the same on all ranks: a rank that had gradients in the last step, and so has
+            the newest parameters.
     """
 
     def __init__(self, step: Step, communicator: Communicator, parameters: Any) -> None:
@@ -48,17 +48,17 @@ class Join:
         self._zeros: dict[str, Array] = {}
 
     def count(self, passes: int) -> int:
-        """Tells the others that this rank has gradients for the step that begins; returns how many ranks have."""
+        """Reports that this rank has gradients for the step that begins; returns the number of such ranks."""
         if self._communicator.world_size == 1:
             return 1
         present, _ = self._exchange(_PRESENT, passes)
         return present
 
     def _shadow_others(self) -> None:
-        """Takes part in the steps of the others, with zeros, until no rank has gradients.
+        """Takes part in the steps of the other ranks, with zeros, until no rank has gradients.
 
         Raises:
-            PlanMismatch: the others' step is another one, or this rank does not know any; on all ranks.
+            PlanMismatch: their step differs from the one that this rank repeats, or this rank knows none; on all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
         specs = self._step.specs_to_repeat() or self._given
@@ -66,7 +66,7 @@ class Join:
             present, passes = self._exchange(_ENDED if specs else _UNABLE)
             if not present:
                 return
-            with suppress(NonFiniteGradient):  # told to the ranks that have gradients, which may go on
+            with suppress(NonFiniteGradient):  # raised by the ranks that have gradients, which may go on
                 self._step.reducer.shadow_step(
                     self._step.planner,
                     specs,
@@ -77,7 +77,7 @@ class Join:
                 )
 
     def _exchange(self, answer: int, passes: int = 0) -> tuple[int, int]:
-        """Returns how many ranks have gradients, and how many local passes the first of these has made before."""
+        """Returns the number of ranks with gradients, and the number of local passes of the first of them."""
         agreement = self._step.reducer.events.of_callback(_AGREEMENT)
         answers = self._communicator.share_numbers("join", [answer, passes], agreement)
         present = [rank for rank, (answer, _) in enumerate(answers) if answer == _PRESENT]
@@ -90,7 +90,7 @@ class Join:
         return len(present), answers[present[0]][1]
 
     def _unable(self, rank: int) -> PlanMismatch:
-        """Makes the error that every rank raises when one has no step that it could repeat."""
+        """Makes the error that every rank raises if one rank has no step to repeat."""
         communicator = self._communicator
         named = communicator.ranks[rank]
         return PlanMismatch(
@@ -101,9 +101,9 @@ class Join:
         )
 
     def _zeros_for(self, bucket: Bucket) -> Reduction:
-        """Returns the reduction of zeros, in memory that grows to the largest bucket, or where gradients live.
+        """Returns the reduction of zeros, in memory that grows to the largest bucket, or in the bucket itself.
 
-        They are negative: adding 0.0 would make a sum of negative zeros positive, and -0.0 changes no sum.
+        The zeros are negative: 0.0 would make a sum of negative zeros positive, and -0.0 changes no sum.
         """
         dtype = dtype_of(bucket.dtype)
         zero = {"f": -0.0, "V": -0.0, "c": complex(-0.0, -0.0)}.get(dtype.kind, 0)

@@ -1,6 +1,6 @@
 """Lists of arrays: packed into a flat buffer and split again, broadcast, and reduced as one pack.
 
-NumPy or CuPy is taken from the arrays, so that one text serves both devices.
+The functions use the module of the arrays, NumPy or CuPy, so that one source serves both devices.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def param_pack_concat(
 
     Args:
         inputs: arrays of any shape and layout, all of one dtype and one device; elements go in index (C) order.
-        offsets: what get_offsets gave for their shapes; may be an array on the device.
-        offsets_val: the same on the host, where `offsets` is on a device; taken in its place.
+        offsets: the result of get_offsets for their shapes; may be an array on the device.
+        offsets_val: the same on the host, used in place of `offsets` if that is on a device.
         out: 1-D contiguous array of that dtype with room for all elements; a new one when None.
 
     Returns:
@@ -88,7 +88,7 @@ def param_pack_split(flat: Any, offsets: Any, shapes: Sequence[Shape | None]) ->
 
     Args:
         flat: 1-D contiguous array.
-        offsets: what get_offsets gave for the shapes.
+        offsets: the result of get_offsets for the shapes.
         shapes: the shapes, in order; None is (1,).
 
     Returns:
@@ -131,7 +131,7 @@ def _check_offsets(who: str, bounds: Sequence[int], sizes: Sequence[int]) -> Non
 
 
 def array_module(array: Any) -> Any:
-    """Returns the module whose functions work on `array`: numpy, or cupy for an array that is one of its own."""
+    """Returns the module whose functions work on `array`: cupy for CuPy's arrays, else numpy."""
     namespace = type(array).__module__.partition(".")[0]
     if namespace == "cupy":
         import cupy
@@ -216,7 +216,7 @@ def pack_allreduce_split(
 
 
 def communicator_and_root(what: str, communicator: Communicator | None, root: int) -> tuple[Communicator, int]:
-    """Returns the communicator that a caller means, and `root` as an int, once it is known to be one of its ranks."""
+    """Returns the communicator, the world's for None, and `root` as an int after checking that it is a rank there."""
     if isinstance(root, (Communicator, NonMember)):
         raise InvalidArgument(
             f"{what} got a communicator ({root!r}) in the place of the root's number: pass it by name, communicator=..."
@@ -232,7 +232,7 @@ def communicator_and_root(what: str, communicator: Communicator | None, root: in
 
 
 def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: Communicator) -> None:
-    """Refuses arrays, with their names, that a broadcast could not write into."""
+    """Refuses arrays into which a broadcast cannot write; the error names the first."""
     for name, native in named:
         writeable = communicator.arrays.writeable(native)
         if not writeable or overlaps_itself(native):

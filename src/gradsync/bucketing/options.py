@@ -1,4 +1,4 @@
-"""The knobs of an AllreduceCallback, checked."""
+"""The options of an AllreduceCallback: the checks of the constructor's arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, d
 
 @dataclass(frozen=True)
 class Options:
-    """What a callback does to its buckets; see AllreduceCallback, which has the same names.
+    """The options of a callback; see AllreduceCallback, which has the same names.
 
     Attributes:
         op: sum or mean.
@@ -60,11 +60,11 @@ class Options:
             raise InvalidArgument('missing="zero" needs parameters=..., which says what can be missing')
 
     def threshold_or(self, default_bytes: int) -> Any:
-        """Returns the threshold as it was passed, unchecked, or the default where none was."""
+        """Returns the threshold as it was passed, unchecked, or the default if it was None."""
         return default_bytes if self.threshold_bytes is None else self.threshold_bytes
 
     def settings(self) -> str:
-        """Returns what ranks must agree on beside op and buckets, in words: part of each bucket's agreement."""
+        """Returns the options on which ranks must agree, as text: a part of each bucket's agreement."""
         words = [
             self.wire.settings(),
             'missing "zero"' if self.missing == "zero" else "",
@@ -75,10 +75,10 @@ class Options:
         return ", ".join(filter(None, words))
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Refuses gradients of a dtype that cannot be reduced so.
+        """Refuses gradients of a dtype that cannot be reduced with these options.
 
         Raises:
-            UnsupportedDtype: the mean, a scale, or clipping, of integers.
+            UnsupportedDtype: e.g. integers with a mean, a scale or clipping.
         """
         check_operation(self.op, dtype)
         self.wire.check(dtype)

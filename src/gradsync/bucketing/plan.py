@@ -1,8 +1,8 @@
-"""Which gradient goes into which bucket: pure arithmetic, no arrays, no I/O.
+"""The plan: which gradient goes into which bucket. Pure arithmetic, no arrays, no I/O.
 
-The rule: a bucket holds one dtype; a bucket of two or more gradients never exceeds the threshold; a gradient larger
-than the threshold goes alone. Buckets fill in the order in which gradients arrive, and are complete, and therefore
-launched, as soon as the next gradient cannot join.
+The rule: a bucket holds one dtype. A bucket of two or more gradients never exceeds the threshold. A gradient larger
+than the threshold goes alone. Buckets fill in the order in which gradients arrive. A bucket is complete, and is
+launched, as soon as the next gradient does not fit.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from gradsync.arguments import integer_of
 from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
-#: Of gradients that live in buckets on the CPU. Nothing is copied there, and nothing runs beside the program: a bucket
-#: more only costs two meetings of the ranks more, a sixth of the time of ResNet-50's gradients in buckets of 10 MB.
+#: For gradients that live in buckets on the CPU. There nothing is copied, and no reduction overlaps the program: each
+#: bucket more only costs two more barriers, a sixth of the time of ResNet-50's gradients in buckets of 10 MB.
 VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
 
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?i?B)\s*", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 1024, "MB": 1024**2, "GB": 1024**3}
 
-_NAMED = 8  # gradients that a message names
+_NAMED = 8  # names in a message, at most
 
 
 class GradientSpec(NamedTuple):
-    """What ranks must agree on about one gradient.
+    """A gradient's name, shape and dtype, on which the ranks must agree.
 
     Attributes:
         name: the same on all ranks: the parameter's name, or its arrival index ("#3").
@@ -65,7 +65,7 @@ class Slot:
     """Where one gradient lies in its bucket.
 
     Attributes:
-        position: arrival number of the gradient in the step, from 0.
+        position: place of the gradient in the step, from 0.
         spec: the gradient.
         begin: first element in the flat buffer.
         end: one past its last element.
@@ -84,7 +84,7 @@ class Bucket:
     Attributes:
         dtype: the dtype's name, shared by all slots.
         slots: the gradients, back to back from element 0.
-        number: counts the buckets of a step in the order in which they are opened.
+        number: of the bucket in its step, in the order in which buckets are opened.
     """
 
     dtype: str
@@ -118,13 +118,13 @@ class _Filling(NamedTuple):
 
 @dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot in less than half the time
 class Place:
-    """What the plan knows of one gradient.
+    """The place of one gradient in the plan.
 
     Attributes:
         spec: of the gradient.
         number: of its bucket.
-        complete: the buckets that are complete because of it, in launch order; None where that depends on which others
-            have come: see Planner.count.
+        complete: the buckets that this gradient completes, in launch order; None if that depends on which other
+            gradients have arrived: see Planner.count.
     """
 
     spec: GradientSpec
@@ -135,10 +135,10 @@ class Place:
 class Planner:
     """Says which gradients share a bucket, and when a bucket is complete.
 
-    Without `specs` places are the order of arrival, and buckets fill gradient by gradient; a step that repeats the one
-    before gets its buckets again. With `specs` places and buckets are known: gradients come in any order, and a bucket
-    is complete when all of its gradients have come, and all buckets before it are complete. So ranks whose gradients
-    come in different orders launch in the same one.
+    Without `specs` a place is a number of arrival, and buckets fill gradient by gradient; a step that repeats the last
+    one gets the same buckets. With `specs` places and buckets are fixed, and gradients arrive in any order. A bucket is
+    then complete when all of its gradients have arrived and all buckets before it are complete. So ranks whose
+    gradients arrive in different orders launch the buckets in the same order.
 
     Args:
         threshold_bytes: size that a bucket of several gradients never exceeds; at least 1.
@@ -148,9 +148,9 @@ class Planner:
 
     Attributes:
         threshold_bytes, first_bucket_bytes: see above.
-        places: of this step, and beyond what has come, of the last one.
-        repeats: whether all that has come in this step came in the last one, at the same places.
-        buckets: with `specs`: all, in the order of their launch.
+        places: of this step's gradients; after them those of the last step.
+        repeats: whether all gradients of this step so far were in the last step, at the same places.
+        buckets: with `specs`: all buckets, in launch order.
 
     Raises:
         InvalidArgument: a size that is no integer of at least 1, or a first bucket above the threshold.
@@ -176,8 +176,8 @@ class Planner:
         self.buckets: list[Bucket] = []
         self._open: dict[str, _Filling] = {}
         self._opened = 0
-        self._rest: list[Bucket] = []  # what the end of the last step completed
-        self._missing: list[int] = []  # with `specs`: by launch order
+        self._rest: list[Bucket] = []  # completed by the end of the last step
+        self._missing: list[int] = []  # with `specs`: gradients that each bucket lacks, in launch order
         self._next = 0
         self._is_fixed = specs is not None
         if specs is not None:
@@ -188,11 +188,11 @@ class Planner:
             self.reset()
 
     def add(self, spec: GradientSpec, position: int) -> Place:
-        """Places one gradient. An oversize one is complete at once, and leaves the bucket that is filling as it is.
+        """Places one gradient. One above the threshold gets a bucket of its own, which is complete at once.
 
         Args:
-            spec: known again by identity: a caller that passes the same object as in the step before saves work.
-            position: its place in the step; without the planner's `specs` the number of those that have come before.
+            spec: compared by identity: pass the same object as in the last step to save work.
+            position: its place; without the planner's `specs`, the number of gradients that arrived before it.
         """
         if self._is_fixed:
             return self.places[position]
@@ -205,7 +205,7 @@ class Planner:
         return place
 
     def count(self, number: int) -> Sequence[Bucket]:
-        """Notes that a gradient has come, into this bucket, whose `complete` is None; returns what it completes."""
+        """Counts the arrival of a gradient of a bucket, with `specs`; returns the buckets that are now complete."""
         at = self._order[number]
         self._missing[at] -= 1
         if self._missing[at] or at != self._next:
@@ -216,10 +216,10 @@ class Planner:
         return self.buckets[begin : self._next]
 
     def flush(self, count: int) -> list[Bucket]:
-        """Completes what is open after so many gradients, dtype by dtype in sorted order, and begins a new step.
+        """Completes the open buckets after `count` gradients, by dtype in sorted order; begins a new step.
 
-        An empty step says nothing about the next: what is known of the last one stays. With `specs` nothing is open:
-        all gradients have come, or none.
+        After an empty step the plan of the last one stays. With `specs` no bucket is open: all gradients have arrived,
+        or none has.
         """
         if self._is_fixed:
             self.reset()
@@ -243,7 +243,7 @@ class Planner:
         return complete + self.flush(len(specs))
 
     def reset(self) -> None:
-        """Forgets the step, and the last one."""
+        """Forgets this step and the last one."""
         if self._is_fixed:
             self._next, self._missing = 0, [len(bucket.slots) for bucket in self.buckets]
             self.repeats = True
@@ -254,7 +254,7 @@ class Planner:
         self.repeats = False
 
     def _stop_repeating(self, count: int) -> None:
-        """Brings the open buckets to where they would be had the step been filled from its beginning."""
+        """Fills the open buckets with the gradients of this step so far, which repeated the last one until now."""
         self.repeats = False
         del self.places[count:]
         for position, place in enumerate(self.places):
@@ -270,7 +270,7 @@ class Planner:
             complete.append(self._take(spec.dtype))
             filling = None
         if filling is None:
-            if size_bytes > self._next_limit_bytes():  # the first bucket is for smaller ones
+            if size_bytes > self._next_limit_bytes():  # too large for the first bucket
                 return self._alone(position, spec, complete)
             filling = self._open[spec.dtype] = _Filling(self._opened, self._next_limit_bytes(), [])
             self._opened += 1
@@ -307,10 +307,10 @@ def _filled_bytes(filling: _Filling) -> int:
 
 
 def checked_bytes(name: str, size: object) -> int:
-    """Returns a size as an int: of bytes, or of text such as "25 MB", which is 25 * 1024**2.
+    """Returns a size in bytes, given as an integer or as text: "25 MB" is 25 * 1024**2.
 
     Raises:
-        InvalidArgument: it is neither, or below 1.
+        InvalidArgument: the size is neither, or below 1.
     """
     number = integer_of(size)
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
@@ -322,6 +322,6 @@ def checked_bytes(name: str, size: object) -> int:
 
 
 def list_of_names(names: Sequence[str]) -> str:
-    """Returns the first names of a list, and how many more there are."""
+    """Returns the first names of a list, and the number of the others."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""The collectives of a step: one for each bucket once it is complete, and an agreement on the end."""
+"""The collectives of a step: the all-reduce of each complete bucket, and the agreement on the end of the step."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _number_of = attrgetter("number")
 
 @dataclass
 class Statistics:
-    """What a callback has done since it was made.
+    """Counts what a callback has done since it was made.
 
     Attributes:
         steps: flushes that reduced gradients.
         gradients: gradients handed over for reduction.
         all_reduces: buckets reduced.
         bytes_all_reduced: their size.
-        communication_seconds: time the host spent in packing, waiting, reducing and splitting, and in the flush; on a
-            GPU, in launching them.
-        skipped_steps: those whose gradients were not finite, where the policy is "skip".
+        communication_seconds: time of the host in packing, waiting, reducing and splitting, and in the flush; on a GPU,
+            in launching these.
+        skipped_steps: steps whose gradients were not finite, with nonfinite="skip".
     """
 
     steps: int = 0
@@ -51,17 +51,17 @@ class Statistics:
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """One bucket's reduction, and the arrays that it works on; kept where these come again in the next step.
+    """One bucket's reduction, and the arrays that it works on; kept if these arrive again in the next step.
 
     Attributes:
-        bucket: which gradients.
-        sources, targets: flat arrays, one for each slot; see ListReduction of communicator.py. Where gradients live in
-            the bucket, one flat view of it.
+        bucket: the gradients.
+        sources, targets: flat arrays, one for each slot; see ListReduction of communicator.py. If gradients live in the
+            bucket, one flat view of it.
         write_backs: pairs of a target and the native array that gets its values afterwards.
         results: native arrays that hold the reduced values in the end.
-        locked: those of the gradients that are read-only until then; None where there are none.
-        memory: where the gradients live in the bucket: its memory.
-        prepared: of these very arrays, where they will come again.
+        locked: the gradients that are read-only until the end; None if there are none.
+        memory: the buckets' memory, if gradients live there.
+        prepared: the all-reduce of these arrays, if they will arrive again.
     """
 
     bucket: Bucket
@@ -75,7 +75,7 @@ class Reduction:
 
     @classmethod
     def of_gradients(cls, bucket: Bucket, entries: Sequence[GradientEntry], holder: Holder) -> Reduction:
-        """Returns that of gradients in arrays of their own, by slot; `holder` has them in flight."""
+        """Returns the reduction of gradients in arrays of their own, by slot; `holder` has them in flight."""
         return cls(
             bucket,
             [entry.source for entry in entries],
@@ -87,25 +87,25 @@ class Reduction:
 
     @classmethod
     def resident(cls, bucket: Bucket, memory: BucketMemory) -> Reduction:
-        """Returns that of gradients that live in the bucket."""
+        """Returns the reduction of gradients that live in the bucket."""
         flat = memory.flat(bucket)
         return cls(bucket, [flat], [flat], [], [flat], memory=memory)
 
     def prepare(self, communicator: Communicator, op: ReduceOp, *, looks: bool, recurs: bool = False) -> ListReduction:
-        """Returns the all-reduce of the arrays; see ListReduction of communicator.py."""
+        """Returns an all-reduce of the arrays; see ListReduction of communicator.py."""
         return ListReduction(
             communicator, self.sources, self.targets, op, write_backs=self.write_backs, looks=looks, recurs=recurs
         )
 
 
 class ActiveRanks(Protocol):
-    """How the ranks that have gradients for a step are counted; see join.py."""
+    """Counts the ranks that have gradients for a step; see join.py."""
 
     def count(self, passes: int) -> int:
-        """Returns how many ranks have gradients for the step that begins. Every rank must call it.
+        """Returns the number of ranks that have gradients for the step that begins. Every rank must call it.
 
         Args:
-            passes: the local passes that this rank has made before it.
+            passes: local passes of this rank before the step.
         """
 
 
@@ -117,10 +117,10 @@ class Reducer:
 
     Attributes:
         op: sum or mean.
-        events: what the ranks agree on.
-        statistics: what has been done.
-        active_ranks: counts the ranks before the first collective of a step; None where all take part in all of them.
-        values: what is found out about the gradients.
+        events: the agreements of a step.
+        statistics: of all steps.
+        active_ranks: inside join(), counts the ranks before the first collective of a step; else None.
+        values: checks for NaN and infinity, norm, clipping.
         is_hooked: whether a hook reduces the buckets.
     """
 
@@ -133,15 +133,15 @@ class Reducer:
         self.is_hooked = False
         self._options = options
         self._wire = options.wire
-        # Whether nothing is done to the values on their way but to reduce them.
+        # Whether values are only reduced: not scaled, not converted, not looked at.
         self._runs_plain = self._wire.is_plain and not self.values.is_watching
         self._hooked: _HookedBuckets | None = None
-        self._present: int | None = None  # ranks that have gradients for this step, where they have been counted
+        self._present: int | None = None  # the number of ranks with gradients for this step, once it is counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
-        self._last: dict[int, Reduction] = {}  # by bucket: those of the last step whose arrays may come again
+        self._last: dict[int, Reduction] = {}  # by bucket: reductions of the last step whose arrays may arrive again
 
     def begin_with(self, callback: KnownCallback | None) -> None:
-        """Begins on a communicator whose ranks know the callback so; memory that was made for another is let go."""
+        """Begins on a communicator whose ranks know the callback by this; forgets memory made for another one."""
         self.events.change_callback(callback)
         self._wire.forget_memory()
         self._last.clear()
@@ -149,7 +149,7 @@ class Reducer:
             self._hooked.reset()
 
     def use_hook(self, hook: BucketHook | None) -> None:
-        """Has a hook reduce the buckets of the steps to come; see AllreduceCallback.register_hook."""
+        """Uses a hook for the buckets of later steps; see AllreduceCallback.register_hook."""
         if hook is not None and self._wire.dtype_name is not None:
             raise InvalidArgument(
                 f"a hook decides what travels: make the callback without compression={self._wire.dtype_name!r}"
@@ -168,14 +168,14 @@ class Reducer:
         communicator: Communicator,
         holder: Holder,
     ) -> Reduction:
-        """Returns the reduction of a bucket whose gradients have come: that of the last step, where all come again.
+        """Returns the reduction of a complete bucket: that of the last step, if all arrays are the same.
 
         Args:
-            bucket: which.
+            bucket: whose gradients have arrived.
             entries: the gradients of the step, by place.
-            memory: where they live, if that is in the buckets.
+            memory: the buckets' memory, if gradients live there.
             communicator: whose ranks reduce it.
-            holder: who has them in flight.
+            holder: the callback that has the gradients in flight.
         """
         number = bucket.number
         known = self._last.get(number)
@@ -197,31 +197,31 @@ class Reducer:
         return reduction
 
     def renew(self, number: int) -> None:
-        """Lets go of a bucket's arrays: one has come for it that the last step did not have there."""
+        """Forgets a bucket's reduction, because another array has arrived for it than in the last step."""
         known = self._last.get(number)
         if known is not None and known.memory is None:
             del self._last[number]
 
     def keep(self, reduced: Sequence[Bucket]) -> None:
-        """Lets go of the arrays of buckets that the step did not have; an empty step says nothing about the next."""
+        """Forgets the reductions of buckets that the step did not have; an empty step changes nothing."""
         if reduced:
             for number in self._last.keys() - set(map(_number_of, reduced)):
                 del self._last[number]
 
     def forget(self) -> None:
-        """Lets go of all arrays."""
+        """Forgets all reductions and their arrays."""
         self._last.clear()
 
     def reduce(
         self, reduction: Reduction, communicator: Communicator, producers: Sequence[Any], end: CollectiveEnd
     ) -> Completion | None:
-        """Reduces a bucket, or has the hook begin to, which then brings about the end by itself.
+        """Reduces a bucket, or hands it to the hook, which ends it later.
 
         Args:
             reduction: of the bucket.
             communicator: whose ranks take part.
             producers: marks (see Communicator.mark_work) of the work that made the sources.
-            end: of the gradients in it, for the hook.
+            end: of the bucket, for the hook.
         """
         started = time.perf_counter()
         bucket, op, mean_over = reduction.bucket, self.op, None
@@ -235,7 +235,7 @@ class Reducer:
                 communicator.agree(agreement)
                 self._hooked.begin(reduction, communicator, op, mean_over, producers, end, watch)
             except CommunicatorClosed:
-                self._hooked.finish()  # raises what an earlier bucket's future has failed with, which has closed it
+                self._hooked.finish()  # raises the error of an earlier bucket's future, which has closed it
                 raise
         elif reduction.prepared is not None and mean_over is None and op is self.op and self._runs_plain:
             completion = reduction.prepared.run(agreement, producers=producers)
@@ -258,7 +258,7 @@ class Reducer:
         op: ReduceOp,
         mean_over: int | None,
     ) -> Completion | None:
-        """Reduces a bucket with all that is done on the way: the look at its values, a scale, another dtype."""
+        """Reduces a bucket with its stages: the check of its values, a scale, another dtype."""
         arrays, dtype = communicator.arrays, reduction.sources[0].dtype
         scale = None if self._wire.is_plain else self._stage_of(reduction, communicator)
         finder = communicator.finder if scale is None and self.values.looks_for_nonfinite else None
@@ -269,7 +269,7 @@ class Reducer:
             mean_over = None
         if scale is not None:
             stages.append(scale)
-        # On all ranks alike, though some may have gradients that cannot be written to.
+        # The same on all ranks, though the gradients of some may be read-only.
         agrees_first = self._wire.only_scales(dtype) and not communicator.runs_beside_host
         if reduction.memory is not None and not isinstance(scale, Compressed):
             return communicator.all_reduce_resident(
@@ -290,10 +290,10 @@ class Reducer:
         return prepared.run(agreement, stages=stages, producers=producers, agrees_first=agrees_first)
 
     def _stage_of(self, reduction: Reduction, communicator: Communicator) -> Scaled | Compressed | None:
-        """Returns what scales a bucket's values, or packs them in another dtype; None where they travel as they are.
+        """Returns the stage that scales a bucket's values, or converts them; None if they are only reduced.
 
-        They are scaled where they lie, unless some gradient cannot be written to, or all are so small that it costs
-        less to pack them first. On a GPU they are packed in any case, and scaled by that.
+        Values are scaled where they lie, unless some gradient is read-only, or the gradients are so small that packing
+        them first costs less. On a GPU packing scales them.
         """
         wire, arrays, dtype = self._wire, communicator.arrays, reduction.sources[0].dtype
         if not wire.changes(dtype):
@@ -313,15 +313,15 @@ class Reducer:
         present: int,
         passes: int,
     ) -> None:
-        """Takes part, with zeros, in a whole step of the ranks that have gradients for it.
+        """Takes part in a whole step of the other ranks, with zeros.
 
         Args:
             planner: of the callback, between steps.
             specs: the gradients of the step, in the order of their places.
             communicator: whose ranks take part.
             zeros: zeros(bucket) returns the reduction of an array of them, which the next call may return again.
-            present: how many ranks have gradients.
-            passes: the local passes that those have made before it: their agreements include them.
+            present: the number of ranks that have gradients.
+            passes: the local passes of those ranks, which their agreements include.
         """
         own_passes = self.events.local_passes
         self.begin_step(present, passes)
@@ -340,16 +340,16 @@ class Reducer:
         if self._hooked is not None:
             self._hooked.finish()
         if completion is not None:
-            completion.order()  # the next bucket's zeros go to the same memory
+            completion.order()  # the next bucket's zeros use the same memory
 
     def end(self, gradients: int, communicator: Communicator) -> Completion | None:
-        """Agrees that the step has ended after so many gradients; what the caller queues next sees them reduced.
+        """Agrees that the step has ended after so many gradients. Work that the caller queues next sees the results.
 
         Returns:
-            What comes after the end of the buckets, and before the results are final; None where nothing does.
+            The end of work that changes the results after their reduction, such as clipping; None without any.
 
         Raises:
-            NonFiniteGradient: some rank's are not finite, and the policy is to raise; on all ranks.
+            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; on all ranks.
         """
         started = time.perf_counter()
         if self.active_ranks is not None:
@@ -368,19 +368,19 @@ class Reducer:
         return later
 
     def agree_on_missing(self, gradients: int, missing: tuple[str, ...], communicator: Communicator) -> None:
-        """Agrees that the step ends after so many gradients because others are missing.
+        """Agrees that the step ends after so many gradients, and that the named ones are missing.
 
         Raises:
-            PlanMismatch: other ranks have them.
+            PlanMismatch: they are not missing on all ranks.
         """
         self._count_active()
         communicator.agree(self.events.flush(gradients, missing))
 
     def begin_step(self, present: int | None = None, passes: int = 0) -> None:
-        """Forgets the step before, but for its plan, which this one may repeat.
+        """Begins a step; keeps the plan of the last one, which this one may repeat.
 
         Args:
-            present: how many ranks have gradients for the new step, where they have been counted already.
+            present: the number of ranks with gradients for the new step, if it is known already.
             passes: the local passes before it.
         """
         self.events.begin_step(passes)
@@ -388,7 +388,7 @@ class Reducer:
         self._present = present
 
     def fail(self) -> None:
-        """Forgets what was noted of a step that has failed."""
+        """Forgets the values and hooked buckets of a step that has failed."""
         self.values.fail()
         if self._hooked is not None:
             self._hooked.reset()
@@ -399,7 +399,7 @@ class Reducer:
         return self.values.watch(reduction.bucket, reduction.results, communicator, finder)
 
     def _mean_over(self, communicator: Communicator) -> tuple[ReduceOp, int | None]:
-        """Returns the operator, and by what its result is to be divided: where some ranks are absent, by the others."""
+        """Returns the operator, and the divisor of its result: if some ranks are absent, a sum and their number."""
         self._count_active()
         if self.op is ReduceOp.SUM or self._present in (None, communicator.world_size):
             return self.op, None
@@ -411,7 +411,7 @@ class Reducer:
 
 
 class _Divided:
-    """Divides a sum: the mean over the ranks that had something to give. See Stage of communicator.py."""
+    """Divides a sum by the number of ranks that had gradients. See Stage of communicator.py."""
 
     def __init__(self, count: int, arrays: ArrayKind) -> None:
         self._count = count
@@ -430,30 +430,30 @@ class _Divided:
 
 
 class _UnderWay(NamedTuple):
-    """A bucket that a hook has taken."""
+    """A bucket that was handed to a hook."""
 
     reduction: Reduction
     bucket: GradientBucket
     value: Any
-    mark: Any  # of the work that the hook has queued
+    mark: Any  # of the work that the hook queued
     mean_over: int | None
     end: CollectiveEnd
     watch: BucketWatch | None
 
 
 class _HookedBuckets:
-    """The buckets of a step that a hook reduces. On a GPU all that is done here goes to the current stream.
+    """The buckets of a step that a hook reduces. On a GPU all work here is queued on the current stream.
 
     Args:
         hook: a function of a bucket.
-        wire: whose scales are applied.
+        wire: the scales.
     """
 
     def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
         self._hook = hook
         self._wire = wire
         self._under_way: list[_UnderWay] = []
-        self._flats: dict[int, Array] = {}  # by bucket: several are under way at once
+        self._flats: dict[int, Array] = {}  # by bucket, because several are under way at once
 
     def begin(
         self,
@@ -468,13 +468,13 @@ class _HookedBuckets:
         """Packs a bucket, scaled, and hands it to the hook.
 
         Args:
-            reduction: the bucket; ranks have agreed on it.
+            reduction: of the bucket; ranks have agreed on it.
             communicator: whose ranks reduce it.
             op: of the reduction.
-            mean_over: divides a sum by this number afterwards.
+            mean_over: the divisor of a sum, if not all ranks have gradients.
             producers: marks (see mark_work) of the work that made the sources.
-            end: of its gradients.
-            watch: looks at the values before and after.
+            end: of the bucket.
+            watch: checks the values before and after.
         """
         communicator.follow_work(producers)
         if watch is not None:
@@ -487,7 +487,7 @@ class _HookedBuckets:
         self._under_way.append(_UnderWay(reduction, bucket, value, communicator.mark_work(), mean_over, end, watch))
 
     def finish(self) -> None:
-        """Waits for the hook's results, in order, and brings them to the gradients."""
+        """Waits for the hook's results, in order, and copies them into the gradients."""
         under_way, self._under_way = self._under_way, []
         for reduction, bucket, value, mark, mean_over, end, watch in under_way:
             communicator = bucket.communicator
@@ -504,7 +504,7 @@ class _HookedBuckets:
             end.finish(None, None, communicator.mark_end())
 
     def reset(self) -> None:
-        """Forgets what is under way, and the memory that it may still use: the step has failed."""
+        """Forgets the buckets under way after a failed step, with their memory, which hooks may still use."""
         self._under_way.clear()
         self._flats.clear()
 

@@ -1,4 +1,4 @@
-"""A file of gradients: what they are called, their shapes and dtypes, in the order in which they are handed over.
+"""A file of gradients: names, shapes and dtypes, in the order in which they are handed over.
 
 AllreduceCallback.dump_shapes writes one, `gradsync bench thresholds --model` reads it. It is JSON: a list of
 [name, shape] or [name, shape, dtype].
@@ -38,8 +38,8 @@ def read_shapes(path: str | Path) -> list[GradientSpec]:
     """Reads the gradients of a file, in its order; those without a dtype are float32.
 
     Raises:
-        InvalidArgument: the file cannot be read, is not such a list, is empty, or names what cannot be reduced; the
-            text says which entry, counted from 0.
+        InvalidArgument: the file cannot be read, is not such a list, is empty, or has a dtype that cannot be reduced;
+            the text gives the number of the entry, from 0.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def read_shapes(path: str | Path) -> list[GradientSpec]:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Returns the bytes of one element; of bfloat16 too, which NumPy alone does not know."""
+    """Returns the bytes of one element, also for bfloat16, which NumPy alone does not have."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
@@ -89,7 +89,7 @@ def _malformed(path: str | Path, what: str) -> InvalidArgument:
 
 
 def _plain(name: str) -> str:
-    """Returns a name as its caller wrote it: that of a plan is the repr."""
+    """Returns a name as the program wrote it; the plan has its repr."""
     if name[:1] not in ("'", '"'):
         return name
     try:

@@ -1,11 +1,11 @@
-"""One step after another: gradients come in, complete buckets are reduced at once, the flush does the rest.
+"""One step after another: takes gradients, reduces complete buckets at once, and reduces the rest at the flush.
 
-Does this step repeat the last one? That is asked once for each gradient, in Step.take. Where the very array comes that
-the last step had at this place, all that was worked out for it is taken as it is: its entry, its place in the plan, and
-in the end its bucket's reduction (see Reducer.reduction_of). Else it is looked at from all sides, in Step._admit.
+Does this step repeat the last one? Step.take asks that once for each gradient. If the same array arrives that the last
+step had at this place, everything known about it is used again: its entry, its place in the plan, and in the end its
+bucket's reduction (see Reducer.reduction_of). Otherwise Step._admit checks the gradient and makes a new entry.
 
-An array is held from one step to the next only once it has come twice running, so that a loop that makes new arrays
-each step does not have two steps' worth of memory held.
+An array is kept from one step to the next only if it arrived in two steps running. So a loop that makes new arrays in
+each step does not hold the memory of two steps.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from gradsync.reduction import Array, dtype_name, dtype_of
 
 _log = logging.getLogger("gradsync")
 
-_NOWHERE = sys.maxsize  # the place of what is no parameter
+_NOWHERE = sys.maxsize  # the place of a name that is no parameter
 
 
 class Step:
-    """The state between the first gradient of a step and its flush, and what is known of the last step.
+    """The state between the first gradient of a step and its flush, and the memory of the last step.
 
-    Places are the order in which gradients come; with `parameters` each has its place for good, whatever comes when.
+    A gradient's place is its number in the order of arrival; with `parameters` it is the parameter's number.
 
     Args:
         options: of the callback.
@@ -70,11 +70,11 @@ class Step:
     Attributes:
         planner: says which gradients share a bucket.
         reducer: the collectives of the step.
-        memory: where gradients live in the buckets; None where they do not.
-        count: how many gradients have come since the last flush.
-        ended: how many steps have, empty ones included.
-        raised_on_all: the last error that every rank has had of a collective here.
-        filled: after a flush: by parameter, the reduced gradients of those that this rank had none for.
+        memory: the buckets' memory, if gradients live in the buckets; else None.
+        count: gradients handed over since the last flush.
+        ended: steps that have ended, empty ones included.
+        raised_on_all: the last error that every rank got from a collective of this callback.
+        filled: after a flush: by parameter, the results for which this rank had no gradient.
         sums: of the gradients of local passes, until the next step takes them.
     """
 
@@ -89,39 +89,39 @@ class Step:
         self.sums = Accumulation()
         self._options = options
         self._identity = identity
-        self._communicator: Communicator | None = None  # for which all that is known of the last step is right
-        self._is_known = False  # the callback, to the other ranks of the communicator
-        self._has_compared = options.parameters is None  # the parameters' values over the ranks: once
+        self._communicator: Communicator | None = None  # of the last step
+        self._is_known = False  # whether the other ranks of the communicator know the callback
+        self._has_compared = options.parameters is None  # whether the ranks have compared the parameters' values
         self._parameters: list[KnownParameter] = []
-        self._is_busy = False  # some thread hands over a gradient, or flushes
-        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for each: 10,000 gradients share some
-        # By place, of this step, and beyond what has come, of the last one.
+        self._is_busy = False  # whether some thread hands over a gradient, or flushes
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for equal shapes: saves memory
+        # By place: of this step, and of the last one where this one has not arrived yet.
         self._places: dict[Hashable, int] | None = None  # with `parameters`
-        self._entries: list[GradientEntry | None] = []  # those whose arrays may come again
-        self._seen: list[weakref.ref[Array] | None] = []  # what came in the last step for the first time
+        self._entries: list[GradientEntry | None] = []  # of arrays that may arrive again
+        self._seen: list[weakref.ref[Array] | None] = []  # arrays that arrived in the last step for the first time
         self._specs: list[GradientSpec] = []
-        self._failed_specs: list[GradientSpec] = []  # of the last step, where that has failed
+        self._failed_specs: list[GradientSpec] = []  # of the last step, if that failed
         self._zeros: dict[int, Array] = {}
         # Of this step.
-        self._has_come = bytearray()  # by place, with `parameters`
-        self._new: list[int] = []  # the places to which other arrays have come than in the last step
-        self._has_new = False  # whether such an array has come: only then all are looked at for what they share
+        self._has_come = bytearray()  # with `parameters`: by place, whether the gradient has arrived
+        self._new: list[int] = []  # places with another array than in the last step
+        self._has_new = False  # whether there is one: only then all gradients are checked for shared memory
         self._keys: set[Hashable] = set()
         self._overlaps = OverlapCheck()
         self._ends = _Ends()
-        self._producers: dict[int, list[Any]] = {}  # by bucket; where collectives run beside the host
+        self._producers: dict[int, list[Any]] = {}  # by bucket; used only if collectives run beside the host
         self._reduced: list[Bucket] = []
-        self._unlocked: set[int] = set()  # places of gradients that were unlocked because nobody will reduce them
+        self._unlocked: set[int] = set()  # places of gradients that were unlocked without a reduction
         self._accepted_dtypes: set[Any] = set()
         self._guard: GradientGuard | None = None  # in debug mode
-        self._is_watched = False  # whether more is to be done for a gradient than to take it: see _note
+        self._is_watched = False  # whether _note has work for each gradient
         self._state_of: Callable[[Any], Any] = id  # the communicator's ArrayKind.state
         register(self)
 
     # -- Before a step ---------------------------------------------------------------------------------------------
 
     def begin_with(self, communicator: Communicator) -> None:
-        """Makes sure that what is known of arrays is known for this communicator; refuses others within a step."""
+        """Begins with a communicator: forgets the arrays of another one; refuses a change within a step."""
         if communicator is self._communicator:
             return
         if self.count:
@@ -150,7 +150,7 @@ class Step:
         self._communicator = communicator
 
     def live_in_buckets(self, communicator: Communicator) -> Any:
-        """Makes memory in which gradients live in the buckets; see AllreduceCallback.gradient_buffers."""
+        """Makes the buckets' memory, and returns its views; see AllreduceCallback.gradient_buffers."""
         if not self._options.gradient_as_bucket_view:
             raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
         self.begin_with(communicator)
@@ -161,14 +161,14 @@ class Step:
         return dict(zip(given, views, strict=True)) if isinstance(given, Mapping) else list(views)
 
     def forget_memory(self) -> None:
-        """Leaves the memory of the buckets to those who hold views of it, which are arrays like any other then."""
+        """Forgets the buckets' memory; views of it that a program holds become ordinary arrays."""
         self._forget_entries()
         self._zeros.clear()
         self.reducer.forget()
         self.memory = None
 
     def meet(self, communicator: Communicator) -> None:
-        """Makes sure, at the first use, that the other ranks use the same callback. Collective, before all else."""
+        """Checks, at the first use, that the other ranks use the same callback. The first collective of all."""
         if self._is_known:
             return
         with self.noting_errors():
@@ -176,23 +176,24 @@ class Step:
         self._is_known = True
 
     def prepare(self, gradient: Any, communicator: Communicator) -> None:
-        """Does what comes before the first step, in one order on all ranks, whatever gradients they have. Collective.
+        """Prepares the first step: compares the parameters, makes the buckets' memory. Collective.
 
-        The comparison is first: a difference in the buckets is then shown as one.
+        The order is the same on all ranks, whatever gradients they have. The comparison is first, so that a difference
+        between the parameters is reported before one between the buckets.
 
         Args:
-            gradient: the first, where this rank has one.
+            gradient: the first one of this rank, or None.
             communicator: of the ranks.
         """
         self._compare_parameters(gradient, communicator)
         self._ensure_memory(communicator)
 
     def specs_to_repeat(self) -> list[GradientSpec]:
-        """Returns the gradients of the last step, as far as all ranks had agreed on them where it failed."""
+        """Returns the gradients of the last step; of a failed one, those on which all ranks had agreed."""
         return self._specs or self._failed_specs
 
     def _ensure_memory(self, communicator: Communicator) -> None:
-        """Makes the memory of the buckets, where gradients live there and it is not made. Collective then."""
+        """Makes the buckets' memory, if gradients live there and it does not exist yet. Collective then."""
         if self.memory is not None or not self._options.gradient_as_bucket_view:
             return
         self.meet(communicator)
@@ -200,17 +201,17 @@ class Step:
             self.memory = BucketMemory(self.planner.buckets, communicator, self.reducer.events.of_callback)
 
     def _compare_parameters(self, gradient: Any, communicator: Communicator) -> None:
-        """Warns, before the first step, where the values of the parameters differ. Collective, at the first call."""
+        """Warns before the first step if the parameters' values differ between ranks. Collective, once."""
         if self._has_compared or communicator.world_size == 1:
             return
         self.meet(communicator)
         agreed = self.reducer.events.of_callback
         with self.noting_errors():
             warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator, agreed)
-        self._has_compared = True  # only now: after PlanMismatch every rank does so once more
+        self._has_compared = True  # only here: after PlanMismatch every rank compares again
 
     def _fix_places(self, communicator: Communicator) -> None:
-        """Gives each parameter that was named its place for good."""
+        """Gives each named parameter its fixed place."""
         options = self._options
         if not self._parameters:
             self._parameters = known_parameters(options.parameters, "AllreduceCallback", options.op, communicator)
@@ -238,13 +239,13 @@ class Step:
         try:
             self._is_busy = True
             if self._is_watched and communicator.runs_beside_host:
-                communicator.checked_stream(None, "a gradient")  # before anything is taken
+                communicator.checked_stream(None, "a gradient")  # first: an error must leave no trace
             if (places := self._places) is None:
                 position = self.count
             else:
                 position = places.get(param if type(param) is str else key_of(param), _NOWHERE)
             entry = self._entries[position] if position < len(self._entries) else None
-            # Does this step repeat the last one here: the same array in the same place, as it was?
+            # Does this step repeat the last one here: the same, unchanged array at the same place?
             if (
                 entry is not None
                 and entry.gradient is grad
@@ -282,16 +283,16 @@ class Step:
             self._is_busy = False
 
     def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:
-        """Takes down what nearly nobody asks for: the work that makes a gradient, its arrival, its values."""
+        """Notes for GPUs, traces and the debug mode: the work that makes a gradient, its arrival, its values."""
         if communicator.runs_beside_host:
             self._producers.setdefault(entry.number, []).append(communicator.mark_work())
-        if (tracer := tracing.active) is not None:  # looked at once: another thread may end the trace
+        if (tracer := tracing.active) is not None:  # read once: another thread may end the trace
             tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=self.count == 1)
         if self._guard is not None:
             self._guard.take(entry, end)
 
     def _admit(self, param: Any, grad: Any, communicator: Communicator) -> GradientEntry:
-        """Takes a gradient that the last step did not have here as it is now; what fails leaves no trace.
+        """Checks a gradient that the last step did not have here, and makes its entry. An error leaves no trace.
 
         Raises:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
@@ -304,16 +305,17 @@ class Step:
         is_locked = False
         is_itself = native is grad
         if isinstance(grad, np.ndarray):
-            is_on = self._options.lock_gradients and self.memory is None  # else ranks share it, or it is copied now
+            # In the buckets' memory, which ranks share, there is nothing to lock; other arrays are copied there now.
+            is_on = self._options.lock_gradients and self.memory is None
             is_locked = can_lock(grad, name, self, is_on=is_on)
             if is_locked and is_itself:
-                native = grad.view()  # for our own writing; one of a subclass is a view already
+                native = grad.view()  # gradsync writes through it; that of a subclass is a view already
         goes = self._destination(grad, native, position, communicator)
-        # Else the result is a new array each time, or the values are copied first.
+        # Otherwise the result is a new array in each step, or the values are copied first.
         recurs = is_itself and goes.result is grad and goes.target is goes.source and goes.write_back is None
         recurs = recurs and self._has_seen(position, grad)
         state = arrays.state(native) if recurs else None
-        if self.memory is not None and goes.result is not grad:  # copied already: what is written to is the place
+        if self.memory is not None and goes.result is not grad:  # already copied to its place, which is written to
             native = self.memory.views[position]
         if not self._has_new:
             for earlier in self._of_step():
@@ -352,7 +354,7 @@ class Step:
         return entry
 
     def add_up(self, param: Any, grad: Any, communicator: Communicator, *, is_reused: bool = False) -> GradientFuture:
-        """Takes a gradient of a local pass; its future gives the sum so far, and is done. Not collective."""
+        """Adds up a gradient of a local pass; its future is done, and gives the sum so far. Not collective."""
         self._begin_local(communicator)
         position = len(self.sums) if self._places is None else self._place_of(param, communicator)
         grad = as_array(grad)
@@ -362,7 +364,7 @@ class Step:
             self._spec_of(position, name, native, communicator)
             name = self._specs[position].name
         if isinstance(grad, np.ndarray):
-            can_lock(grad, name, self, is_on=False)  # refuses what another callback has in flight
+            can_lock(grad, name, self, is_on=False)  # refuses a gradient that is in flight in another callback
         total = self.sums.add(param, key, name, grad, native, communicator, is_reused=is_reused)
         if isinstance(total, np.ndarray):
             total = total.view()
@@ -374,7 +376,7 @@ class Step:
     def take_with_sum(
         self, param: Any, grad: Any, communicator: Communicator, *, is_reused: bool = False
     ) -> GradientFuture:
-        """Takes a gradient; hands it over with what local passes have added up for its parameter."""
+        """Takes a gradient together with the sum that local passes have made for its parameter."""
         if self.sums and communicator is self._communicator and grad is not None:
             self._begin_local(communicator)
             grad = as_array(grad)
@@ -392,7 +394,7 @@ class Step:
         self.reducer.events.local_passes = 0
 
     def _begin_local(self, communicator: Communicator) -> None:
-        """Makes sure that a gradient may be added up here and now."""
+        """Checks that a gradient may be added up now; the same checks as at the beginning of take()."""
         if communicator is not self._communicator:
             self.begin_with(communicator)
         if pending:
@@ -416,7 +418,7 @@ class Step:
         return position
 
     def _spec_of(self, position: int, name: str, native: Array, communicator: Communicator) -> GradientSpec:
-        """Returns what ranks must agree on about a gradient; the last step's object where it is the same."""
+        """Returns the spec of a gradient: the last step's object, if it is equal."""
         dtype = dtype_name(native.dtype)
         known = self._specs[position] if position < len(self._specs) else None
         if known is not None and known.shape == native.shape and known.dtype == dtype:
@@ -430,7 +432,7 @@ class Step:
         return GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
 
     def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
-        """Decides where the reduced values go; where gradients live in buckets, copies one from elsewhere into its."""
+        """Decides where the reduced values go; copies a gradient into its bucket, if it must live there."""
         if self.memory is None:
             return destination(grad, native, communicator)
         view = self.memory.views[position]
@@ -441,14 +443,14 @@ class Step:
         return Destination(flat, flat, None, view)
 
     def _has_seen(self, position: int, gradient: Any) -> bool:
-        """Whether the last step had this very array at a place."""
+        """Whether the last step had this array at this place."""
         if position >= len(self._seen):
             return False
         entry, seen = self._entries[position], self._seen[position]
         return (entry is not None and entry.gradient is gradient) or (seen is not None and seen() is gradient)
 
     def _register(self, key: Hashable, native: Array, name: str, communicator: Communicator) -> None:
-        """Makes sure that no two gradients of the step have one parameter, or memory in common."""
+        """Refuses a second gradient of one parameter, and gradients that share memory."""
         if key in self._keys:
             raise _twice(name, communicator)
         try:
@@ -465,7 +467,7 @@ class Step:
             check_may_call(communicator.label, "flush()")
         if communicator is not self._communicator:
             self.begin_with(communicator)
-        communicator.checked_stream(None, "flush()")  # before the ranks meet: it is to wait for the results
+        communicator.checked_stream(None, "flush()")  # before the ranks meet: this stream will wait for the results
         if self._is_busy:
             raise _second_use("flush()", communicator)
         self.filled = {}
@@ -474,7 +476,7 @@ class Step:
         try:
             if not self._is_known:
                 self.meet(communicator)
-            rest = {}  # of parameters that have come in local passes alone
+            rest = {}  # of parameters with gradients in local passes only
             for param, total in self.sums.take_rest(communicator) if self.sums else ():
                 position = self.count if self._places is None else self._places[key_of(param)]
                 name = display_name(param, position) if hasattr(param, "dtype") else param
@@ -505,7 +507,7 @@ class Step:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """Surrounds collectives outside the buckets; notes their errors as fail() does those of the step."""
+        """Surrounds collectives outside the step; notes errors that every rank gets, as fail() does."""
         try:
             yield
         except BaseException as error:
@@ -517,9 +519,9 @@ class Step:
             self.raised_on_all = error
 
     def fail(self, error: BaseException) -> None:
-        """Ends the step with an error, which the futures that are not done get.
+        """Ends the step with an error, which all futures that are not done raise.
 
-        Forgets the step, but for what a rank must repeat that shadows others.
+        Forgets the step, except the specs that a rank in join() must repeat.
         """
         self._note_raised_on_all(error)
         self.unlock_waiting()
@@ -535,13 +537,13 @@ class Step:
         ends.fail(error)
 
     def _is_incomplete(self) -> bool:
-        """Whether gradients are missing; an empty step is one of its own, except where zeros take part in it."""
+        """Whether gradients are missing. An empty step is complete, unless zeros take part for the missing ones."""
         if self.count == len(self._parameters):
             return False
         return self.count > 0 or self._options.missing == "zero"
 
     def _complete(self, communicator: Communicator) -> None:
-        """Hands over zeros in place of the gradients that have not come, or raises, on all ranks alike."""
+        """Hands over zeros for the missing gradients, or raises; the same on all ranks."""
         missing = [place for place, has_come in enumerate(self._has_come) if not has_come]
         if self._options.missing == "error":
             names = tuple([self._specs[place].name for place in missing])
@@ -559,7 +561,7 @@ class Step:
         self.filled.update(filled)
 
     def _zeros_at(self, place: int, communicator: Communicator) -> Any:
-        """Returns zeros for a gradient: where gradients live in the buckets, the place itself; else they are kept."""
+        """Returns zeros for a missing gradient: its place in the bucket, or an array that is kept for later steps."""
         arrays, spec = communicator.arrays, self._specs[place]
         array: Any
         if self.memory is not None:
@@ -601,7 +603,7 @@ class Step:
                     completion.before_done(reduction.locked.put_back)
         self._reduced.append(bucket)
         if not reducer.is_hooked:
-            self._ends.finish(number, completion)
+            self._ends.finish(end, None, completion)
 
     def _end_step(self) -> None:
         """Counts the step, and begins the next."""
@@ -617,7 +619,7 @@ class Step:
         self._unlocked.clear()
 
     def _keep_entries(self) -> None:
-        """Keeps of the gradients what may come again; an empty step says nothing about the next."""
+        """Keeps entries of arrays that may arrive again; an empty step changes nothing."""
         for position in self._new:
             entry = self._entries[position]
             if entry is not None and not entry.recurs:
@@ -630,7 +632,7 @@ class Step:
         self._begin_step()
 
     def _forget_entries(self) -> None:
-        """Forgets the arrays of this step and the last; parameters keep their places."""
+        """Forgets the arrays of this step and of the last one; parameters keep their places."""
         if self._places is None:
             self._specs = []
         size = len(self._specs)
@@ -661,16 +663,16 @@ class Step:
         return f'an AllreduceCallback("{self.reducer.op.value}"){group}'
 
     def locked(self) -> list[GradientEntry]:
-        """See Holder of guard.py; those too whose reduction has been launched and has not ended."""
+        """See Holder of guard.py; includes gradients whose reduction was launched and has not ended."""
         return self._locked_until(CollectiveEnd.is_over)
 
     def unlock_waiting(self) -> None:
-        """Makes the gradients writeable again whose reduction has not ended or been launched. Any thread may call it.
+        """Unlocks the gradients whose reduction was not launched yet. Any thread may call it.
 
-        What was launched does that by itself.
+        A launched reduction unlocks its gradients by itself when it ends.
         """
         waiting = self._locked_until(lambda end: not end.is_pending)
-        # Another thread may be locking one now: that one finds it here again when its step fails.
+        # Another thread may be locking a gradient now. That thread unlocks it when its step fails.
         if all(end.is_of_caller() for end in list(self._ends.values())):
             self._unlocked.update([entry.position for entry in waiting])
         try:
@@ -679,16 +681,16 @@ class Step:
             _log.error("%s", error)
 
     def communicator_ended(self, lifetime: Lifetime) -> None:
-        """See Observer of lifetime.py: nobody will reduce what waits."""
+        """See Observer of lifetime.py: the waiting gradients will not be reduced."""
         if self._communicator is not None and lifetime is self._communicator.lifetime:
             self.unlock_waiting()
             if lifetime.is_inherited:
                 self._ends.disown(lifetime.ended_error("the reduction of a gradient"))
 
     def forgotten(self) -> tuple[str, Communicator] | None:
-        """Returns in words, with their communicator, the gradients that wait for a flush; None where none does.
+        """Returns the error text for gradients that wait for a flush, and their communicator; None without any.
 
-        None as well where the communicator was ended by a failure: then that is why they were not reduced.
+        None as well if a failure ended the communicator: that failure is why the gradients were not reduced.
         """
         communicator = self._communicator
         if not self.count or communicator is None or communicator.lifetime.has_failed:
@@ -706,16 +708,16 @@ class Step:
         return text, communicator
 
     def lost_sums(self) -> str | None:
-        """Returns in words the sums that no step has taken, for where none will; None where there are none.
+        """Returns the warning about sums that no step will take; None if there are none.
 
-        None as well where the communicator was ended by a failure.
+        None as well if a failure ended the communicator.
         """
         communicator = self._communicator
         if not self.sums or communicator is None or communicator.lifetime.has_failed:
             return None
         return (
-            f"{communicator.label}: what local passes have added up is lost: no step has taken the sums for "
-            f"{list_of_names(self.sums.names())}. Drop sums that are not wanted with discard()"
+            f"{communicator.label}: the sums of local passes are lost: no step has taken the sums for "
+            f"{list_of_names(self.sums.names())}. Drop sums that you do not need with discard()"
         )
 
     def _of_step(self) -> list[GradientEntry]:
@@ -727,7 +729,7 @@ class Step:
         return [entry for entry in entries if entry is not None]
 
     def _locked_until(self, is_past: Callable[[CollectiveEnd], bool]) -> list[GradientEntry]:
-        """Returns the gradients of this step that are locked, but for those of buckets whose end is past."""
+        """Returns the locked gradients of this step, except those of buckets for whose end is_past(end) is true."""
         free = set(self._unlocked)
         for bucket in list(self._reduced):
             end = self._ends.get(bucket.number)
@@ -737,15 +739,15 @@ class Step:
 
 
 class _Ends(dict[int, CollectiveEnd]):
-    """The ends of a step's buckets, by number, for which their gradients' futures wait.
+    """The ends of a step's buckets, by number. The futures of a bucket's gradients wait for its end.
 
-    A done-callback that ends in SystemExit keeps no other gradient from its end.
+    A done-callback that raises SystemExit does not keep other gradients from their end.
 
     Args:
-        timeout_seconds: how long a future that is given no timeout waits for one.
+        timeout_seconds: how long a future without a timeout of its own waits for an end.
 
     Attributes:
-        leaving: the first SystemExit, or the like, that a done-callback has ended in, until it is raised.
+        leaving: the first SystemExit or KeyboardInterrupt that a done-callback raised, until it is raised again.
     """
 
     def __init__(self, timeout_seconds: float = 0.0) -> None:
@@ -757,12 +759,15 @@ class _Ends(dict[int, CollectiveEnd]):
         end = self[number] = CollectiveEnd(self.timeout_seconds)
         return end
 
-    def finish(self, number: int, completion: Completion | None) -> None:
-        """Ends a bucket that was reduced, or whose reduction was launched; raise_leaving has to follow."""
-        self._finish(self[number], None, completion)
+    def finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
+        """Ends a bucket: reduced, launched or failed. Call raise_leaving() afterwards."""
+        try:
+            end.finish(None, error, completion)
+        except BaseException as leaving:
+            self.leaving = self.leaving or leaving
 
     def postpone(self, completion: Completion) -> None:
-        """Has the results that were launched be final at a later end than that of their reduction."""
+        """Replaces the end of launched reductions by a later one, at which their results are final."""
         for end in self.values():
             end.completion = completion
 
@@ -771,7 +776,7 @@ class _Ends(dict[int, CollectiveEnd]):
         ends = list(self.values())
         self.clear()
         for end in ends:
-            self._finish(end, error, None)
+            self.finish(end, error, None)
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self.leaving = None
         self.raise_leaving()
@@ -782,16 +787,10 @@ class _Ends(dict[int, CollectiveEnd]):
             end.disown(error)
 
     def raise_leaving(self) -> None:
-        """Raises the first SystemExit, or the like, that a done-callback has ended in."""
+        """Raises the first SystemExit or KeyboardInterrupt that a done-callback raised."""
         leaving, self.leaving = self.leaving, None
         if leaving is not None:
             raise leaving
-
-    def _finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
-        try:
-            end.finish(None, error, completion)
-        except BaseException as leaving:
-            self.leaving = self.leaving or leaving
 
 
 def _twice(name: str, communicator: Communicator) -> InvalidArgument:
@@ -803,7 +802,7 @@ def _twice(name: str, communicator: Communicator) -> InvalidArgument:
 
 def _second_use(what: str, communicator: Communicator) -> InvalidArgument:
     return InvalidArgument(
-        f"{communicator.label}: {what} while another thread, or what a signal's handler has interrupted, hands over a "
-        "gradient to this callback or flushes it: one thread at a time; give each thread a callback and a group of its "
-        "own"
+        f"{communicator.label}: {what} while another thread, or the code that a signal handler has interrupted, hands "
+        "over a gradient to this callback or flushes it: use one thread at a time, or give each thread a callback "
+        "and a group of its own"
     )

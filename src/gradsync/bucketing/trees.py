@@ -1,14 +1,13 @@
-"""Nested containers of arrays: averaged over the ranks, or brought from one rank to all.
+"""Nested containers of arrays: averaged over the ranks, or broadcast from one rank to all.
 
-average_gradients() is for loops that have all gradients before they synchronise any. Its tree goes the short way: taken
-apart, agreed upon once, and reduced in lists that the communicator packs by itself; with a callback it goes the way of
-all gradients, so that the callback's knobs hold.
+average_gradients() is for loops that have all gradients before they synchronise any. It flattens the tree, makes one
+agreement, and reduces the arrays in lists that the communicator packs by itself. With a callback the gradients go
+through the callback, so that its options apply.
 
-broadcast_tree() brings a training's whole state to all ranks: arrays in place, the rest in the tree that is returned. A
-tree is taken apart into a layout, which says everything but the arrays' values, and the arrays. The root's layout goes
-to all, and every rank walks its own tree along it: so the root's order counts, whatever theirs. Each compares its own
-tree with it, and makes the tree that it will return, before any array is written to; then all tell whether they can go
-on.
+broadcast_tree() sends a training's whole state to all ranks: arrays in place, other values in the tree that it returns.
+A tree is split into the arrays and a layout, which has everything but the arrays' values. The root sends its layout to
+all ranks, and every rank walks its own tree in the order of that layout. Each rank compares its tree with the layout,
+and makes the tree that it will return, before it writes to any array; then all ranks report whether they can go on.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, par
 Tree = TypeVar("Tree")
 
 _WHAT = "average_gradients"
-# What a collective packs together; more would gain nothing, and on a GPU take as much memory again.
+# Packed together by one collective; more gains nothing, and on a GPU takes as much memory again.
 _LIST_BYTES = 64 * 1024**2
 _ALONE = "the gradient"  # the path of a tree that is nothing but an array
 
@@ -56,29 +55,28 @@ def average_gradients(
     """Averages all gradients of a tree over the ranks: `gradients = gs.average_gradients(gradients)`.
 
     Every rank must call it with a tree of the same paths: dicts (in any order), lists, tuples, namedtuples and
-    dataclasses, nested, with arrays of the same shapes and dtypes at the same places, or None where there is no
-    gradient. Use the tree that is returned. In it an array that can be written to is the caller's own, reduced in
-    place, as everywhere in gradsync; for one that cannot, such as JAX's, there is a new one of its kind, and for a
-    number (NumPy's scalars, float, complex, int) a new number.
+    dataclasses, nested, with arrays of the same shapes and dtypes at the same places, or None without a gradient. Use
+    the tree that is returned. A writeable array in it is the caller's own, reduced in place. In place of a read-only
+    array, such as JAX's, it has a new array of the same kind, and in place of a number (NumPy scalar, float, complex,
+    int) a new number.
 
-    With one rank, and without a callback, it returns the tree as it is, and does not look at it.
+    With one rank, and without a callback, it returns the tree unchanged and unchecked.
 
     Args:
-        tree: of gradients, on the communicator's device; an array alone is one too. Its containers are left as they
-            are.
-        callback: hands the gradients over to it, under their paths, and ends its step; so whatever it was made to do is
-            done, such as clipping or skipping. Within its no_sync() that is an error: nothing is handed over there.
-        op: "mean" or "sum", in any case; None: the mean, or what the callback does.
+        tree: of gradients, on the communicator's device; a single array is a tree too. Its containers are not changed.
+        callback: gets the gradients, under their paths, and ends its step, so that all its options apply, such as
+            clipping. Within its no_sync() that is an error, because no gradient may be handed over there.
+        op: "mean" or "sum", in any case; None is the mean, or the callback's.
         communicator: None is the world's, or the callback's.
 
     Returns:
         A tree of the same structure. Of a dataclass, a copy.
 
     Raises:
-        InvalidArgument: what is in the tree is neither an array nor a number, two arrays that share memory or have one
-            path, a tree that is in itself, or `op` or `communicator` beside a callback.
+        InvalidArgument: a value in the tree is neither an array nor a number; two arrays share memory, or have one
+            path; a container contains itself; or `op` or `communicator` is passed with a callback.
         UnsupportedDtype: e.g. the mean of integers; the text has the path.
-        PlanMismatch: the ranks' trees differ; on all of them, with the first path where they do. Nothing was written.
+        PlanMismatch: the ranks' trees differ; on all ranks, with the first different path. Nothing was written.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
     """
     if callback is not None:
@@ -96,12 +94,12 @@ def average_gradients(
 
 
 class Leaf(NamedTuple):
-    """What is at one place of a tree.
+    """The value at one place of a tree.
 
     Attributes:
-        path: of its place.
-        given: what stands there.
-        array: the same as an array; None where there is no gradient.
+        path: of the place.
+        given: the value.
+        array: the value as an array; None if it is None.
     """
 
     path: str
@@ -110,7 +108,7 @@ class Leaf(NamedTuple):
 
 
 def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communicator) -> dict[str, Any]:
-    """Reduces arrays that are known by their paths, and returns the results, likewise.
+    """Reduces arrays, and returns the results by their paths.
 
     Every rank must call it with the same paths, in any order.
 
@@ -136,7 +134,7 @@ def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communica
 
 
 class _Plan(NamedTuple):
-    """What ranks agree on, and which arrays are reduced together."""
+    """The agreement on a tree, and the arrays that are reduced together."""
 
     agreement: Agreement
     buckets: list[Bucket]
@@ -144,7 +142,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]) -> _Plan:
-    """Works out the plan of a tree; kept, because loops repeat themselves."""
+    """Makes the plan of a tree; cached, because loops repeat."""
 
     def describe() -> str:
         texts = {spec.name: f"{spec.dtype}{list(spec.shape)}" for spec in specs} | dict.fromkeys(absent, "None")
@@ -158,7 +156,7 @@ def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]
 def _reduce(
     bucket: Bucket, goes: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
 ) -> None:
-    """Reduces the arrays of one bucket; what the caller queues next on the current stream sees them reduced."""
+    """Reduces the arrays of one bucket. Work that the caller queues next on the current stream sees the results."""
     communicator.checked_stream(None, _WHAT)
     parts = [goes[slot.position] for slot in bucket.slots]
     reduction = ListReduction(
@@ -225,7 +223,7 @@ def _put_together(tree: Tree, leaves: Sequence[Leaf], results: dict[str, Any]) -
 
 
 def _as_given(leaf: Leaf, result: Any) -> Any:
-    """Returns a result as the kind of thing that was given."""
+    """Returns a result in the type of the value that was given."""
     if result is None or result is leaf.given:
         return leaf.given
     if isinstance(leaf.given, np.generic):
@@ -259,19 +257,19 @@ def _check_memory(specs: Sequence[GradientSpec], natives: Sequence[Array], commu
             raise InvalidArgument(f"{communicator.label}: {_WHAT}: {error}") from None
 
 
-# -- State, from one rank to all -------------------------------------------------------------------------------------
+# -- State, broadcast ------------------------------------------------------------------------------------------------
 
 
 def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
-    """Brings the root's parameters, buffers and optimiser state to all ranks: `state = gs.broadcast_tree(state)`.
+    """Sends the root's parameters, buffers and optimiser state to all ranks: `state = gs.broadcast_tree(state)`.
 
     Every rank must call it with a tree of the same structure: dicts of the same keys in any order, lists, tuples,
     namedtuples and dataclasses, nested, with arrays of the same shapes and dtypes at the same places. Arrays are copied
-    in place. All else (step counters, learning rates, strings, NumPy scalars, None, objects of any class) comes from
-    the root by pickle, in which the ranks trust each other: it is in the tree that is returned, and only there.
+    in place. All other values (step counters, learning rates, strings, NumPy scalars, None, objects of any class) are
+    sent by pickle, so ranks must trust the root. Only the returned tree has them.
 
     Args:
-        tree: the containers are left as they are.
+        tree: its containers are not changed.
         root: the rank whose values all ranks get.
         communicator: None is the world's.
 
@@ -280,10 +278,10 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
         own. Of a dataclass, a copy.
 
     Raises:
-        InvalidArgument: a root outside the communicator, an array that is read-only off the root, a container that is
-            in itself or cannot be made anew, or a value that does not pickle; no array was written to.
-        PlanMismatch: the ranks' trees differ, or what the root sent does not unpickle on all of them; the text names
-            the first path where they do. No array was written to.
+        InvalidArgument: the root is outside the communicator; an array is read-only on a rank other than the root; a
+            container contains itself, or cannot be made anew; or a value does not pickle. No array was written to.
+        PlanMismatch: the ranks' trees differ, or the root's values do not unpickle on some rank; the text names the
+            first different path. No array was written to.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
     """
     communicator, root = communicator_and_root("broadcast_tree", communicator, root)
@@ -304,7 +302,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
         whole = rebuilt(theirs.layout, tree)
     except Difference as found:
         difference = str(found)
-    except Exception as error:  # from classes of the caller's: the others wait to hear of it
+    except Exception as error:  # from the caller's classes: it must be reported to the other ranks, which wait
         difference = f"the root's values do not fit here: {describe(error)}"
     _raise_differences(communicator.objects.all_gather_for("broadcast_tree", difference), root, communicator)
     broadcast_named("broadcast_tree", named, root, communicator)
@@ -312,18 +310,18 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
 
 
 class _Place(NamedTuple):
-    """How an array lies to an earlier one of the tree with which it shares memory."""
+    """The place of an array relative to an earlier array of the tree with which it shares memory."""
 
     offset_bytes: int
     strides: tuple[tuple[int, ...], ...]  # of both; empty where they are the same
 
 
 class _RootPlan(NamedTuple):
-    """What the root tells of its tree: everything but the arrays' values.
+    """The root's tree without the arrays' values, as it is sent to all ranks.
 
     Attributes:
         layout: of the tree.
-        shared: how arrays lie that share memory; by their numbers in the tree's order, the lower one first.
+        shared: the relative places of arrays that share memory, by their numbers in the tree, the lower one first.
     """
 
     layout: Layout
@@ -331,7 +329,7 @@ class _RootPlan(NamedTuple):
 
 
 def _taken_apart(tree: Any, native: ToNative, communicator: Communicator) -> tuple[list[tuple[str, Array]], _RootPlan]:
-    """Returns the arrays of this rank's tree by their paths, and what it would tell as the root."""
+    """Returns the arrays of this rank's tree with their paths, and the plan that it would send as the root."""
     try:
         layout = layout_of(tree, native)
         named = list(arrays_along(layout, tree, native))
@@ -343,9 +341,9 @@ def _taken_apart(tree: Any, native: ToNative, communicator: Communicator) -> tup
 
 
 def _from_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootPlan | str:
-    """Returns the root's plan, or why this rank cannot read it.
+    """Returns the root's plan, or the reason why this rank cannot unpickle it.
 
-    It is read here, and not in the broadcast of an object: who cannot read it must not leave the others alone.
+    It is unpickled here, and not by the broadcast of an object: a rank that fails must still go on with the others.
     """
     data = refusal = None
     if communicator.rank == root:
@@ -373,7 +371,7 @@ def _from_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootP
 
 
 def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dict[tuple[int, int], _Place]:
-    """Returns how those arrays lie that share memory, by their numbers, the lower one first."""
+    """Returns the relative places of arrays that share memory, by their numbers, the lower one first."""
     ranges = sorted((*arrays.byte_bounds(native), i) for i, (_, native) in enumerate(named) if native.size)
     shared = {}
     reaching: list[tuple[int, int, int]] = []  # ranges that begin before this one and end in it or beyond
@@ -393,7 +391,7 @@ def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dic
 def _check_shared_memory(
     named: Sequence[tuple[str, Array]], of_root: dict[tuple[int, int], _Place], arrays: ArrayKind
 ) -> None:
-    """Refuses arrays into whose one memory the root would send two values."""
+    """Refuses arrays that share memory here, but not in the same way on the root, which would send two values."""
     for pair, place in sorted(_shared_memory(named, arrays).items()):
         if of_root.get(pair) != place:
             first, second = (named[number][0] for number in pair)
@@ -402,7 +400,7 @@ def _check_shared_memory(
 
 
 def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: Communicator) -> None:
-    """Raises, on every rank, how the trees differ from the root's."""
+    """Raises the differences between the ranks' trees and the root's, if there are any; on every rank."""
     differences = {rank: text for rank, text in zip(communicator.ranks, by_rank, strict=True) if text is not None}
     if differences:
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in differences.items())
@@ -417,15 +415,15 @@ def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: C
 
 
 class Difference(Exception):
-    """Two trees part here; the text names the path, and what stands there in the root's and in the other."""
+    """Two trees differ; the text has the first different path, and the values there on the root and on this rank."""
 
 
 class Unfit(Exception):
-    """A tree that cannot be taken apart and put together again; the text names the path."""
+    """A tree cannot be taken apart and put together again; the text has the path."""
 
 
 class ArrayLayout(NamedTuple):
-    """Where a tree has an array."""
+    """The layout of an array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -435,7 +433,7 @@ class ArrayLayout(NamedTuple):
 
 
 class ContainerLayout(NamedTuple):
-    """A dict, list, tuple, namedtuple or dataclass, with what is in it."""
+    """The layout of a dict, list, tuple, namedtuple or dataclass."""
 
     kind: str
     children: list[tuple[Hashable, Any]]  # key, index or field -> layout
@@ -445,7 +443,7 @@ class ContainerLayout(NamedTuple):
 
 
 class LeafLayout(NamedTuple):
-    """Any other value, itself."""
+    """Any other value."""
 
     value: Any
 
@@ -462,13 +460,13 @@ def layout_of(tree: Any, native: ToNative, path: str = "", within: tuple[int, ..
     """Returns the layout of a tree.
 
     Args:
-        tree: what a caller handed in.
+        tree: of the caller.
         native: native(array, path) returns a native array, or raises.
-        path: where the tree hangs in a larger one.
-        within: the ids of the containers that it hangs in.
+        path: of the tree in the whole one.
+        within: the ids of the containers around it.
 
     Raises:
-        Unfit: a container is in itself, could not be made anew, or has a key that cannot be found again.
+        Unfit: a container contains itself, cannot be made anew, or has a key that cannot be found again.
     """
     if is_array(tree):
         array = native(tree, path)
@@ -509,8 +507,8 @@ def rebuilt(layout: Layout, tree: Any) -> Any:
     """Returns a tree of the same containers, with its own arrays and the layout's other values.
 
     Args:
-        layout: one that the tree follows.
-        tree: left as it is, but for its arrays, which are shared.
+        layout: of the tree.
+        tree: not changed; the new tree has its arrays.
     """
     if isinstance(layout, ArrayLayout):
         return tree
@@ -521,7 +519,7 @@ def rebuilt(layout: Layout, tree: Any) -> Any:
 
 
 def leaves_of(tree: Any) -> list[tuple[str, Any]]:
-    """Returns what is in a tree and no container, with its path.
+    """Returns the values of a tree that are no containers, with their paths.
 
     Raises:
         Unfit: see layout_of.
@@ -554,7 +552,7 @@ def _leaves(tree: Any, path: str, within: tuple[int, ...]) -> Iterator[tuple[str
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value has memory to be written to: a shape and a dtype alone may also describe something."""
+    """Whether a value is an array with memory; a mere description has a shape and a dtype too."""
     if isinstance(value, np.ndarray):
         return True
     exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
@@ -562,7 +560,7 @@ def is_array(value: Any) -> bool:
 
 
 def _children(tree: Any) -> dict[Hashable, Any] | None:
-    """Returns what is in a container, by key; None for what is no container."""
+    """Returns the content of a container by key; None if the value is no container."""
     if isinstance(tree, dict):
         return tree
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -576,9 +574,9 @@ def _children(tree: Any) -> dict[Hashable, Any] | None:
 
 
 def _filled(tree: Any, children: dict[Hashable, Any]) -> Any:
-    """Returns a container of a container's type, with other children."""
+    """Returns a container of the same type with other children."""
     if isinstance(tree, tuple):
-        # As namedtuple's _make does: a class of tuples may want other arguments than its items.
+        # As namedtuple's _make does: the constructor of a subclass of tuple may take other arguments than the items.
         filled_tuple = tuple.__new__(type(tree), children.values())
         getattr(filled_tuple, "__dict__", {}).update(getattr(tree, "__dict__", {}))
         return filled_tuple
@@ -608,7 +606,7 @@ def _check_container(tree: Any, children: dict[Hashable, Any], path: str, within
     if id(tree) in within:
         raise Unfit(f"{where}: this {_kind(tree)} is in itself: a tree must end somewhere")
     for key in children:
-        if key != key:  # NaN, which no other rank would find by its own
+        if key != key:  # NaN: no other rank could find it
             raise Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: name it otherwise")
     try:
         _filled(tree, children)

@@ -1,11 +1,11 @@
-"""What a step finds out about the values of its gradients: whose are not finite, the norm of all; and their clipping.
+"""The values of a step's gradients: the check for NaN and infinity, the norm, and clipping.
 
-    before a bucket's reduction: each rank looks at its own gradients
-    after it: each rank looks at its share of the results, which all have alike
-    or, where the communicator looks while it reduces (a finder): what that has found, of all ranks
-    at the end of the step: one exchange, in which the ranks agree on the flush as well; all come to the same verdict
+    before a bucket's reduction: each rank checks its own gradients
+    after it: each rank checks its share of the results, which are the same on all ranks
+    or, if the communicator has a finder: it checks the values of all ranks while it reduces them
+    at the end of the step: one exchange, which is also the agreement on the flush; all ranks get the same verdict
 
-NaN and infinity on one rank reach the results of all; only the rank itself can tell which parameter they come from.
+NaN and infinity of one rank reach the results of all ranks. Only the rank itself knows the parameter.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ POLICIES = ("off", "raise", "skip")
 
 _log = logging.getLogger("gradsync")
 
-# Of an array that is packed with others to be looked at: 64 KB of float32.
+# Smaller arrays are packed together before they are checked: 64 KB of float32.
 _SMALL_ELEMENTS = 2**14
-# As in torch.nn.utils.clip_grad_norm_: keeps the factor finite where the norm is 0.
+# As in torch.nn.utils.clip_grad_norm_: keeps the factor finite if the norm is 0.
 _EPSILON = 1e-6
 
 
 class _Names(NamedTuple):
-    """The names of a bucket's parameters: made only where one is told, as there may be many thousands."""
+    """The gradients of a bucket, from number `begin` of the step on; names are made only for an error."""
 
     begin: int
     bucket: Bucket
 
 
 class Values:
-    """Looks at the buckets of one step after another.
+    """Checks the buckets of one step after another.
 
-    On a GPU nothing but end() waits for the device, once. All calls of a step must be in the order of one stream.
+    On a GPU only end() waits for the device, once. All calls of a step must be in the order of one stream.
 
     Args:
-        policy: what is done about NaN and infinity: "off", "raise" or "skip".
-        max_norm: to what the norm is clipped; infinity only computes it; None does not.
+        policy: the treatment of NaN and infinity: "off", "raise" or "skip".
+        max_norm: the largest norm; infinity only computes the norm; None does not.
 
     Attributes:
-        norm: of the last step's reduced gradients, before they were clipped; None where nobody asks for it.
-        skip_step: whether the last step's gradients are not finite, where the policy is "skip".
-        looks_for_nonfinite: whether NaN and infinity are looked for.
-        is_watching: whether there is anything to look for.
+        norm: of the last step's reduced gradients, before clipping; None without max_norm.
+        skip_step: whether the last step's gradients are not finite, with policy "skip".
+        looks_for_nonfinite: whether values are checked for NaN and infinity.
+        is_watching: whether values are checked, or their norm is computed.
     """
 
     def __init__(self, policy: str, max_norm: float | None) -> None:
@@ -74,13 +74,13 @@ class Values:
     def watch(
         self, bucket: Bucket, results: Sequence[Any], communicator: Communicator, finder: NonFiniteFinder | None
     ) -> BucketWatch:
-        """Returns what looks at a bucket before and after its reduction; where there is something to look for.
+        """Returns the stage that checks a bucket before and after its reduction.
 
         Args:
-            bucket: which; the same on all ranks, in one order.
+            bucket: the same on all ranks, in one order.
             results: native arrays that hold its reduced values in the end.
             communicator: whose ranks reduce it.
-            finder: what the reduction has take note of NaN and infinity, where it does that itself.
+            finder: notes NaN and infinity during the reduction, if the communicator can do that.
         """
         self._buckets += 1
         if self._max_norm is not None:
@@ -88,18 +88,18 @@ class Values:
         return BucketWatch(self, bucket, communicator, finder)
 
     def end(self, communicator: Communicator, agreement: Agreement) -> Completion | None:
-        """Ends a step: the ranks agree that it ends, tell each other what they have found, and clip. Collective.
+        """Ends a step: the ranks agree on the end, exchange their findings, and clip. Collective.
 
         Args:
             communicator: of the ranks.
             agreement: on the end of the step.
 
         Returns:
-            On a GPU, where gradients were clipped, the end of that.
+            On a GPU, the end of the clipping; else None.
 
         Raises:
-            PlanMismatch: for other ranks it has not ended so.
-            NonFiniteGradient: some rank's are not finite, and the policy is to raise; on all ranks.
+            PlanMismatch: the step of another rank ends otherwise.
+            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; on all ranks.
         """
         self.norm, self.skip_step = None, False
         if not self._buckets:
@@ -109,7 +109,7 @@ class Values:
         told = communicator.share_numbers("flush", self._record(communicator), agreement)
         error = self._verdict(told, communicator)
         if self._max_norm is not None:
-            # Added up in rank order, so that all round alike.
+            # Added up in rank order, so that all ranks round the same way.
             self.norm = math.sqrt(sum([_float_of(numbers[-1]) for numbers in told]))
         self._begin()
         if error is not None:
@@ -128,32 +128,32 @@ class Values:
         return communicator.mark_end()
 
     def fail(self) -> None:
-        """Forgets what was noted of a step that has failed."""
+        """Forgets the findings of a step that has failed."""
         self.norm, self.skip_step = None, False
         self._begin()
 
     def _begin(self) -> None:
         self._buckets = 0
-        self._results: list[Any] = []  # what may have to be clipped
+        self._results: list[Any] = []  # arrays that may have to be clipped
         self._squares: list[Any] = []  # sums of this rank's share of the results
         self._gradients = 0
         self._names: list[_Names] = []  # a bucket's, in order
-        self._own: dict[int, Any] = {}  # whether each gradient is finite, up to the first that is known not to be
-        self._found: dict[int, int] = {}  # by rank: the first gradient that the communicator has found not to be
+        self._own: dict[int, Any] = {}  # by gradient: whether it is finite; ends at the first known to be not
+        self._found: dict[int, int] = {}  # by rank: the first gradient that is not finite, from a finder
         self._finite_results: list[Any] = []
         self._knows_bad = False  # known on the host only
 
     def _note_own(self, bucket: Bucket, sources: Sequence[Array], communicator: Communicator) -> None:
-        """Looks at this rank's gradients of a bucket, before they are reduced."""
+        """Checks this rank's gradients of a bucket, before they are reduced."""
         first = self._add_names(bucket)
         for number, source in enumerate(sources):
             if self._knows_bad:
-                break  # the first is told, so no later one needs to be looked at
+                break  # the error names only the first one
             self._own[first + number] = finite = communicator.arrays.all_finite(source)
             self._knows_bad = finite is False
 
     def _note_found(self, bucket: Bucket, finder: NonFiniteFinder) -> None:
-        """Takes what the communicator has found while it reduced a bucket."""
+        """Takes the findings of the communicator's finder in the reduction of a bucket."""
         found, begin = finder.take(), self._add_names(bucket)
         for rank, element in enumerate(found.firsts):
             if element != NOWHERE:
@@ -163,7 +163,7 @@ class Values:
             self._finite_results.append(False)
 
     def _note_results(self, results: Sequence[Array], communicator: Communicator, *, looks: bool) -> None:
-        """Looks at this rank's share of reduced values; the other ranks look at the rest."""
+        """Checks this rank's share of the reduced values; the other ranks check the rest."""
         share = packed(own_share(results, communicator))
         if looks:
             self._finite_results += [communicator.arrays.all_finite(part) for part in share]
@@ -171,24 +171,24 @@ class Values:
             self._squares += [communicator.arrays.sum_of_squares(part) for part in share]
 
     def _add_names(self, bucket: Bucket) -> int:
-        """Takes the names of a bucket's gradients; returns the number of its first in the step."""
+        """Notes a bucket's gradients by name; returns the number of its first one in the step."""
         begin = self._gradients
         self._names.append(_Names(begin, bucket))
         self._gradients += len(bucket.slots)
         return begin
 
     def _name(self, number: int) -> str:
-        """Returns a parameter's name; a rank that had no gradients, inside join(), does not know them."""
+        """Returns a parameter's name, or its number if this rank had no gradients, inside join()."""
         if number >= self._gradients:
             return f"gradient number {number} of the step"
         names = self._names[bisect_right(self._names, number, key=lambda names: names.begin) - 1]
         return names.bucket.slots[number - names.begin].spec.label
 
     def _record(self, communicator: Communicator) -> list[int]:
-        """Returns what this rank tells the others: as many numbers on each.
+        """Returns this rank's findings, as many numbers on each rank.
 
-        Whether some result is not finite; the first gradient that is not, of this rank or, from a finder, of each; the
-        sum of the squares of its share. On a GPU the host waits until these are known.
+        Whether some result is not finite; the first gradient that is not, of this rank or, with a finder, of each rank;
+        the sum of the squares of this rank's share. On a GPU the host waits until these are known.
         """
         numbers = on_host([*self._own.values(), *self._finite_results, *self._squares])
         own, results = len(self._own), len(self._own) + len(self._finite_results)
@@ -206,7 +206,7 @@ class Values:
         return record
 
     def _verdict(self, told: Sequence[Sequence[int]], communicator: Communicator) -> NonFiniteGradient | None:
-        """Returns the error that says whose gradients are not finite; None where all are, and their results."""
+        """Returns the error that says whose gradients are not finite; None if all gradients and results are."""
         if not self.looks_for_nonfinite:
             return None
         ranks = range(communicator.world_size)
@@ -220,10 +220,10 @@ class Values:
 
 
 class BucketWatch:
-    """Looks at the values of one bucket before and after its reduction; see Stage of communicator.py.
+    """Checks the values of one bucket before and after its reduction; see Stage of communicator.py.
 
     Args:
-        values: takes note of them.
+        values: notes the findings.
         bucket, communicator, finder: see Values.watch.
     """
 
@@ -236,7 +236,7 @@ class BucketWatch:
         self._finder = finder
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
-        """Looks at this rank's values, by gradient or in one array."""
+        """Checks this rank's values, by gradient or in one array."""
         if self._values.looks_for_nonfinite and self._finder is None:
             slots, sources = self._bucket.slots, given
             if len(sources) < len(slots):
@@ -245,7 +245,7 @@ class BucketWatch:
         return given
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Looks at the reduced values."""
+        """Checks the reduced values."""
         values = self._values
         if self._finder is not None:
             values._note_found(self._bucket, self._finder)
@@ -254,7 +254,7 @@ class BucketWatch:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Returns what gradients are multiplied with so that their norm does not exceed `max_norm`; at most 1.
+    """Returns the factor that scales gradients to a norm of at most `max_norm`; never more than 1.
 
     Args:
         norm: of all gradients. Infinity gives 0, NaN gives NaN.
@@ -272,7 +272,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]:
-    """Returns this rank's share of some flat arrays: views, of a world_size-th of their elements together."""
+    """Returns this rank's share of some flat arrays: views of one world_size-th of all their elements."""
     if not flats:
         return []
     sizes = tuple([flat.size for flat in flats])
@@ -281,7 +281,7 @@ def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]
 
 
 def packed(flats: Sequence[Array]) -> list[Array]:
-    """Returns flat arrays of one dtype, the small ones copied into one: to look at each would cost more."""
+    """Returns flat arrays of one dtype, the small ones copied into one: checking each would cost more."""
     small = [flat for flat in flats if flat.size < _SMALL_ELEMENTS]
     if len(small) < 2:
         return list(flats)
