@@ -53,6 +53,13 @@ def test_what_a_page_names_is_there(name: str) -> None:
     assert [link for link in linked if not (folder / link).exists()] == []
 
 
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"README.md"}))
+def test_every_page_begins_with_its_purpose(name: str) -> None:
+    title, _, first = TEXTS[name].split("\n", 2)
+    assert title.startswith("# ")
+    assert re.match(r"This (page|tutorial) [a-z]+ ", first)
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_name_of_ours_is_there(name: str) -> None:
     code = " ".join(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)))
