@@ -46,57 +46,6 @@ def ring_seconds(ranks: int, size_bytes: float, link: Link) -> float:
     return steps * link.latency_seconds + steps / ranks * size_bytes * link.seconds_per_byte
 
 
-def flat_ring_seconds(nodes: int, ranks_per_node: int, size_bytes: float, inside: Link, between: Link) -> float:
-    """Returns the time of one ring through all ranks of all nodes, node by node.
-
-    A chunk goes round twice and crosses each kind of link on its way; the slowest link sets the pace of the bytes.
-
-    Args:
-        nodes, ranks_per_node: how many.
-        size_bytes: of the array.
-        inside: between ranks of one node.
-        between: from node to node, all of a node's network cards together.
-    """
-    ranks = nodes * ranks_per_node
-    _check(ranks, size_bytes)
-    if nodes == 1:
-        return ring_seconds(ranks, size_bytes, inside)
-    crossings = 2 * (nodes - 1)
-    hops = 2 * (ranks - 1) - crossings
-    latency = crossings * between.latency_seconds + hops * inside.latency_seconds
-    pace = max(inside.seconds_per_byte, between.seconds_per_byte)
-    return latency + 2 * (ranks - 1) / ranks * size_bytes * pace
-
-
-def hierarchical_seconds(nodes: int, ranks_per_node: int, size_bytes: float, inside: Link, between: Link) -> float:
-    """Returns the time of reduce-scatter inside the nodes, an all-reduce between them, and all-gather inside.
-
-    Rank i of each node meets the other nodes' ranks i with its share, all at once, so that together they have the
-    node's network. Args as `flat_ring_seconds`.
-    """
-    _check(nodes * ranks_per_node, size_bytes)
-    share = Link(between.latency_seconds, between.seconds_per_byte * ranks_per_node)
-    across = ring_seconds(nodes, size_bytes / ranks_per_node, share)
-    return ring_seconds(ranks_per_node, size_bytes, inside) + across
-
-
-def hierarchy_pays_below_bytes(nodes: int, ranks_per_node: int, inside: Link, between: Link) -> float:
-    """Returns the size up to which the hierarchy is faster than the flat ring: infinite where it always is, 0 if never.
-
-    Both are straight lines over the bytes; this is where they meet. Args as `flat_ring_seconds`.
-    """
-
-    def lost_seconds(size_bytes: float) -> float:
-        hierarchy = hierarchical_seconds(nodes, ranks_per_node, size_bytes, inside, between)
-        return hierarchy - flat_ring_seconds(nodes, ranks_per_node, size_bytes, inside, between)
-
-    saved_seconds = -lost_seconds(0)
-    lost_per_byte = lost_seconds(1) + saved_seconds
-    if saved_seconds <= 0:
-        return 0.0 if lost_per_byte >= 0 else math.inf
-    return math.inf if lost_per_byte <= 0 else saved_seconds / lost_per_byte
-
-
 def exposed_seconds(
     total_bytes: float, threshold_bytes: float, backward_seconds: float, seconds_of: Callable[[float], float]
 ) -> float:

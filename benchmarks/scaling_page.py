@@ -12,15 +12,7 @@ import sys
 
 import page_tables
 import readme
-from cost_model import (
-    Link,
-    best_threshold_bytes,
-    exposed_seconds,
-    fit_link,
-    flat_ring_seconds,
-    hierarchical_seconds,
-    hierarchy_pays_below_bytes,
-)
+from cost_model import best_threshold_bytes, exposed_seconds, fit_link
 from models import MODELS, element_count
 from nccl_cost_model import H100_NODES, Algorithm, fastest
 
@@ -31,15 +23,9 @@ GPUS = (8, 64, 1024)
 UNITS = {"KB": 1024, "MB": MEGABYTE}
 SYSTEMS = {"gradsync": "gradsync, shared memory", "Open MPI": "Open MPI", "MPICH": "MPICH", "gloo": "gloo"}
 
-# Assumptions of the predictions, told in the page.
+# Assumptions of the predictions. The page names them.
 BACKWARD_SECONDS = {"ResNet-50": 0.05, "GPT-2 small": 0.1}
 HOST_SECONDS_PER_BUCKET = 100e-6
-# What nccl_cost_model has for a step of a ring with Simple, over NVLink and over the network.
-NVLINK = Link(3.4e-6, 1 / 360e9)
-CARDS = Link(14e-6, 1 / 360e9)
-ONE_CARD = Link(14e-6, 1 / 45e9)
-SHARED_MEMORY = Link(5e-6, 1 / 8e9)
-ETHERNET = Link(30e-6, 1 / 1.25e9)
 
 
 def measured() -> list[str]:
@@ -103,31 +89,7 @@ def thresholds() -> list[str]:
     return lines
 
 
-def hierarchy() -> list[str]:
-    """Returns up to which size reducing inside the nodes first should pay."""
-    lines = [
-        "| nodes | ranks each | links inside, between | pays below | 10 MB: flat ring | hierarchy |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    cases = [
-        (nodes, each, name, inside, between)
-        for name, each, inside, between in (
-            ("NVLink, a card for each", 8, NVLINK, CARDS),
-            ("NVLink, one card in all", 8, NVLINK, ONE_CARD),
-            ("shared memory, 10 Gb/s Ethernet", 16, SHARED_MEMORY, ETHERNET),
-        )
-        for nodes in (2, 8, 128)
-    ]
-    for nodes, each, name, inside, between in cases:
-        limit = hierarchy_pays_below_bytes(nodes, each, inside, between)
-        flat = flat_ring_seconds(nodes, each, BUCKET_BYTES, inside, between)
-        nested = hierarchical_seconds(nodes, each, BUCKET_BYTES, inside, between)
-        shown = "always" if limit == float("inf") else f"{limit / MEGABYTE:,.0f} MB"
-        lines.append(f"| {nodes} | {each} | {name} | {shown} | {1e6 * flat:,.0f} us | {1e6 * nested:,.0f} us |")
-    return lines
-
-
-TABLES = {"measured": measured, "nccl": nccl, "thresholds": thresholds, "hierarchy": hierarchy}
+TABLES = {"measured": measured, "nccl": nccl, "thresholds": thresholds}
 
 
 def render(text: str) -> str:
