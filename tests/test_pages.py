@@ -53,6 +53,14 @@ def test_what_a_page_names_is_there(name: str) -> None:
     assert [link for link in linked if not (folder / link).exists()] == []
 
 
+def test_every_file_of_the_map_is_there() -> None:
+    named = set(re.findall(r"`([a-z_]+/(?:[a-z_]+/)*(?:[a-z_]+\.py)?)`", TEXTS["docs/architecture.md"]))
+    assert len(named) > 15
+    assert [
+        path for path in named if not any((folder / path).exists() for folder in (ROOT, ROOT / "src/gradsync"))
+    ] == []
+
+
 @pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"README.md"}))
 def test_every_page_begins_with_its_purpose(name: str) -> None:
     title, _, first = TEXTS[name].split("\n", 2)
