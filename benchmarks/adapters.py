@@ -31,10 +31,10 @@ RUN_SECONDS = 300.0
 
 
 def run(python: str, rounds: int, models: list[str]) -> dict[str, Any]:
-    """Runs the ranks, and returns what rank 0 has printed.
+    """Runs the ranks, and returns rank 0's output.
 
     Raises:
-        RuntimeError: they failed; with what they said.
+        RuntimeError: a rank failed; with its standard error.
     """
     command = [python, "-W", "ignore", "-m", "gradsync", "run", "--no-prefix", "-n", "2"]
     sources = str(Path(gradsync.__file__).parents[1])

@@ -1,7 +1,7 @@
 """A rank of adapters.py: times backward passes that compute nothing, and prints its samples as JSON on rank 0.
 
-It runs in the Python that has PyTorch. What a backward pass hands out exists already, as in peers/over_gloo.py, so that
-what is timed is the reduction, and the walk of autograd's engine over the parameters.
+It runs in the Python that has PyTorch. A backward pass hands out gradients that exist already, as in
+peers/over_gloo.py: the time is that of the reduction, and of autograd's walk over the parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM_UP = 2
 
 
 def seconds_of_backward(model: nn.Module, comm: gs.Communicator) -> float:
-    """Times one backward pass, alone on the clock."""
+    """Times one backward pass."""
     model.zero_grad()
     loss = model()
     comm.barrier()
@@ -48,7 +48,7 @@ def seconds_of_backward(model: nn.Module, comm: gs.Communicator) -> float:
 
 
 def measure(name: str, rounds: int, comm: gs.Communicator) -> dict[str, list[float]]:
-    """Returns the samples of each wrapper on a model's shapes, of the slower rank in each round; all take turns."""
+    """Returns each wrapper's samples on a model's shapes, those of the slower rank; wrappers take turns."""
     rng = np.random.default_rng(comm.rank)
     gradients = [torch.from_numpy(rng.normal(size=shape).astype(np.float32)) for shape in reversed(MODELS[name]())]
     models = {what: wrap(HandedOut(gradients)) for what, wrap in WRAPPERS.items()}
@@ -64,7 +64,7 @@ def measure(name: str, rounds: int, comm: gs.Communicator) -> dict[str, list[flo
 def main(rounds: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     with gs.init_process_group() as comm:
-        meeting = Path(gettempdir(), "meeting")  # a folder of this run's
+        meeting = Path(gettempdir(), "meeting")  # a folder of this run
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=comm.rank, world_size=comm.world_size)
         found = {name: measure(name, rounds, comm) for name in names}
         dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Measures what gradsync promises of its first version, two ranks, all contenders in one run.
+"""Measures imports, the start of a run, steps of known models, and the flight recorder, with two ranks.
 
     python benchmarks/basic_costs.py            # writes benchmarks/results/basic_costs.json
     python benchmarks/basic_costs.py --quick    # fewer rounds, writes nothing
 
-Contenders take turns, round by round, so that a change in the machine's mood meets all of them. A round counts with
+Contenders take turns, round by round, so that a change of the machine's speed affects all of them. A round counts with
 the time of its slowest rank; a contender counts with the median of its rounds. The exit code is 1 when a promise is
 not kept.
 """
@@ -39,7 +39,7 @@ _ENTRIES = 10_000
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, what it is held against, and what was promised of the two."""
+    """One measurement, its baseline, and the promised ratio."""
 
     what: str
     detail: str
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def kept(self) -> bool | None:
-        """Whether the promise is kept; None where nothing was promised."""
+        """Whether the promise is kept; None without a promise."""
         if self.must_seconds is not None:
             return self.seconds.median < self.must_seconds
         if self.must_ratio is not None and self.ratio is not None:
@@ -67,7 +67,7 @@ class Row:
 
 
 def synchronisation(rounds: int, warm_up: int) -> list[Row]:
-    """Times the gradients of a step through AllreduceCallback against a plain copy, on both ranks at once."""
+    """Times a step's gradients through AllreduceCallback, and a plain copy of them, on both ranks at once."""
     rows = []
     for model, shapes in MODELS.items():
         by_rank = gs.launch(functools.partial(time_gradients, model, rounds, warm_up), nprocs=RANKS)
@@ -116,9 +116,9 @@ def take_turns(
     """Times the contenders in turn; every second round backwards, so that none always follows the same one.
 
     Args:
-        contenders: name -> what to time.
+        contenders: name -> the operation to time.
         rounds: how many timings of each to return.
-        warm_up: how many to throw away before.
+        warm_up: how many timings to throw away before them.
         together: called before each timing, so that the ranks begin at once.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -150,7 +150,7 @@ def start_up(rounds: int, warm_up: int) -> list[Row]:
 
 
 def gradsync_command() -> list[str]:
-    """Returns the installed command of this interpreter; the module where only the sources are there."""
+    """Returns this interpreter's installed command, or the module if only the sources are there."""
     installed = Path(sys.executable).with_name("gradsync")
     return [str(installed)] if installed.exists() else [sys.executable, "-m", "gradsync"]
 

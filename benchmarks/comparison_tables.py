@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and the README of what was measured beside the peers, made of results."""
+"""Tables of measurements beside the peers, for docs/performance.md and the README."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peers import contenders
 
 _Found = dict[str, Any]  # a row of the results
 
-# A column for each system, and what it is called in the rows: of single arrays, and of lists of parameters.
+# A column for each system, and its name in the rows of single arrays and of lists of parameters.
 SYSTEMS = {
     "gradsync": ("gradsync",),
     "DDP on gloo": ("DDP's start-up broadcast on gloo",),
@@ -31,7 +31,7 @@ WAYS = {
     "MPICH, each / flat": (contenders.MPICH_PER_TENSOR, contenders.MPICH_FLAT),
 }
 
-# The ways of the table in README.md, and what they are called there.
+# The columns of the table in README.md, and their headings.
 AT_A_GLANCE = {
     "gradsync": contenders.GRADSYNC,
     "concatenate, all_reduce, split": contenders.BY_HAND,
@@ -42,7 +42,7 @@ AT_A_GLANCE = {
 
 
 def comparison(results: _Found) -> list[str]:
-    """Returns the lines of a table with a line for each workload and a column for each system that did any of them."""
+    """Returns a table with a line for each workload and a column for each system that was measured."""
     by_workload: dict[str, dict[str, str]] = {}
     for found in results["rows"]:
         beside_busy = found["workload"].endswith("busy cores")
@@ -113,7 +113,7 @@ def _table(corner: str, columns: Iterable[str], cells: dict[str, list[str]]) -> 
 
 
 def _milliseconds(found: _Found) -> str:
-    """Returns a cell: the median, or that the system has no such collective; nothing where it was not installed."""
+    """Returns a cell: the median, or that the system has no such collective; "" if it was not installed."""
     if found["seconds"]:
         return f"{1e3 * _median(found):.3g}"
     return "not offered" if found["status"] == "not offered" else ""

@@ -1,4 +1,4 @@
-"""Which collective has been right on which communicator for which dtype: the table of docs/collectives.md."""
+"""The table of docs/collectives.md: which collectives were right on which communicator, for which dtypes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SHORT = {
 
 
 def coverage(results: dict[str, Any]) -> list[str]:
-    """Returns what was run, in words, and a table: a line for each collective, a column for each communicator."""
+    """Returns the runs in words, and a table with a line for each collective and a column for each communicator."""
     runs: dict[str, list[Run]] = {}
     cells: dict[str, dict[str, dict[str, list[Run]]]] = {}  # collective -> communicator -> what -> where
     parts = list(dict.fromkeys(row["part"] for row in results["results"]))
@@ -73,12 +73,12 @@ def _all_of(runs: Sequence[Run]) -> str:
 
 
 def _cell(of_what: dict[str, list[Run]], runs: Sequence[Run]) -> str:
-    """Returns what was right, and behind it where, unless that is everywhere."""
+    """Returns the right cases, followed by their runs, unless these are all runs."""
     return "; ".join(what + _where(where, runs) for what, where in of_what.items())
 
 
 def _where(where: Sequence[Run], runs: Sequence[Run]) -> str:
-    """Returns e.g. " (host arrays, 2 to 4 ranks)"; nothing for all runs."""
+    """Returns e.g. " (host arrays, 2 to 4 ranks)"; "" for all runs."""
     kits = list(dict.fromkeys(kit for _, kit in runs))
     ranks_of = {}
     for kit in kits:
@@ -105,7 +105,7 @@ def _ranks(runs: Sequence[Run], kit: str | None = None) -> str:
 
 
 def _in_words(dtypes: Dtypes) -> str:
-    """Returns what a legend explains, or else the dtypes by operators, in short where a whole class has the same."""
+    """Returns the legend's word for the dtypes by operators, or else the dtypes, shortened to classes."""
     ordered = {dtype: tuple(op for op in _ORDER if op in operators) for dtype, operators in dtypes.items()}
     for name, whole in _SHORT.items():
         if ordered == whole:
@@ -120,7 +120,7 @@ def _in_words(dtypes: Dtypes) -> str:
 
 
 def _classes(names: Sequence[str]) -> list[str]:
-    """Returns the names of dtypes, with the name of a class in the place of all that are in it."""
+    """Returns the names of dtypes, with one name for a class of which all are there."""
     shown: list[str] = []
     for name in names:
         whole = next((c for c, of in CLASSES.items() if name in of and set(of) <= set(names)), name)

@@ -1,4 +1,4 @@
-"""What an all-reduce should cost, from the latency and the bandwidth of the links: predictions, before anything is run.
+"""Predicts the time of an all-reduce from the latency and the bandwidth of the links.
 
 docs/scaling.md and predict_threshold.py are made with it. All times are in seconds, sizes in bytes. A message of
 n bytes over a link takes `latency_seconds + n * seconds_per_byte` (the alpha-beta model); the arithmetic of the
@@ -24,8 +24,8 @@ class Link:
     """What carries messages.
 
     Attributes:
-        latency_seconds: what each message costs, however short.
-        seconds_per_byte: what each byte costs: the inverse of the bandwidth.
+        latency_seconds: the time of a message without bytes.
+        seconds_per_byte: the inverse of the bandwidth.
     """
 
     latency_seconds: float

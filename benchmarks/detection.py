@@ -1,4 +1,4 @@
-"""Brings about each failure of a run for real, and measures how fast it is told, by whom, and what is left behind.
+"""Causes each failure of a run, and measures how soon it is reported, by whom, and what is left behind.
 
     python benchmarks/detection.py                        # writes benchmarks/results/detection.json
     python benchmarks/detection.py --only killed --rounds 1  # rows with that in their name; writes nothing
@@ -29,16 +29,16 @@ from measurement import provenance
 
 FOLDER = Path(__file__).parent
 ROUNDS = 5
-TABLE_WIDTH = 150  # of a log, where no terminal tells its own
+TABLE_WIDTH = 150  # of a log, without a terminal
 
 
 def chosen(all_rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """Gives the rows with one of these in their name; all of them where nothing is asked for."""
+    """Returns the rows with one of these words in their name; all rows if there are no words."""
     return [row for row in all_rows if not names or any(name in row.name for name in names)]
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    """Gives a line for each moment that was measured, unless it has no target and others say more."""
+    """Returns a line for each measured moment, without moments that have no target and add nothing."""
     table = Table(title="From the failure until it is told, and until all is down: seconds")
     for heading in ("failure", "phase"):
         table.add_column(heading, no_wrap=True)
@@ -78,7 +78,7 @@ def _figures(summary: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def as_json(results: Sequence[Result], made: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Gives the whole result, with where it comes from."""
+    """Returns the whole result, with its provenance."""
     made["machine"]["load_average_after"] = os.getloadavg()[0]
     body = {**made, "settings": settings, "results": [result.as_json() for result in results]}
     return json.dumps(body, indent=2) + "\n"
@@ -88,7 +88,7 @@ def tell_what_is_wrong(results: Sequence[Result], console: Console) -> None:
     for result in results:
         if result.skipped is not None:
             console.print(f"{result.row.name} skipped: {result.skipped}", markup=False, highlight=False, soft_wrap=True)
-        for what in result.missed:  # told, and no failure of this command: a busy machine misses them, too
+        for what in result.missed:  # printed, and no failure of this command: a busy machine misses them, too
             console.print(f"{result.row.name}: {what} later than its target", markup=False, highlight=False)
         for text in dict.fromkeys(result.complaints + [f"left {thing}" for thing in result.left_behind]):
             console.print(f"{result.row.name}: {text}", markup=False, highlight=False, soft_wrap=True)
@@ -110,8 +110,10 @@ def main() -> int:
     if options.list or not wanted:
         print("\n".join(row.name for row in rows(large=True)))
         return 0 if options.list else 2
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what ignores it passes that on to all it starts
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a scene ends in order
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a process that ignores the signal hands that on to its children
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a scene ends properly
     made = provenance("benchmarks/detection.py")
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)

@@ -1,4 +1,4 @@
-"""Tables of the pages about failures: how soon each is told, what the proofs went through, what kills left behind."""
+"""Tables for the pages about failures: the time to each report, the extent of the proofs, and leftovers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from failures.points import FAULTS, PHASES
 
-# The lines of the table in README.md: which failures, and what they are called there.
+# The failures of the short table, and their names there.
 AT_A_GLANCE = {
     ("exception, script", "computing", 2): "raises an exception",
     ("SIGKILL", "all_reduce", 2): "is killed",
@@ -37,7 +37,7 @@ def detection(results: dict[str, Any]) -> list[str]:
 
 
 def detection_at_a_glance(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table of the failures that a newcomer thinks of."""
+    """Returns the lines of a table of the most common failures."""
     lines = [
         "| a rank | while | told, median | worst | all down, worst | culprit named | left behind |",
         "| --- |" + " --- |" * 6,
@@ -72,7 +72,7 @@ def _cells(measurement: dict[str, Any] | None) -> str:
 
 
 def _marked(measurement: dict[str, Any]) -> str:
-    """Returns the worst round, in bold where it is later than promised."""
+    """Returns the worst round, in bold if it is later than promised."""
     worst = f"{measurement['worst_seconds']:.2f}"
     return f"**{worst}**" if measurement.get("met") is False else worst
 
@@ -97,7 +97,7 @@ def fault_matrix(results: dict[str, Any]) -> list[str]:
 
 
 def _entry(cells: Sequence[dict[str, Any]]) -> str:
-    """Returns the worst time at which one of the cells was told; in bold where one was told later than promised."""
+    """Returns the worst time of the cells' reports, in bold if one came later than promised."""
     if not cells:
         return ""
     if any(cell["complaints"] or cell["left_behind"] for cell in cells):
@@ -111,12 +111,12 @@ def _entry(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def told(measured: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the later of error and report; or when all was down, where nobody had to be told."""
+    """Returns the later of error and report, or the end of all processes if nothing had to be reported."""
     return slower(measured["raised"], measured["reported"]) or measured["down"]
 
 
 def kills(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table of what was hit by which signal how often."""
+    """Returns the lines of a table of victims and signals, with how often each was hit."""
     summary = results["summary"]
     by_kind = {tuple(name.split()): count for name, count in summary["by_kind"].items()}
     signals = sorted({signal for signal, _ in by_kind})
@@ -129,7 +129,7 @@ def kills(results: dict[str, Any]) -> list[str]:
 
 
 def restarts(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table of trainings that were hit again and again."""
+    """Returns the lines of a table of trainings that were killed repeatedly."""
     summary = results["summary"]
     hits = ", ".join(f"{count} x {name}" for name, count in sorted(summary["struck"].items()))
     return [

@@ -1,4 +1,4 @@
-"""Brings about each fault at each point of a run's life to each rank and to the launcher, with real processes.
+"""Causes each fault in each phase of a run, in each rank and in the launcher, with real processes.
 
     python benchmarks/fault_matrix.py            # all cells; writes benchmarks/results/fault_matrix.json (8 minutes)
     python benchmarks/fault_matrix.py --quick    # a sample with each phase and each fault; writes nothing
@@ -41,7 +41,7 @@ TABLE_WIDTH = 170
 
 
 def sample() -> list[Cell]:
-    """Gives a cell for each phase, among them each fault and each victim, and the first of what takes long."""
+    """Returns a sample of cells: each phase, each fault, each victim, and the first of the slow cells."""
     possible = [cell for cell in cells() if why_not(cell) is None]
     chosen = []
     for number, phase in enumerate(PHASES):
@@ -52,7 +52,7 @@ def sample() -> list[Cell]:
 
 
 def measure(wanted: Sequence[Cell], rounds: int, at_a_time: int, console: Console) -> list[Result]:
-    """Gives the results of all cells, in their order."""
+    """Returns the results of all cells, in their order."""
     pool = ThreadPoolExecutor(at_a_time)
     try:
         pending = [pool.submit(observe, row_of(cell), rounds) for cell in wanted]
@@ -75,7 +75,7 @@ def _line_of(result: Result) -> str:
 
 
 def table_of(wanted: Sequence[Cell], results: Sequence[Result]) -> Table:
-    """Gives a line for each phase and a column for each fault, with the worst over all victims."""
+    """Returns a table with a line for each phase and a column for each fault: the worst over all victims."""
     table = Table(title="From the fault until the last rank and the launcher have told it: seconds, the worst of all")
     table.add_column("phase", no_wrap=True)
     for fault in FAULTS:
@@ -100,7 +100,7 @@ def _entry(results: Iterable[Result]) -> str:
 
 
 def as_json(wanted: Sequence[Cell], results: Sequence[Result], made: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Gives the whole result, also of what is no cell and why."""
+    """Returns the whole result, with the combinations that are no cell, and why."""
     body = [
         {"phase": cell.phase, "fault": cell.fault, "victim": cell.victim, **_without_texts(result)}
         for cell, result in zip(wanted, results, strict=True)
@@ -151,7 +151,9 @@ def main() -> int:
     options = parse_options()
     wanted = sample() if options.quick else [cell for cell in cells() if why_not(cell) is None]
     wanted = [cell for cell in wanted if all(text in cell.name for text in options.only)]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what ignores it passes that on to all it starts
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a process that ignores the signal hands that on to its children
     rounds = options.rounds or (1 if options.quick else ROUNDS)
     made = provenance("benchmarks/fault_matrix.py")
     console = Console()

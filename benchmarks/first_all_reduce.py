@@ -1,4 +1,4 @@
-"""What basic_costs.py starts to time the start-up: prints the moment at which the first all-reduce has returned."""
+"""Prints the time at which the first all-reduce returned; basic_costs.py and start_up.py start it."""
 
 import sys
 import time
@@ -9,5 +9,5 @@ import gradsync as gs
 
 with gs.init_process_group() as comm:
     comm.all_reduce(np.ones(1, np.float32))
-    # On Linux every process reads the same monotonic clock. One write, so that the ranks' lines do not mingle.
+    # On Linux all processes share the monotonic clock. One write, so that the ranks' lines do not mix.
     sys.stdout.write(f"{time.monotonic()}\n")

@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --quick  # few rounds, writes nothing
     python benchmarks/gpu.py --tiny   # tries the script itself; the figures mean nothing
 
-Runs from source too: PYTHONPATH=src python benchmarks/gpu.py, with whatever CuPy that Python has. PyTorch takes part
-where it is installed. Contenders take turns, round by round; a contender counts with the median of its rounds. The exit
+Runs from source too: PYTHONPATH=src python benchmarks/gpu.py, with the CuPy of that Python. PyTorch takes part if it
+is installed. Contenders take turns, round by round; a contender counts with the median of its rounds. The exit
 code is 1 when a promise is not kept, 2 when there is no GPU or a part failed; the other parts are measured anyway.
 
 Takes about 10 GB of the GPU's memory, in both processes together.
@@ -87,7 +87,7 @@ def parts_of(only: str | None) -> list[str]:
     """Returns the parts to measure, in order."""
     if only is None:
         return list(TITLES)
-    return [COPY, PACKING] if only == PACKING else [only]  # packing is held against the copies of the same run
+    return [COPY, PACKING] if only == PACKING else [only]  # packing is compared with the copies of the same run
 
 
 def as_json(

@@ -27,7 +27,7 @@ ALL_SECONDS = 480
 
 
 class Results:
-    """A plugin of pytest that orders the tests, ends each in time, and notes how it has ended."""
+    """A plugin of pytest that orders the tests, ends each in time, and records how it ended."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

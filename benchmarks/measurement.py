@@ -1,4 +1,4 @@
-"""What a benchmark's result consists of: samples summed up, and the machine and versions they come from."""
+"""Shared by the benchmarks: statistics of samples, and the machine and versions of a result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Seconds", "provenance", "slowest_rank"]
 
 
 def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Returns, of each round, the time of the rank that took longest."""
+    """Returns the slowest rank's time of each round."""
     return [max(round_) for round_ in zip(*samples_by_rank, strict=True)]
 
 
 def provenance(script: str) -> dict[str, Any]:
-    """Returns where and how a result was made.
+    """Returns the command, the date, the machine and the versions of a result.
 
     Args:
         script: the script's path in the repository.

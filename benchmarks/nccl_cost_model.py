@@ -1,4 +1,4 @@
-"""What NCCL expects an all-reduce to cost by ring and by tree, and so which of them it takes: predictions.
+"""Predicts the time of NCCL's all-reduce by ring and by tree, and which of them NCCL takes.
 
 The arithmetic and the constants are those of NCCL's own tuning, for GPUs of the Hopper generation with LL128, on hosts
 with Intel processors. Left out: NVLS and CollNet, which need a switch that reduces, and what NCCL_ALGO, NCCL_PROTO or a
@@ -53,7 +53,7 @@ H100_NODES = Nodes(ranks_per_node=8, bus_gigabytes_per_second=360.0, channels_in
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one way is expected to take.
+    """The predicted time of one algorithm and protocol.
 
     Attributes:
         seconds: all of it.
@@ -66,7 +66,7 @@ class Prediction:
     latency_seconds: float
 
     def bus_bytes_per_second(self, ranks: int, size_bytes: float) -> float:
-        """Returns the bytes that each rank has to send and receive at least, by the time. Source: nccl-tests."""
+        """Returns the bus bandwidth: the least bytes that each rank must move, over the time. Source: nccl-tests."""
         return 2 * (ranks - 1) / ranks * size_bytes / self.seconds
 
 
@@ -80,7 +80,7 @@ _NVLINK = {(_TREE, _LL): 0.6, (_TREE, _LL128): 1.25, (_TREE, _SIMPLE): 28.0,
            (_RING, _LL): 0.6, (_RING, _LL128): 1.9, (_RING, _SIMPLE): 3.4}  # fmt: skip
 _NETWORK = {(_TREE, _LL): 5.0, (_TREE, _LL128): 8.5, (_TREE, _SIMPLE): 28.0,
             (_RING, _LL): 2.7, (_RING, _LL128): 4.0, (_RING, _SIMPLE): 14.0}  # fmt: skip
-_POST_TO_NETWORK = {_LL: 1.0, _LL128: 1.0, _SIMPLE: 3.0}  # what a step costs at least in a ring of several nodes
+_POST_TO_NETWORK = {_LL: 1.0, _LL128: 1.0, _SIMPLE: 3.0}  # the least time of a step in a ring of several nodes
 _PLATEAU = 1.4  # of a ring's latency, with Simple between nodes, once each channel has enough to do
 _PLATEAU_BYTES = 64
 
@@ -92,7 +92,7 @@ _MOST_OF_CHANNEL = {
     (_TREE, _SIMPLE): (38.7, 41.4, 36.0),
 }
 
-# What a tree reaches of its bandwidth, by powers of two from 64 bytes.
+# The part of its bandwidth that a tree reaches, by powers of two from 64 bytes.
 _TREE_REACHES = {
     _LL: (1, 1, 1, 1, .9, .8, .7, .7, .7, .7, .6, .5, .4, .4, .5, .6, .7, .8, .9, 1, 1, 1, 1),
     _LL128: (1, 1, 1, 1, 1, .9, .8, .8, .8, .7, .6, .6, .6, .6, .6, .6, .8, .9, .9, .9, .9, 1, 1),
@@ -101,7 +101,7 @@ _TREE_REACHES = {
 
 
 def predict(algorithm: Algorithm, protocol: Protocol, ranks: int, size_bytes: int, nodes: Nodes) -> Prediction:
-    """Returns what an all-reduce should take by one algorithm and protocol.
+    """Predicts the time of an all-reduce by one algorithm and protocol.
 
     Args:
         algorithm, protocol: the way.
@@ -126,7 +126,7 @@ def predict(algorithm: Algorithm, protocol: Protocol, ranks: int, size_bytes: in
 
 
 def fastest(ranks: int, size_bytes: int, nodes: Nodes, algorithm: Algorithm | None = None) -> Prediction:
-    """Returns the fastest way, which is what NCCL takes; of one algorithm where it is given. Args as `predict`."""
+    """Predicts the fastest way, which NCCL takes; of one algorithm if it is given. Args as `predict`."""
     algorithms = Algorithm if algorithm is None else (algorithm,)
     ways = [predict(way, protocol, ranks, size_bytes, nodes) for way in algorithms for protocol in Protocol]
     return min(ways, key=lambda prediction: prediction.seconds)

@@ -43,7 +43,7 @@ _STAND_IN = _HERE.parent / "tests" / "stand_in"
 
 
 def run_rank(calls: int) -> dict[str, Any]:
-    """Measures on one rank; both ranks must call it. Only public names that every edition has."""
+    """Measures on one rank; both ranks must call it. Uses only public names that every edition has."""
     import cupy
     import numpy as np
 
@@ -69,7 +69,7 @@ def run_rank(calls: int) -> dict[str, Any]:
     for name, function, burst in ((IDLE, all_reduce, 1), (FLAT_OUT, all_reduce, BURST), (BARE, bare, 1)):
         wall, processor = [], []
         for _ in range(max(calls // burst, 1)):
-            stream.synchronize()  # no barrier: a loop that only repeats all_reduce asks nobody
+            stream.synchronize()  # no barrier: a loop that repeats all_reduce needs no agreement
             time.sleep(0.001)  # for the threads of the stand-in to come to rest
             wall_began, processor_began = time.perf_counter(), time.thread_time()
             for _ in range(burst):
@@ -80,7 +80,7 @@ def run_rank(calls: int) -> dict[str, Any]:
     counts = []
     for _ in range(5):
         stream.synchronize()
-        time.sleep(0.05)  # for the communicator's thread to drop what has ended
+        time.sleep(0.05)  # for the communicator's thread to drop ended work
         counts.append(_python_calls(all_reduce))
     found["python_calls"] = median(counts)
     raw.destroy()
@@ -90,7 +90,7 @@ def run_rank(calls: int) -> dict[str, Any]:
 
 
 def _python_calls(function: Callable[[], None]) -> int:
-    """Returns how many Python functions a call calls, without those within the stand-in."""
+    """Returns how many Python functions a call runs, without those of the stand-in."""
     count, depth = 0, 0  # of functions of the stand-in
     stand_in = str(_STAND_IN)
 

@@ -4,7 +4,7 @@
     python benchmarks/over_mpi.py --rounds 3     # writes nothing
 
 gradsync's figures include its agreement before each collective. "mean of all gradients": its callback with default
-settings, beside one Allreduce and one division for each tensor, which is what a loop written by hand does. A figure is
+settings, beside one Allreduce and one division for each tensor, as in a loop written by hand. A figure is
 the median over rounds of the slower rank's time; contenders take turns within a round.
 """
 
@@ -85,8 +85,8 @@ def measure(mpi: Any, calls: dict[str, Callable[[], None]], repeats: int, rounds
 
 
 def rank_main(path: Path, rounds: int) -> None:
-    """What each rank does; rank 0 writes what was found."""
-    from mpi4py import MPI  # here: who imports it initialises MPI, and the process that starts the ranks is none
+    """Measures on each rank; rank 0 writes the result."""
+    from mpi4py import MPI  # here, as the import initialises MPI, and the process that starts the ranks is not a rank
 
     rows = []
     with gs.init_process_group("mpi") as comm:
@@ -101,7 +101,7 @@ def rank_main(path: Path, rounds: int) -> None:
 
 
 def main() -> int:
-    """Starts the ranks, prints what they found, and writes it when the rounds are not shortened."""
+    """Starts the ranks, prints their result, and writes it unless the rounds are shortened."""
     parser = argparse.ArgumentParser(description="Times gradsync over MPI beside mpi4py.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/over_mpi.json]")

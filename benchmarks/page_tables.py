@@ -1,4 +1,4 @@
-"""Which results under benchmarks/results become which table of the pages, and what stands below each."""
+"""The tables of the pages: the results under benchmarks/results, their layout, and the line below each table."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
 _AS_PROVEN = "made by `{command}`; `make prove` does so in full"
-#: What stands below a table before the machine and after it; {command} is that in the file of results.
+#: The line below a table, before and after the machine; {command} is the command in the file of results.
 METHODS = {
     "all_reduce": (
         METHOD[0],
@@ -139,7 +139,7 @@ METHODS = {
 
 
 def table(name: str) -> str:
-    """Returns the committed results as a table; nothing but a line that says so before they are measured.
+    """Returns the committed results as a table, or a line that they are not measured yet.
 
     Args:
         name: of the results, and after a dot of one of the tables that are made of them.

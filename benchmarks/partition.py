@@ -1,4 +1,4 @@
-"""Cuts one of two machines off, or kills its launcher, and measures how soon both sides say so.
+"""Disconnects one of two machines, or kills its launcher, and measures how soon both sides report it.
 
     python benchmarks/partition.py                # writes benchmarks/results/partition.json
     python benchmarks/partition.py --rounds 1     # writes nothing
@@ -53,7 +53,7 @@ MPI_FAULTS: dict[str, Callable[[namespaces.Machine], None]] = {
     "link down, MPI": lambda machine: machine.take_link_down(),
     "DROP, MPI": lambda machine: machine.drop_packets(),
 }
-SAYS = {0: "acknowledges nothing", 1: "rendezvous server"}  # what each side knows of the other
+SAYS = {0: "acknowledges nothing", 1: "rendezvous server"}  # each side's name for the other
 
 
 def reports(run: Nodes, sides: list[int], began: float) -> dict[int, float]:
@@ -78,14 +78,14 @@ def reports(run: Nodes, sides: list[int], began: float) -> dict[int, float]:
 
 
 def observe(fault: str, victim: int) -> tuple[dict[int, float], list[str]]:
-    """Brings a fault about once; returns when each side told it, and what is wrong."""
+    """Causes a fault once; returns when each side reported it, and the complaints."""
     sides = [1 - victim] if fault == "SIGKILL" else [0, 1]
     with tempfile.TemporaryDirectory() as folder, namespaces.machines(2) as machines:
         with Nodes(Path(folder), f"{machines[0].ipv4}:29400", 2, machines) as run:
             run.start_all("wait")
             for node in range(2):
                 run.await_ids(node)
-            time.sleep(1.0)  # heartbeats have come to their pace
+            time.sleep(1.0)  # until heartbeats are regular
             began = time.monotonic()
             FAULTS[fault](run, victim)
             found = reports(run, sides, began)
@@ -113,7 +113,7 @@ def observe_mpi(fault: str) -> tuple[dict[int, float], list[str]]:
 
 
 def rows_of(fault: str, victim: int, rounds: int, console: Console) -> list[dict[str, Any]]:
-    """Brings a fault about on one machine again and again; returns a row for each side that tells it."""
+    """Causes a fault on one machine in each round; returns a row for each side that reports it."""
     times: dict[int, list[float]] = {}
     wrong: list[str] = []
     for _ in range(rounds):
@@ -139,7 +139,7 @@ def rows_of(fault: str, victim: int, rounds: int, console: Console) -> list[dict
 
 
 def main() -> int:
-    """Measures all rows, prints them, and writes them when the rounds are not shortened."""
+    """Measures all rows, prints them, and writes them unless the rounds are shortened."""
     parser = argparse.ArgumentParser(description="Measures how soon a machine that is cut off is told.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/partition.json]")

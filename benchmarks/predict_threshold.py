@@ -1,4 +1,4 @@
-"""Predicts the best bucket threshold for GPUs that are not at hand, by the model of costs. It measures nothing.
+"""Predicts the best bucket threshold for other machines, by the cost model. It measures nothing.
 
 python benchmarks/predict_threshold.py --model bert --gpus 64 --latency-us 5 --bandwidth-gbs 20 --backward-ms 100
 """
@@ -17,7 +17,7 @@ from gradsync.errors import InvalidArgument
 
 
 def prediction(size_bytes: int, gpus: int, backward_seconds: float, link: Link) -> str:
-    """Returns in words after which threshold the least is left to wait for when the backward pass ends.
+    """Returns, in words, the threshold with the shortest wait after the backward pass.
 
     Args:
         size_bytes: of all gradients.

@@ -1,10 +1,10 @@
-"""Writes into the pages what can be made: example files, the output of commands, and tables of measured figures.
+"""Writes the generated parts of the pages: example files, the output of commands, and tables of figures.
 
     python benchmarks/readme.py          # rewrites README.md and the pages under docs
-    python benchmarks/readme.py --check  # exit code 1 when one of them is not what it would write
+    python benchmarks/readme.py --check  # exit code 1 if a page is not up to date
 
-Output is captured from real runs. What differs from run to run and from machine to machine (process ids, times, paths)
-is put in one form by SAME_EVERYWHERE.
+Output is captured from real runs. SAME_EVERYWHERE replaces parts that differ between runs and machines (process ids,
+times, paths).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from source_tables import SOURCES
 ROOT = Path(__file__).parent.parent
 # The tables of docs/scaling.md are predictions too: scaling_page.py makes them.
 PAGES = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "scaling.md"}))
-#: What the commands of the pages leave behind, for the next command of the page.
+#: Files that a command of a page leaves for the next command of the page.
 LEFT_BEHIND = ("dumps", "traced", "trace.json")
 
-#: Patterns, and what stands in the pages in their place.
+#: Patterns, and their replacements in the pages.
 SAME_EVERYWHERE = [
     (re.escape(f"{ROOT}/"), ""),
     (r"[^\s\"]*/site-packages/gradsync/", "src/gradsync/"),  # installed, and not run from the sources
     (r"[^\s\"]*/lib/python3[^/\s]*/(?=\w+\.py)", "/usr/lib/python3/"),
     (r"((?:/usr/lib/python3|src/gradsync)/\S+\.py):\d+", r"\1:123"),  # not the user's lines
     (r"(?m)^ +[~^]+\n", ""),  # Python 3.10 does not point at the part of a line that failed
-    # Which way such a rank learns of the failure first, and so its words, is a matter of microseconds.
+    # How such a rank learns of the failure first, and so its words, is chance.
     (r"(?m)^gradsync: ranks? .* also failed: .*\n", ""),
     (r"\b(rank (\d+)(?:/\d+)? \(pid )\d+( on [^)\s]+)?", lambda m: m[1] + f"424{m[2]}" + (" on node1" if m[3] else "")),
     (r"\bprocess \d+ \(python[\d.]*\)", "process 4200 (python)"),
@@ -49,7 +49,7 @@ SAME_EVERYWHERE = [
 
 
 def render(text: str) -> str:
-    """Returns a page with everything between its markers made anew."""
+    """Returns a page with new content between its markers."""
     _clean_up()
     try:
         return _made_anew(text)
@@ -93,10 +93,10 @@ def _made_anew(text: str) -> str:
 
 
 def play(command: str, exit_code: int) -> str:
-    """Runs a command as a page gives it, and returns what it prints, in the form of SAME_EVERYWHERE.
+    """Runs a command of a page, and returns its output in the form of SAME_EVERYWHERE.
 
     Raises:
-        RuntimeError: it ended otherwise than the page says.
+        RuntimeError: the command ended with another exit code than the page says.
     """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(

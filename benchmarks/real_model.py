@@ -41,10 +41,10 @@ OURS, THEIRS = "Synchronised", "DistributedDataParallel on gloo"
 
 
 def run(python: str, model: str, steps: int) -> dict[str, Any]:
-    """Runs the ranks, and returns what rank 0 has printed.
+    """Runs the ranks, and returns rank 0's output.
 
     Raises:
-        RuntimeError: they failed; with what they said.
+        RuntimeError: a rank failed; with its standard error.
     """
     command = [python, "-W", "ignore", "-m", "gradsync", "run", "--no-prefix", "-n", "2"]
     sources = str(Path(gradsync.__file__).parents[1])
@@ -83,7 +83,7 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ratio_of(rows: list[dict[str, Any]]) -> float:
-    """Returns how much longer a step of ours takes than the quicker one of DistributedDataParallel."""
+    """Returns the ratio of gradsync's step to the faster one of DistributedDataParallel."""
     ours = next(row["step_seconds"]["median"] for row in rows if row["what"] == OURS)
     return float(ours / min(row["step_seconds"]["median"] for row in rows if row["what"].startswith(THEIRS)))
 

@@ -42,7 +42,7 @@ BATCH, TOKENS, LEARNING_RATE = 1, 64, 3e-4
 
 @dataclass
 class Contender:
-    """A model in its wrapper, its optimiser, and what was measured of its steps."""
+    """A model in its wrapper, with its optimiser and the samples of its steps."""
 
     wrapped: nn.Module
     optimiser: torch.optim.Optimizer
@@ -78,13 +78,13 @@ def train(contender: Contender, batch: torch.Tensor, seed: int, comm: gs.Communi
 
 
 def are_equal(first: nn.Module, second: nn.Module) -> bool:
-    """Tells whether two models have the same weights, bit by bit."""
+    """Returns whether two models have the same weights, bit by bit."""
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     return all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
 
 
 def are_equal_on_ranks(model: nn.Module, comm: gs.Communicator) -> bool:
-    """Tells whether a model has the same weights on all ranks, bit by bit."""
+    """Returns whether a model has the same weights on all ranks, bit by bit."""
     same = True
     for parameter in model.parameters():
         bits = parameter.detach().numpy().view(np.int32)
@@ -95,7 +95,7 @@ def are_equal_on_ranks(model: nn.Module, comm: gs.Communicator) -> bool:
 
 
 def measure(name: str, steps: int, comm: gs.Communicator) -> dict[str, Any]:
-    """Trains with each wrapper; returns what was measured."""
+    """Trains with each wrapper; returns the samples."""
     config = MODELS[name]
     contenders = {what: made(config, wrap) for what, wrap in WRAPPERS.items()}
     for step in range(steps):
@@ -127,7 +127,7 @@ def measure(name: str, steps: int, comm: gs.Communicator) -> dict[str, Any]:
 def main(name: str, steps: int) -> None:
     torch.set_num_threads(1)
     with gs.init_process_group() as comm:
-        meeting = Path(gettempdir(), "meeting")  # a folder of this run's
+        meeting = Path(gettempdir(), "meeting")  # a folder of this run
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=comm.rank, world_size=comm.world_size)
         found = measure(name, steps, comm)
         dist.destroy_process_group()

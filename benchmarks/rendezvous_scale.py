@@ -1,4 +1,4 @@
-"""Measures how a rendezvous server takes thousands of ranks: gradsync's beside PyTorch's TCPStore, in one run.
+"""Measures rendezvous servers with thousands of ranks: gradsync's and PyTorch's TCPStore, in one run.
 
     python benchmarks/beside_peers.py --install   # makes PyTorch's environment under benchmarks/.environments
     python benchmarks/rendezvous_scale.py       # writes benchmarks/results/rendezvous_scale.json
@@ -36,7 +36,7 @@ from simulated_ranks.run import LOAD_PROCESSES, Phase, Run
 FOLDER = Path(__file__).parent
 play = functools.partial(run.play, torch_python=str(systems.ENVIRONMENTS / TORCH / "bin" / "python"))
 RANKS = (1024, 4096)
-MOST_THREADS = 1024  # of the rows with TCPStore's own clients: more would measure their scheduling
+MOST_THREADS = 1024  # for TCPStore's own clients: with more, their scheduling would be measured
 ROUNDS, QUICK_ROUNDS, WARM_UP = 5, 2, 1
 BEAT_SECONDS, QUICK_BEAT_SECONDS = 20.0, 3.0
 BEATING_ROUNDS = 2  # of gradsync's: they take long
@@ -54,7 +54,7 @@ def measure(present: Sequence[str], ranks: int, rounds: int, beat_seconds: float
 
 
 def result(contender: str, ranks: int, runs: Sequence[Run]) -> dict[str, Any]:
-    """Sums up the runs of one contender at one size."""
+    """Returns the statistics of one contender's runs at one size."""
     phases = [phase for phase in (*PHASES, LEAVE) if phase in runs[0].phases]
     beating = [run for run in runs if run.heartbeats]
     return {
@@ -92,7 +92,7 @@ def _spread(runs: Sequence[Run], value_of: Callable[[Run], float]) -> Seconds:
 
 
 def promises(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what gradsync promises, and whether it is kept."""
+    """Returns gradsync's promises, and whether they are kept."""
     [ours] = [r for r in results if (r["contender"], r["ranks"]) == (GRADSYNC, PROMISED_RANKS)]
     lost = sum(r["lost_connections"] for r in results if r["contender"] == GRADSYNC)
     found = [

@@ -1,7 +1,7 @@
 """Writes the tables of docs/scaling.md: predictions from the models of costs, measured figures from benchmarks/results.
 
 python benchmarks/scaling_page.py          # rewrites docs/scaling.md
-python benchmarks/scaling_page.py --check  # exit code 1 when it is not what it would write
+python benchmarks/scaling_page.py --check  # exit code 1 if the page is not up to date
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOST_SECONDS_PER_BUCKET = 100e-6
 
 
 def measured() -> list[str]:
-    """Returns the lines fitted to what two ranks were measured at."""
+    """Returns the table of the straight lines that fit the measurements of two ranks."""
     rows = json.loads((page_tables.RESULTS / "all_reduce.json").read_text())["rows"]
     lines = ["| all_reduce, 2 ranks | latency | bandwidth | the line is off by at most |", "| --- | --- | --- | --- |"]
     for contender, shown in SYSTEMS.items():
@@ -51,7 +51,7 @@ def _size_of(workload: str) -> int:
 
 
 def nccl() -> list[str]:
-    """Returns what NCCL's rings and trees should do to one bucket."""
+    """Returns the predicted times of NCCL's rings and trees for one bucket."""
     lines = [
         "| GPUs | algorithm | time | of it latency | bus bandwidth | |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -70,7 +70,7 @@ def nccl() -> list[str]:
 
 
 def thresholds() -> list[str]:
-    """Returns how long after the backward pass the gradients should be there, by threshold."""
+    """Returns the predicted wait after the backward pass, by threshold."""
     sizes = (1, 10, 25)
     heads = " | ".join(f"{size} MB" for size in sizes)
     lines = [f"| gradients | GPUs | best threshold | then | {heads} |", "| --- |" + " --- |" * (3 + len(sizes))]
@@ -93,7 +93,7 @@ TABLES = {"measured": measured, "nccl": nccl, "thresholds": thresholds}
 
 
 def render(text: str) -> str:
-    """Returns the page with everything between its markers made anew."""
+    """Returns the page with new content between its markers."""
     return re.sub(
         r"(<!-- table: (\S+) -->\n).*?(<!-- end -->\n)",
         lambda m: f"{m[1]}\n{_table(m[2])}{m[3]}",

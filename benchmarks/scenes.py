@@ -1,4 +1,4 @@
-"""Records what failures look like on a terminal, as they print, and makes pictures of it.
+"""Records the output of failures on a terminal, and makes pictures of it.
 
     python benchmarks/scenes.py          # writes docs/scenes/*.cast and *.svg
 
@@ -37,7 +37,7 @@ COLUMNS, ROWS = 132, 40
 _PATHS = SAME_EVERYWHERE[:4]
 _READ_BYTES = 1 << 16
 _TYPING_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 2.0  # of a player; the times in the file are those that were
+_LONGEST_PAUSE_SECONDS = 2.0  # of a player; the times in the file are the real ones
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ Event = tuple[float, str]
 
 
 def record(command: str) -> list[Event]:
-    """Runs a command on a terminal of its own, and gives what it printed and when."""
+    """Runs a command on a terminal of its own; returns its lines with their times."""
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     with tempfile.TemporaryDirectory() as folder:
@@ -93,12 +93,12 @@ def record(command: str) -> list[Event]:
 
 
 def _lines_from(descriptor: int) -> Iterator[Event]:
-    """Gives whole lines, as soon as they are there, until the last program has closed the terminal."""
+    """Yields complete lines until the last program closes the terminal."""
     begun = ""
     while True:
         try:
             chunk = os.read(descriptor, _READ_BYTES)
-        except OSError:  # how Linux says that nobody has it open any more
+        except OSError:  # Linux's error once no process has it open
             chunk = b""
         if not chunk:
             break
@@ -109,14 +109,14 @@ def _lines_from(descriptor: int) -> Iterator[Event]:
 
 
 def shortened(line: str) -> str:
-    """Cuts the paths of this machine short, as the pages do."""
+    """Shortens the paths of this machine, as in the pages."""
     for pattern, replacement in _PATHS:
         line = re.sub(pattern, replacement, line)
     return line
 
 
 def cast_of(scene: Scene, events: list[Event]) -> str:
-    """Gives the recording in asciinema's format, with the command as if it had been typed."""
+    """Returns the recording in asciinema's format, with the command as if it were typed."""
     header = {
         "version": 2,
         "width": COLUMNS,
@@ -132,12 +132,12 @@ def cast_of(scene: Scene, events: list[Event]) -> str:
 
 
 def picture_of(scene: Scene, events: list[Event]) -> str:
-    """Gives what stands on the terminal in the end, as an SVG."""
+    """Returns the final content of the terminal as an SVG."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.assemble(("$ ", "bold green"), (scene.command, "bold")))
     printed = "".join(text for _, text in events).replace("\r\n", "\n").rstrip("\n")
     console.print(Text.from_ansi(printed))
-    # Its names must not depend on the text: a picture that shows the same is the same file.
+    # Its names must not depend on the text: equal pictures are equal files.
     return console.export_svg(title=scene.title, theme=MONOKAI, unique_id=f"scene-{scene.name}")
 
 

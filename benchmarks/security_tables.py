@@ -1,4 +1,4 @@
-"""The tables of docs/security.md: what became of mutated transcripts and of hostile connections."""
+"""The tables of docs/security.md: mutated transcripts and hostile connections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def transcripts(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each way of mutating."""
+    """Returns the lines of a table with a line for each kind of mutation."""
     lines = ["| what an attacker sends | transcripts | accepted |", "| --- | --- | --- |"]
     lines += [f"| {row['mutation']} | {row['sent']:,} | {row['accepted']} |" for row in results["results"]]
     sent, accepted = (sum(row[name] for row in results["results"]) for name in ("sent", "accepted"))

@@ -1,4 +1,4 @@
-"""Parts of the pages that are made from the source: what environment variables do, and what commands take."""
+"""Parts of the pages that are made from the source: environment variables, and the help of commands."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _COLUMNS = 100
 
 
 def variables() -> list[str]:
-    """Returns the lines of a table of the environment variables, with what they are for."""
+    """Returns the lines of a table of the environment variables and their purposes."""
     lines = ["| variable | what it is |", "| --- | --- |"]
     return lines + [f"| `{variable}` | {variable.help} |" for variable in VARIABLES]
 
 
 def commands() -> list[str]:
-    """Returns a section for each command of `gradsync`, with what its --help prints."""
+    """Returns a section for each command of `gradsync`, with its --help."""
     lines: list[str] = []
     for context in _contexts(main.make_context("gradsync", [], resilient_parsing=True, terminal_width=_COLUMNS)):
         lines += [f"## {context.command_path}", "", "```text", *context.get_help().splitlines(), "```", ""]
@@ -34,5 +34,5 @@ def _contexts(context: click.Context) -> Iterator[click.Context]:
             yield from _contexts(click.Context(command, info_name=name, parent=context))
 
 
-#: By what the pages call them.
+#: By their names in the pages.
 SOURCES: dict[str, Callable[[], list[str]]] = {"variables": variables, "commands": commands}

@@ -33,14 +33,14 @@ FOLDER = Path(__file__).parent
 PROMISED_SECONDS = {2: 0.35, 8: 1.2}  # by number of ranks, on two cores
 ROUNDS, QUICK_ROUNDS, WARM_UP = 15, 3, 1
 RUN_SECONDS = 120.0
-TABLE_WIDTH = 110  # of a log, where no terminal tells its own
+TABLE_WIDTH = 110  # of a log, without a terminal
 LAUNCHERS = {
     GRADSYNC: "gradsync run",
     TORCH: "torchrun, gloo",
     MPICH: "mpiexec of MPICH",
     OPENMPI: "mpiexec of Open MPI",
 }
-# Open MPI refuses to run as root, which is what one is in a container, and more ranks than cores.
+# Open MPI refuses to run as root, the usual user of a container, and to start more ranks than cores.
 OPENMPI_AS_HERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -49,7 +49,7 @@ OPENMPI_AS_HERE = {
 
 
 def command_of(system: str, ranks: int) -> list[str]:
-    """Returns what starts so many ranks of a system."""
+    """Returns the command that starts so many ranks of a system."""
     if system == GRADSYNC:
         return [*gradsync_command(), "run", "-n", str(ranks), str(FOLDER / "first_all_reduce.py")]
     programs = systems.ENVIRONMENTS / system / "bin"
@@ -74,7 +74,7 @@ def seconds_to_first_all_reduce(system: str, ranks: int, folder: str) -> float:
     """Runs a system once.
 
     Raises:
-        RuntimeError: it failed, or not every rank told when it was done.
+        RuntimeError: the run failed, or not every rank printed its time.
     """
     command, variables = command_of(system, ranks), variables_of(system, folder)
     began = time.monotonic()
@@ -128,7 +128,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def version_of(system: str) -> str:
-    """Returns the version of what carries a system's all-reduce."""
+    """Returns the version of a system's communication library."""
     package = {TORCH: "torch", MPICH: "mpich", OPENMPI: "openmpi"}[system]
     python = str(systems.ENVIRONMENTS / system / "bin" / "python")
     source = f"from importlib.metadata import version; print({package!r}, version({package!r}))"

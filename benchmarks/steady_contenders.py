@@ -1,4 +1,4 @@
-"""What steady_cost.py measures: training steps, and what is left out of them or added to them for a while."""
+"""The training steps of steady_cost.py, and functions that leave a part of them out, or add one, for a while."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Model:
 
     Args:
         shapes: of the gradients, in the order in which they come.
-        work: how often a matrix is multiplied for each gradient, so that there is something to overlap with.
+        work: how often a matrix is multiplied for each gradient, to overlap with communication.
         width: of that matrix.
     """
 
@@ -36,7 +36,7 @@ class Model:
         self.sync = gs.AllreduceCallback("mean")
 
     def step(self) -> None:
-        """Computes, and synchronises each gradient once it is there."""
+        """Computes, and synchronises each gradient once it exists."""
         with self.sync.backward():
             for number, gradient in enumerate(self._gradients):
                 for _ in range(self._work):
@@ -58,7 +58,7 @@ MODELS: dict[str, Callable[[], Model]] = {"three layers": small_model, "ResNet-5
 
 
 class _NoRecorder:
-    """What stands in for the flight recorder."""
+    """Replaces the flight recorder, and records nothing."""
 
     def begin(self, what: object) -> None:
         pass
@@ -69,7 +69,7 @@ class _NoRecorder:
 
 @contextlib.contextmanager
 def without_recorder(comm: gs.Communicator, _model: Model) -> Iterator[None]:
-    """Notes no collective."""
+    """Switches the flight recorder off."""
     recorder, comm.lifetime._recorder = comm.lifetime._recorder, _NoRecorder()
     try:
         yield
@@ -79,7 +79,7 @@ def without_recorder(comm: gs.Communicator, _model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
-    """Ranks meet without comparing what they are about to do, and end a step without a word."""
+    """Switches agreement off: ranks meet without comparing their collectives."""
     agreements, meet = model.sync._step.reducer.events, SharedBarrier.meet
     nothing = Agreement(0, str)
 
@@ -99,7 +99,7 @@ def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_heartbeats(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
-    """Tells the server nothing. Its own heartbeats still come, every half second."""
+    """Switches this rank's heartbeats off. The server's still come, every half second."""
     beat, Connection._beat = Connection._beat, lambda *_, **__: None
     try:
         yield
@@ -122,7 +122,7 @@ def as_ever(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def debugging(comm: gs.Communicator, model: Model) -> Iterator[None]:
-    """The debug mode's watch over gradients; what it asks beside, over NCCL, is not here."""
+    """Switches the debug mode's watch over gradients on, without its questions over NCCL."""
     step = model.sync._step
     step._guard = GradientGuard(comm)
     try:
@@ -133,7 +133,7 @@ def debugging(comm: gs.Communicator, model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def being_traced(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
-    """With somebody who traces."""
+    """Switches tracing on."""
     tracing.start()
     try:
         yield

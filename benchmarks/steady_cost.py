@@ -38,13 +38,13 @@ from measurement import Seconds, provenance
 from steady_contenders import ALL_THREE, CONTENDERS, MODELS, SILENT, USUAL, WITH, WITHOUT, Model
 
 TARGET = 0.01
-# Rounds, and the steps of a block: short ones, so that what else the machine does falls on all alike.
+# Rounds, and the steps of a block: short blocks, so that other programs disturb all contenders alike.
 AMOUNTS = {"three layers": (150, 4), "ResNet-50": (16, 2)}
 
 
 @dataclass
 class Plan:
-    """How much is measured of a model."""
+    """The extent of a model's measurement."""
 
     model: str
     rounds: int
@@ -53,7 +53,7 @@ class Plan:
 
 @gs.launcher(n_gpus=2, device_type="cpu")
 def measure(plan: Plan) -> tuple[dict[str, list[list[float]]], dict[str, float]]:
-    """Returns what each step of each round took, by contender, and what each contender was counted to take."""
+    """Returns the time of each step of each round, by contender, and each contender's counted time."""
     comm = gs.get_communicator()
     model = MODELS[plan.model]()
     for _ in range(3):
@@ -70,7 +70,7 @@ def measure(plan: Plan) -> tuple[dict[str, list[list[float]]], dict[str, float]]
 
 
 def _order(chance: random.Random) -> list[str]:
-    """Returns the contenders in a new order, in which no two are silent one after the other: the server would ask."""
+    """Returns the contenders in a new order, without two silent ones in a row: the server would ask."""
     order = [name for name in CONTENDERS if name not in SILENT]
     chance.shuffle(order)
     for place, name in zip((1, 4), chance.sample(SILENT, len(SILENT)), strict=True):
@@ -119,13 +119,13 @@ def _time_of(function: Callable[[], object], times: int) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one of them costs in a step of a model.
+    """The cost of one feature in a step of a model.
 
     Attributes:
-        of: which.
-        excess: what the step with it takes more than the one without, over the latter.
+        of: the feature.
+        excess: the longer time of the step with the feature, over the time of the step without it.
         low, high: the 95 % interval.
-        counted: what it does in a step by itself, over the time of the step; None where that was not timed.
+        counted: the feature's own time in a step, over the time of the step; None if that was not timed.
     """
 
     of: str
@@ -136,7 +136,7 @@ class Cost:
 
 
 def cost_of(name: str, more: list[list[float]], less: list[list[float]], counted: float | None) -> Cost:
-    """Compares the steps of all rounds with those of another contender in the same rounds."""
+    """Compares a contender's steps with those of another one in the same rounds."""
     with_it, without = np.array(more), np.array(less)
     chosen = np.random.default_rng(0).integers(len(with_it), size=(2000, len(with_it)))
     resampled = [_excess(with_it[rounds], without[rounds]) for rounds in chosen]
@@ -149,7 +149,7 @@ def _excess(more: np.ndarray[Any, Any], less: np.ndarray[Any, Any]) -> float:
 
 
 def costs(took: dict[str, list[list[float]]], counted: dict[str, float]) -> list[Cost]:
-    """Returns the costs of a model: of what is always on, and of what may be asked for."""
+    """Returns the costs for a model: of features that are always on, and of optional ones."""
     step = float(np.median(took[USUAL]))
     per_step = {**counted, "heartbeats": counted["heartbeats"] * step}
     per_step[ALL_THREE] = sum(per_step[name] for name in WITHOUT if name != ALL_THREE)
@@ -170,7 +170,7 @@ def measured(plan: Plan) -> tuple[dict[str, Any], list[Cost]]:
 
 
 def table_of(of_models: Iterable[tuple[str, list[Cost]]]) -> Table:
-    """Returns a line for each model and what was measured of it."""
+    """Returns a line for each model and cost."""
     table = Table("model", "of", "cost", "95 %", "counted", title="what a step costs more")
     for model, found in of_models:
         for cost in found:
@@ -180,7 +180,7 @@ def table_of(of_models: Iterable[tuple[str, list[Cost]]]) -> Table:
 
 
 def plans(rounds: int | None, *, is_quick: bool) -> list[Plan]:
-    """Returns what is measured; `rounds` None: as many of each model as its figures need."""
+    """Returns the measurements; `rounds` None takes as many for each model as its figures need."""
     if is_quick:
         name = next(iter(MODELS))
         return [Plan(name, 2, AMOUNTS[name][1])]

@@ -1,4 +1,4 @@
-"""What a step through AllreduceCallback costs in one process: its bookkeeping, and that plus the packing."""
+"""Times a step through AllreduceCallback in one process: its bookkeeping alone, and with packing."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How long a rendezvous message takes from fields to bytes and back: msgpack, MAC, framing and checks."""
+"""Times a rendezvous message from fields to bytes and back: msgpack, MAC, framing and checks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How long packing into a flat buffer and splitting out of it takes, beside the plain copy of the same list."""
+"""Times packing into a flat buffer and splitting out of it, beside a plain copy of the same list."""
 
 import numpy as np
 import pytest

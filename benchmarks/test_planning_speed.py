@@ -1,4 +1,4 @@
-"""How long it takes to decide which gradient goes into which bucket."""
+"""Times the decision which gradient goes into which bucket."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the flight recorder adds to every collective, and what reading it costs."""
+"""Times the flight recorder: an entry, and reading it."""
 
 from gradsync.communicators.agreement import agreement_on
 from gradsync.diagnostics.recorder import FlightRecorder

@@ -1,4 +1,4 @@
-"""Tables of times and costs that were measured by themselves, or beside one another; peers are in comparison_tables."""
+"""Tables of times and costs; tables beside the peers are in comparison_tables.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def timings(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each thing measured, and what it is compared with."""
+    """Returns the lines of a table with a line for each measurement and its baseline."""
     lines = ["| measured | median | compared with | ratio |", "| --- | --- | --- | --- |"]
     for found in results["results"]:
         if found["what"].endswith("busy cores"):  # shown beside the peers, in another table
@@ -111,7 +111,7 @@ def _who_trains(row: dict[str, Any]) -> str:
 
 
 def partition(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of machines that are cut off: the later of both sides counts."""
+    """Returns the lines of the table of disconnected machines: the later of both sides counts."""
     by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for found in results["results"]:
         by_fault.setdefault((found["fault"], found["victim"]), []).append(found)
@@ -123,7 +123,7 @@ def partition(results: dict[str, Any]) -> list[str]:
 
 
 def rendezvous_scale(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a column for each server and, by number of ranks, a line for each thing."""
+    """Returns the lines of a table with a column for each server and a line for each number of ranks and phase."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for of_one in results["results"]:
         found.setdefault(of_one["ranks"], {})[of_one["contender"]] = of_one
@@ -137,7 +137,7 @@ def rendezvous_scale(results: dict[str, Any]) -> list[str]:
 
 
 def steady_cost(results: dict[str, Any], of: Sequence[str]) -> list[str]:
-    """Returns the lines of a table of what some of the things that were measured cost in a step of each model."""
+    """Returns the lines of a table of the costs of some features in a step of each model."""
     lines = ["| step | of | cost | 95 % interval | counted |", "| --- | --- | --- | --- | --- |"]
     for found in results["results"]:
         step = f"{found['model']}, {1e3 * found['step_seconds']['median']:.3g} ms"

@@ -33,7 +33,7 @@ MOST_RANKS = 8  # that divide both global batches
 
 
 class Contender(NamedTuple):
-    """So many processes with so many threads each."""
+    """A number of ranks, and the threads of each."""
 
     ranks: int
     threads: int
@@ -50,7 +50,7 @@ def contenders(cores: int) -> Iterator[Contender]:
 
 
 def run(model: str, contender: Contender, epochs: int) -> dict[str, Any]:
-    """Trains, and returns what rank 0 has measured.
+    """Trains, and returns rank 0's measurement.
 
     Raises:
         RuntimeError: a rank failed; with its standard error.

@@ -2,12 +2,12 @@
 
     python benchmarks/two_checkouts.py --old ../first-edition --output results.json
     python benchmarks/two_checkouts.py --old ../first-edition --only "10,000 gradients of 100"
-    python benchmarks/two_checkouts.py --old ../first-edition --quick  # few rounds: whether it runs, not how fast
+    python benchmarks/two_checkouts.py --old ../first-edition --quick  # few rounds, to see that it runs
 
-Each block starts three pairs of ranks: two of the other checkout, one of this. (Where a process gets its memory makes
-one several per cent faster than the next, for as long as it lives.) A block has some turns, in which each pair times
+Each block starts three pairs of ranks: two of the other checkout, one of this. (The place of its memory makes
+a process faster than another by several per cent, for its whole life.) A block has some turns, in which each pair times
 some rounds while the others sleep, in an order that changes. A round counts with its slowest rank, a block with its
-quickest round: what else the machine does only adds. A case's ratio is the median over the blocks, with a 95 % interval
+quickest round: other programs can only add time. A case's ratio is the median over the blocks, with a 95 % interval
 from resampling them (bootstrap). The ratio of the other checkout to itself, from the same blocks, shows the noise.
 
 A case is "kept" where its interval lies below the limit, "broken" where it lies above, "open" where it has the limit in
@@ -47,15 +47,15 @@ _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREAD
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed, in float32.
+    """A timed operation, in float32.
 
     Attributes:
         name: in tables and results.
         kind: "gradients", "bucket views", or a collective.
         shapes: of the arrays, in the order in which they are handed over.
-        limit: that the ratio new / old is to stay below.
+        limit: the largest allowed ratio new / old.
         rounds: of a turn.
-        calls: that a round repeats it.
+        calls: repetitions in a round.
         warm_up: rounds of a turn that are thrown away first.
     """
 
@@ -84,7 +84,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much longer one takes than another: the median over the blocks, and its 95 % interval."""
+    """The ratio of two times: the median over the blocks, and its 95 % interval."""
 
     median: float
     low: float
@@ -115,7 +115,7 @@ def started(name: str, checkout: Path, folder: str) -> Crew:
     """Starts a pair of ranks of a checkout.
 
     Raises:
-        CrewFailed: they did not start, or they import another gradsync.
+        CrewFailed: the ranks did not start, or import another gradsync.
     """
     source = (checkout / "src").resolve()
 
@@ -172,7 +172,7 @@ def measure(
 
 
 def row_of(case: Case, seconds: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Returns what the results say of a case."""
+    """Returns the results of a case."""
     ratio, control = Ratio.of(seconds[NEW], seconds[OLD]), Ratio.of(seconds[AGAIN], seconds[OLD])
     pooled = {name: [one for block in blocks for one in block] for name, blocks in seconds.items()}
     return {
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"two_checkouts: {error}", file=sys.stderr)
         return 2
     console = Console()
-    console.width = max(console.width, 120)  # of a log, where no terminal says its own
+    console.width = max(console.width, 120)  # of a log, without a terminal
     console.print(table_of(rows))
     if options.output is not None:
         origin["machine"]["load_average_after"] = os.getloadavg()[0]

@@ -1,7 +1,7 @@
 """One rank of a checkout that two_checkouts.py compares: started with PYTHONPATH at that checkout, asleep unless asked.
 
-It takes of gradsync only public names that every edition has, and nothing else of this repository: what is timed may be
-older or newer than the script that asks.
+It imports only public names of gradsync that every edition has, and nothing else of this repository: the checkout may
+be older or newer than the script.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import gradsync as gs
 
 Shapes = list[tuple[int, ...]]
 
-#: Of those that give a new array: the values that it holds when two ranks give their numbers.
+#: For collectives that return a new array: its values when two ranks give their ranks.
 _COLLECTIVES = {"broadcast": [0], "all_gather": [0, 1], "reduce_scatter": [1], "all_to_all": [0, 1]}
 
 
 class Rank:
-    """What the controller may ask for, by method name."""
+    """The methods that the controller may call."""
 
     def __init__(self) -> None:
         self._communicator = gs.init_process_group("shm")
@@ -37,7 +37,7 @@ class Rank:
         return {"rank": self._communicator.rank, "pid": os.getpid(), "versions": versions}
 
     def prepare(self, kind: str, shapes: Shapes) -> None:
-        """Makes what is to be timed, and makes sure that it computes what it should."""
+        """Prepares the timed call, and checks its result."""
         arrays = [np.empty(shape, np.float32) for shape in shapes]
         if kind in _COLLECTIVES:
             self._prepare_collective(kind, *arrays)
@@ -53,7 +53,7 @@ class Rank:
             else:
                 callback = gs.AllreduceCallback("mean")
             self._run = lambda: _step(callback, arrays)
-        for _ in range(3):  # the second and the third time other paths are taken
+        for _ in range(3):  # the second and the third call take other paths
             for array in arrays:
                 array.fill(self._communicator.rank)
             self._run()
@@ -80,12 +80,12 @@ class Rank:
         return seconds[warm_up:]
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._run = int
 
 
 def _step(callback: gs.AllreduceCallback, gradients: list[np.ndarray]) -> None:
-    """Every gradient handed over, the flush, every result asked for."""
+    """A step: hands every gradient over, flushes, and asks for every result."""
     with callback.backward():
         futures = [callback(index, gradient) for index, gradient in enumerate(gradients)]
     for future in futures:
@@ -93,7 +93,7 @@ def _step(callback: gs.AllreduceCallback, gradients: list[np.ndarray]) -> None:
 
 
 def main(address: str) -> None:
-    """Does what it is asked until the controller hangs up; see peers.crew for what is sent."""
+    """Answers requests until the controller closes the connection; peers.crew describes the messages."""
     with Client(address, "AF_UNIX") as connection:
         try:
             rank = Rank()
@@ -106,7 +106,7 @@ def main(address: str) -> None:
         except BaseException:
             with contextlib.suppress(OSError):
                 connection.send(("failure", traceback.format_exc()))
-            os._exit(1)  # an orderly exit would wait for a rank that is not coming
+            os._exit(1)  # a normal exit would wait for the other rank
 
 
 if __name__ == "__main__":

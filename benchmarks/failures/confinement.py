@@ -1,4 +1,4 @@
-"""Control groups for a scene: one with little memory, and one whose processes nothing can end.
+"""Control groups for a scene: one with little memory, and one whose processes cannot be killed.
 
 Both need root, and control groups that are not read-only; the second also the freezer of version 1, where a frozen
 process takes no SIGKILL, as a process does that hangs in the kernel.
@@ -17,21 +17,21 @@ _EMPTY_WITHIN_SECONDS = 5.0
 
 
 class Unavailable(Exception):
-    """This machine, or this user, has no such control group; the text says what is needed."""
+    """This machine, or this user, has no such control group; the text says why."""
 
 
 @contextlib.contextmanager
 def small_memory(limit_bytes: int) -> Iterator[Path]:
-    """Gives the file into which a process's id puts it into a group with so much memory.
+    """Yields a file: a process whose id is written into it gets so much memory.
 
     Raises:
-        Unavailable: no such group can be made here.
+        Unavailable: the group cannot be made here.
     """
     for hierarchy, limit in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):
         group = _ROOT / hierarchy / f"gradsync-detection-{os.getpid()}"
         with _made(group, limit, str(limit_bytes)) as is_made:
             if is_made:
-                with contextlib.suppress(OSError):  # where swap is counted: no way out into it
+                with contextlib.suppress(OSError):  # no swap, if swap is counted
                     (group / "memory.swap.max").write_text("0")
                 yield group / "cgroup.procs"
                 return
@@ -59,7 +59,7 @@ def frozen(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _made(group: Path, setting: str, value: str) -> Iterator[bool]:
-    """Makes a group with a setting, and removes it; gives whether that was possible."""
+    """Makes a group with a setting, and removes it; returns whether that was possible."""
     try:
         group.mkdir()
         (group / setting).write_text(value)
@@ -75,7 +75,7 @@ def _made(group: Path, setting: str, value: str) -> Iterator[bool]:
 
 
 def _remove(group: Path) -> None:
-    """Removes a group, once its last process is off the books."""
+    """Removes a group once its last process is gone."""
     deadline = time.monotonic() + _EMPTY_WITHIN_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What the processes of a scene tell it: who did what when, over a named pipe, on the clock that all share."""
+"""The notes of a scene's processes, with times of their common clock, over a named pipe."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MAX_TEXT = 600  # characters: a line that a pipe takes at once is never mixed w
 
 @dataclass(frozen=True)
 class Note:
-    """What one process did.
+    """A note of one process.
 
     Attributes:
-        what: READY: the rank is about to go where it is wanted; FAULT: it is about to fail; ERROR: it caught one;
+        what: READY: the rank is about to reach its phase; FAULT: it is about to fail; ERROR: it caught an error;
             KEPT: it has closed everything after an error, and still holds something.
         at: monotonic seconds.
         pid: the process.
         rank: its rank, or -1.
-        facts: more, as the writer chose.
+        facts: further values.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Note:
 
 
 def note(what: str, **facts: Any) -> None:
-    """Writes down what this process does now; nowhere when the scene is over."""
+    """Writes a note of this process; does nothing after the scene."""
     body = {"what": what, "at": time.monotonic(), "pid": os.getpid(), "rank": int(os.environ.get("RANK", "-1"))}
     with contextlib.suppress(OSError):
         descriptor = os.open(_folder() / _DIARY, os.O_WRONLY | os.O_NONBLOCK)
@@ -49,7 +49,7 @@ def note(what: str, **facts: Any) -> None:
 
 @contextlib.contextmanager
 def errors_noted() -> Iterator[None]:
-    """Notes the exception that leaves the block, at once."""
+    """Writes a note of the exception that leaves the block."""
     try:
         yield
     except BaseException as error:
@@ -66,7 +66,7 @@ def _facts_of(error: BaseException) -> dict[str, Any]:
 
 
 def await_go() -> None:
-    """Waits until the scene says that the fault is to happen; for one process of the scene."""
+    """Waits for the scene's word that the fault is to happen; for one process of the scene."""
     with (_folder() / _GO).open("rb", buffering=0) as go:
         go.read(1)
 
@@ -76,16 +76,16 @@ def _folder() -> Path:
 
 
 class Diary:
-    """The scene's end: reads what the processes note, and says go.
+    """The scene's end of the pipes: reads notes, and lets faults happen.
 
     Args:
-        folder: of the scene; what its processes find in FOLDER_VARIABLE.
+        folder: of the scene, which its processes find in FOLDER_VARIABLE.
     """
 
     def __init__(self, folder: Path) -> None:
         for name in (_DIARY, _GO):
             os.mkfifo(folder / name)
-        # Open for both, each pipe lives as long as the scene, whoever comes and goes.
+        # Open for reading and writing, so that each pipe lasts as long as the scene.
         self._descriptor = os.open(folder / _DIARY, os.O_RDWR | os.O_NONBLOCK)
         self._go = os.open(folder / _GO, os.O_RDWR)
         self._begun = b""
@@ -94,7 +94,7 @@ class Diary:
         return self._descriptor
 
     def read(self) -> list[Note]:
-        """Gives what has been noted since."""
+        """Returns the new notes."""
         with contextlib.suppress(BlockingIOError):
             self._begun += os.read(self._descriptor, 1 << 16)
         *lines, self._begun = self._begun.split(b"\n")

@@ -1,6 +1,6 @@
-"""What a script does in a scene that calls a function on ranks: python -m failures.in_functions CALL [MEBIBYTES].
+"""The script of a scene that calls a function on ranks: python -m failures.in_functions CALL [MEBIBYTES].
 
-It prints what it is told, and notes when.
+It prints its error, and writes a note.
 """
 
 from __future__ import annotations

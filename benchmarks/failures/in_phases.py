@@ -1,10 +1,10 @@
-"""What a rank does in the fault matrix: comes to one exact point of its life, and there something befalls one of them.
+"""A rank of the fault matrix: it reaches an exact point of a run, at which a fault happens to a rank.
 
     python -m failures.in_phases PHASE FAULT VICTIM [options]
 
-Every rank goes the same way: a few steps of training, with its own checks of the sums. Points inside the library are
+All ranks do the same: a few steps of training, in which each checks the sums. Points inside the library are
 reached by wrapping its methods in this process; the library itself knows nothing of them. A rank that gets an error
-looks at what it still holds when all is closed.
+reports what it still holds once all is closed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Part:
         self._options = options
         self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._is_victim = options.victim == str(self._rank)
-        # What befalls the launcher's connections befalls each rank's, at its own end of a proxy.
+        # A fault of the launcher's connections happens to each rank's, at its own end of a proxy.
         self._is_struck = self._is_victim or (options.victim == LAUNCHER and options.fault in (CLOSE, HALF_OPEN))
         self._waits_for_go = options.fault in FAULTS and (self._is_victim or options.victim == LAUNCHER)
         self._has_arrived = False
@@ -95,12 +95,12 @@ class Part:
         diary.note(diary.READY, **self._facts())
         if self._options.victim != LAUNCHER:
             load_batch()
-        diary.await_go()  # and finds what has become of the launcher
+        diary.await_go()  # and notices that the launcher has ended
 
-    # -- Where something happens -------------------------------------------------------------------------------
+    # -- Faults -------------------------------------------------------------------------------
 
     def _arrive(self, phase: str) -> None:
-        """Is called at each point that this rank passes; at the wanted one, the first time, the fault happens."""
+        """Is called at each point that this rank passes; the fault happens at the wanted point, the first time."""
         if phase != self._options.phase or self._has_arrived:
             return
         self._has_arrived = True
@@ -128,7 +128,7 @@ class Part:
         strikes[self._options.fault]()
 
     def _close(self) -> None:
-        """Closes the control connection: a proxied one from without, one's own under the library's feet."""
+        """Closes the control connection: at the proxy, or else its descriptor in this process."""
         if self._proxy is not None:
             self._proxy.close_connections()
         else:
@@ -167,7 +167,7 @@ class Part:
     # -- Training ----------------------------------------------------------------------------------------------
 
     def _train_and_look(self) -> None:
-        """Trains; after an error says what is still held once everything is closed, and fails with it."""
+        """Trains; after an error, notes what is still held once everything is closed, and raises the error."""
         before = Belongings.now()
         try:
             with diary.errors_noted():
@@ -212,7 +212,7 @@ def _wrap(
     before: Callable[..., None] = lambda *_: None,
     after: Callable[..., None] = lambda *_: None,
 ) -> None:
-    """Has something called with the same arguments before a function of the library, and after it."""
+    """Makes calls with the same arguments before and after a function of the library."""
     original = getattr(owner, name)
 
     def wrapped(*args: Any, **keywords: Any) -> Any:

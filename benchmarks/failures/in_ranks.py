@@ -1,8 +1,8 @@
-"""What a rank does in a scene: comes to a phase, and there one of them, the culprit, fails.
+"""A rank of a scene: it reaches a phase, in which one rank, the culprit, fails.
 
     python -m failures.in_ranks PHASE FAULT [options]
 
-The others are what is measured: when do they get an error, and which.
+The other ranks are measured: when they get an error, and which.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def allocate_until_killed() -> None:
 
 
 def load_batch() -> None:
-    """Never gives one: as a data loader does that hangs."""
+    """Never returns a batch, like a data loader that hangs."""
     threading.Event().wait()
 
 
@@ -151,7 +151,7 @@ class Rank:
                 comm.all_reduce(_SMALL, "max")
 
     def leaving(self) -> None:
-        """Nothing fails: one all-reduce, and home."""
+        """Nothing fails: one all-reduce, then the end."""
         self._come_to_the_point()
         with self._init() as comm:
             comm.all_reduce(_SMALL)
@@ -177,7 +177,7 @@ class Rank:
         diary.note(diary.READY, **_facts())
 
     def _strike_from_a_thread(self, wait: Callable[[], None] = lambda: None) -> None:
-        """Lets the fault happen while the main thread is wherever it is, after a wait for it to come there."""
+        """Lets the fault happen beside the main thread, once that has had time to get into its wait."""
         if self._is_culprit:
             threading.Thread(target=self._strike_when_told, args=(wait,), daemon=True).start()
 
@@ -189,7 +189,7 @@ class Rank:
 
 
 def _await_company() -> None:
-    """Waits until all ranks but one are connected to the server, and a moment more, in which they join."""
+    """Waits until all ranks but one are connected to the server, and a moment more for them to join."""
     port = int(os.environ["GRADSYNC_ADDRESS"].rpartition(":")[2])
     wanted = int(os.environ["WORLD_SIZE"]) - 1
     connections = 0

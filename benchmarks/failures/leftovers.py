@@ -1,4 +1,4 @@
-"""What a run may leave behind: processes, open ports, files."""
+"""Finds what a run has left behind: processes, open ports, files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def marked_processes(variable: str, value: str) -> list[int]:
-    """Gives the processes that were started with this variable, or are forks of one that was."""
+    """Returns the processes that were started with this variable, and their forks."""
     wanted = f"{variable}={value}".encode()
     found = []
     for folder in Path("/proc").iterdir():
@@ -56,7 +56,7 @@ def _await_process(pid: int, deadline: float) -> None:
 
 
 def describe_process(pid: int) -> str:
-    """Gives a process's number and the beginning of its command line."""
+    """Returns a process's id and the beginning of its command line."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
@@ -65,7 +65,7 @@ def describe_process(pid: int) -> str:
 
 
 def open_ports(addresses: Iterable[str]) -> list[str]:
-    """Gives those of the addresses, host:port, where somebody still listens."""
+    """Returns the addresses, host:port, at which a process still listens."""
     found = []
     for address in sorted(set(addresses)):
         host, _, port = address.rpartition(":")
@@ -76,7 +76,7 @@ def open_ports(addresses: Iterable[str]) -> list[str]:
 
 
 def files_of_runs(*folders: Path) -> set[str]:
-    """Gives the files with our name in these folders, and in /dev/shm, where named shared memory would be.
+    """Returns gradsync's files in these folders, and in /dev/shm, where named shared memory would be.
 
     What gradsync shares has no name there: a memfd lasts as long as a process that holds it, so that with the
     processes of a run its memory is gone.

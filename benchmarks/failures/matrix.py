@@ -1,7 +1,7 @@
-"""The fault matrix: each fault at each point of a run's life to each victim, and what must come of it.
+"""The fault matrix: each fault in each phase of a run to each victim, and the expected reports.
 
-A cell is a `Row` of three ranks; `in_phases` is what the ranks run. What makes no sense is no cell, and `why_not` says
-why. Targets are those of one host.
+A cell is a `Row` of three ranks; `in_phases` is what the ranks run. Impossible combinations are no cells, and `why_not`
+says why. Targets are those of one host.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from failures.scene import Scene
 RANKS = 3
 VICTIMS = (*map(str, range(RANKS)), LAUNCHER)
 _BEFORE_JOINING = (SPAWN, HELLO, AUTH)
-_MEETING_SECONDS = 2.0  # the ranks' limit, where a cell waits for it
+_MEETING_SECONDS = 2.0  # the ranks' deadline, if a cell waits for it
 _WITHOUT_END_SECONDS = 30.0
-_GRACE_SECONDS = 2.0  # for which a rank listens beyond its limit: the server's answer says more than its silence
+_GRACE_SECONDS = 2.0  # how long a rank waits for the server's answer after its deadline, as the answer says more
 _FEW_STEPS = 4
 _STOPPED_SECONDS = 3.0
 _STANDS_STILL = r"^gradsync: rank {}/3 \(pid \d+\) was stopped"
@@ -63,12 +63,12 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Gives all of them, with those that make no sense."""
+    """Returns all cells, with the impossible ones."""
     return [Cell(*each) for each in itertools.product(PHASES, FAULTS, VICTIMS)]
 
 
 def why_not(cell: Cell) -> str | None:
-    """Tells why a cell makes no sense, or None."""
+    """Returns why a cell is impossible, or None."""
     if cell.victim == LAUNCHER and cell.fault in (RAISE, EXIT_0, EXIT_3):
         return "the launcher runs no code of the user's that could raise or exit; its own end is the kill"
     if cell.fault == CLOSE and cell.phase == SPAWN:
@@ -77,7 +77,7 @@ def why_not(cell: Cell) -> str | None:
 
 
 def row_of(cell: Cell) -> Row:
-    """Gives what is done in a cell, and what must come of it."""
+    """Returns a cell's row: its fault and the expected reports."""
     return _row_of_launcher(cell) if cell.victim == LAUNCHER else _row_of_rank(cell)
 
 
@@ -100,7 +100,7 @@ def _missed_by_others(cell: Cell) -> Row:
     """The others have met the victim, and learn of it from the server."""
     victim = int(cell.victim)
     others = _others(victim, but_one=cell.phase == JOINED)
-    is_told_too = cell.fault == CLOSE  # it lives, and has lost the server
+    is_told_too = cell.fault == CLOSE  # it runs, and has lost the server
     return _row(
         cell,
         # The kernel keeps a connection while a thread polls it, whoever has closed its descriptor: half a second.
@@ -116,7 +116,7 @@ def _missed_by_others(cell: Cell) -> Row:
 
 
 def _told_by_its_end(cell: Cell) -> Row:
-    """The launcher sees it end, before anybody has met it."""
+    """The launcher sees the victim end before other ranks have met it."""
     return _row(
         cell,
         culprit=int(cell.victim),
@@ -128,7 +128,7 @@ def _told_by_its_end(cell: Cell) -> Row:
 
 
 def _told_by_server(cell: Cell) -> Row:
-    """Nothing has failed, but the launcher tells the server of each process, and the server those that wait in vain."""
+    """The launcher reports the victim's end to the server, and the server to the ranks that wait for it."""
     return _row(
         cell,
         raising=_others(int(cell.victim)),
@@ -143,14 +143,14 @@ def _told_by_server(cell: Cell) -> Row:
 
 
 def _never_joins(cell: Cell) -> Row:
-    """Nothing tells the others that it will never come, but the time that they have to meet."""
+    """Only the deadline of the rendezvous shows the others that the victim does not join."""
     victim = int(cell.victim)
     others = _others(victim)
     return _row(
         cell,
         meeting_seconds=_MEETING_SECONDS,
         raising=(*others, victim),
-        all_raise=False,  # whose limit comes first ends the run
+        all_raise=False,  # the rank with the first deadline ends the run
         errors=("RendezvousTimeout",),
         names=rf"\brank {victim}\b",
         report=(rf"RendezvousTimeout: .*\brank {victim}\b",),
@@ -161,12 +161,12 @@ def _never_joins(cell: Cell) -> Row:
 
 
 def _leaving(cell: Cell) -> Row:
-    """All work is done: whoever does not end well is told by the launcher; to the others it is nothing."""
+    """All work is done: the launcher reports a failed end; the other ranks do not notice it."""
     if cell.fault == STOP:
         return _row(
             cell,
             report=(_STANDS_STILL.format(cell.victim),),
-            exit_codes={runs.LAUNCHER: 128 + signal.SIGTERM},  # it waits for whoever might send SIGCONT
+            exit_codes={runs.LAUNCHER: 128 + signal.SIGTERM},  # it waits for a SIGCONT
             ends_run=False,
             told_within=_STOPPED_SECONDS,
         )
@@ -199,7 +199,7 @@ def _exit_code(fault: str) -> int:
 
 
 def _others(victim: int, *, but_one: bool = False) -> tuple[int, ...]:
-    """Gives the other ranks; but for the last of them, where that one never joins."""
+    """Returns the other ranks, without the last one if that never joins."""
     others = [rank for rank in range(RANKS) if rank != victim]
     return tuple(others[:-1] if but_one else others)
 
@@ -210,18 +210,18 @@ def _others(victim: int, *, but_one: bool = False) -> tuple[int, ...]:
 def _row_of_launcher(cell: Cell) -> Row:
     if cell.fault == KILL:
         return _row(cell, exit_codes={runs.LAUNCHER: -signal.SIGKILL}, down_within=1.0)
-    if cell.phase == TEARDOWN or (cell.fault == CLOSE and cell.is_early):  # nobody needs it, or all connect again
+    if cell.phase == TEARDOWN or (cell.fault == CLOSE and cell.is_early):  # no rank needs it, or all connect again
         return _row(cell, steps=_FEW_STEPS, ends_run=False, exit_codes={runs.LAUNCHER: 0})
     if cell.phase in (SPAWN, HELLO):
         return _never_reached(cell)
-    # Ranks that are lost one after the other: who hears of the first one's loss is told that.
+    # Ranks are lost one after the other: a rank may get a report of the first loss.
     errors = ("RendezvousError",) if cell.fault == STOP else ("RendezvousError", "RankFailed")
     return _row(
         cell,
-        meeting_seconds=2 * _MEETING_SECONDS,  # for the one that comes late to a server that is no more
+        meeting_seconds=2 * _MEETING_SECONDS,  # for the rank that joins late, when the server is gone
         raising=_raising_without_launcher(cell),
         errors=errors,
-        all_raise=cell.fault != HALF_OPEN,  # who finds it first ends the run
+        all_raise=cell.fault != HALF_OPEN,  # the first rank that notices it ends the run
         names=r"rendezvous server|control connection|cannot be reached",
         report=("|".join(f"{error}: " for error in errors),) if cell.fault != STOP else (),
         exit_codes={runs.LAUNCHER: 1},
@@ -230,7 +230,7 @@ def _row_of_launcher(cell: Cell) -> Row:
 
 
 def _raising_without_launcher(cell: Cell) -> tuple[int, ...]:
-    """Gives who must hear of it: not the one that the others wait for, and which joins a server that is cut off."""
+    """Returns the ranks that must get an error: not the late one, which joins a server that is cut off."""
     if cell.phase != JOINED:
         return tuple(range(RANKS))
     return () if cell.fault == HALF_OPEN else tuple(range(RANKS - 1))
@@ -250,13 +250,13 @@ def _never_reached(cell: Cell) -> Row:
     )
 
 
-# -- How it is brought about ---------------------------------------------------------------------------------------
+# -- Causing a fault ---------------------------------------------------------------------------------------
 
 
 def _row(
     cell: Cell, *, meeting_seconds: float = _WITHOUT_END_SECONDS, steps: int | None = None, **wanted: object
 ) -> Row:
-    """Makes a row of what is wanted."""
+    """Makes the row of a cell."""
 
     def play(scene: Scene) -> None:
         options = ["--timeout", str(meeting_seconds), *([] if steps is None else ["--steps", str(steps)])]

@@ -1,4 +1,4 @@
-"""How failures at the rendezvous are brought about, between ranks that no launcher of ours has started."""
+"""Causes failures at the rendezvous, between ranks without gradsync's launcher."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def server_killed(scene: Scene) -> None:
 
 
 def duplicate_rank(scene: Scene) -> None:
-    """A second rank 1 comes; the first is to be none the worse for it."""
+    """A second rank 1 joins; the first must not be disturbed."""
     _intrude(scene, rank=1, world_size=_WORLD_SIZE)
 
 
 def wrong_world_size(scene: Scene) -> None:
-    """A rank comes that believes in another world size."""
+    """A rank joins with another world size."""
     _intrude(scene, rank=0, world_size=_WORLD_SIZE + 1)
 
 
@@ -39,7 +39,7 @@ def another_run(scene: Scene) -> None:
 
 
 def port_in_use(scene: Scene) -> None:
-    """Rank 0 is to host at a port that somebody holds."""
+    """Rank 0 is to host at a port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         address = f"127.0.0.1:{holder.getsockname()[1]}"
         variables = _place(0, _WORLD_SIZE) | {"GRADSYNC_ADDRESS": address}
@@ -49,7 +49,7 @@ def port_in_use(scene: Scene) -> None:
 
 
 def _intrude(scene: Scene, *, rank: int, world_size: int, is_of_another_run: bool = False) -> None:
-    """Rank 1 waits, somebody comes who must be refused, and then rank 0 comes: both are to end their work."""
+    """Rank 1 waits, a process joins that must be refused, then rank 0 joins: both must end their work."""
     address, secret = _serve(scene)
     joined = ["-m", "failures.in_ranks", "leaving", "none"]
     scene.start("rank 1", joined, _place(1, _WORLD_SIZE) | _server_at(address, secret))
@@ -65,7 +65,7 @@ def _intrude(scene: Scene, *, rank: int, world_size: int, is_of_another_run: boo
 
 
 def _ready_is_the_fault(scene: Scene) -> None:
-    """The fault is that the refused one comes at all: its time is that at which it called."""
+    """The fault is that the refused process joins; its time is that of the call."""
     refused = scene.of(ERROR)[-1].pid if scene.of(ERROR) else -1
     for note in scene.of(READY):
         if note.pid == refused:
@@ -73,7 +73,7 @@ def _ready_is_the_fault(scene: Scene) -> None:
 
 
 def _serve(scene: Scene) -> tuple[str, Path]:
-    """Starts a rendezvous server; gives its address and the file with its secret."""
+    """Starts a rendezvous server; returns its address and the file with its secret."""
     secret = _write_secret(scene, "secret")
     arguments = ["--world-size", str(_WORLD_SIZE), "--secret-file", str(secret)]
     scene.start(SERVER, ["-m", "gradsync", "serve", *arguments])

@@ -1,4 +1,4 @@
-"""What came of a failure: one round of it, and all its rounds together."""
+"""The observations of a failure: one round, and all rounds together."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _VERDICT = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """A failure, how it is brought about, and what must be told of it.
+    """A failure, its cause, and the expected reports.
 
     Attributes:
         name: short, for the command line.
-        failure, phase: as the table names them.
+        failure, phase: their names in the table.
         ranks: how many there are.
-        play: brings it about.
+        play: causes the failure.
         raising: ranks that must get an error.
-        all_raise: whether all of them must, or one is enough: the launcher may have ended the others by then.
-        errors: of which types.
-        names: what each such error must tell.
-        report: what must be printed, by the launcher or whoever is asked: patterns, each for a line.
+        all_raise: whether all of them must, or one is enough, as the launcher may have ended the others by then.
+        errors: their types.
+        names: words that each such error must contain.
+        report: patterns of lines that must be printed.
         exit_codes: by the name of the scene's process.
         told_within: seconds until the errors are raised, and until the report is there.
         down_within: seconds until all processes have ended.
-        ends_run: whether the run ends of it, so that the time of its end tells something.
+        ends_run: whether the failure ends the run, so that the time of its end counts.
         begins_with_waiting: the clock starts when the last of those ranks waits, and not with the culprit.
         culprit: the rank that must be named by each error that names one, and by the launcher's verdict.
-        needs: tells why this machine cannot show it, or None.
+        needs: returns why this machine cannot show it, or None.
     """
 
     name: str
@@ -69,10 +69,10 @@ class Observation:
     """One round.
 
     Attributes:
-        seconds: by what was measured, from the failure.
+        seconds: from the failure, by the name of the moment.
         errors: types of the errors that ranks got.
-        complaints: what was not told, or told wrongly.
-        left_behind: what was still there.
+        complaints: missing or wrong reports.
+        left_behind: processes, ports and files that were still there.
     """
 
     seconds: dict[str, float]
@@ -83,7 +83,7 @@ class Observation:
 
 @dataclass
 class Result:
-    """All rounds of a row; none where it was skipped."""
+    """All rounds of a row; none if it was skipped."""
 
     row: Row
     rounds: list[Observation] = field(default_factory=list)
@@ -99,12 +99,12 @@ class Result:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything was told rightly and nothing left; how soon is another matter."""
+        """Whether all reports were right and nothing was left behind, however late."""
         return not self.complaints and not self.left_behind
 
     @property
     def missed(self) -> list[str]:
-        """What came later than its target, in the worst round."""
+        """The moments that came later than their targets, in the worst round."""
         summaries = {what: self.summary(what) for what in (RAISED, REPORTED, DOWN)}
         return [what for what, summary in summaries.items() if summary is not None and summary["met"] is False]
 
@@ -112,7 +112,7 @@ class Result:
         return [round_.seconds[measured] for round_ in self.rounds if measured in round_.seconds]
 
     def summary(self, measured: str) -> dict[str, Any] | None:
-        """Sums up one of the measurements; None where it has none."""
+        """Returns the statistics of one of the moments; None if it was not measured."""
         samples = self.samples(measured)
         if not samples:
             return None
@@ -142,7 +142,7 @@ class Result:
 
 
 def observe(row: Row, rounds: int) -> Result:
-    """Brings a failure about so many times."""
+    """Causes a failure so many times."""
     reason = row.needs()
     if reason is not None:
         return Result(row, skipped=reason)
@@ -200,7 +200,7 @@ def _complaints_of_errors(row: Row, errors: Sequence[Note]) -> list[str]:
 
 
 def _complaints_of_culprit(row: Row, scene: Scene) -> list[str]:
-    """Says who was blamed in place of the culprit, and who got an error that is not ours."""
+    """Returns complaints: another rank than the culprit was named, or an error is not gradsync's."""
     if row.culprit is None:
         return []
     complaints = []
@@ -218,7 +218,7 @@ def _complaints_of_culprit(row: Row, scene: Scene) -> list[str]:
 
 
 def blamed_by_launcher(scene: Scene) -> int | None:
-    """Gives the rank that the last line of a launcher's report names as the cause, or None where there is none."""
+    """Returns the rank that the last line of a launcher's report names as the cause, or None."""
     verdicts = [found for line in scene.lines if (found := _VERDICT.search(line.text)) is not None]
     return int(verdicts[-1]["other"] or verdicts[-1]["rank"]) if verdicts else None
 

@@ -1,4 +1,4 @@
-"""What the chaos proxy is to do, as one word of a command line."""
+"""The plan of the chaos proxy, as one word of a command line."""
 
 from __future__ import annotations
 

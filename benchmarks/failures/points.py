@@ -1,4 +1,4 @@
-"""Names of the fault matrix: the points of a run's life, what befalls somebody there, and who is no rank."""
+"""Names of the fault matrix: the phases of a run, the faults, and the victims that are not ranks."""
 
 SPAWN, HELLO, AUTH, JOINED, INIT = "spawn", "hello", "auth", "joined", "init"
 FIRST_BUCKET, MIDDLE_BUCKET, LAST_BUCKET = "first bucket", "middle bucket", "last bucket"

@@ -1,6 +1,6 @@
-"""All failures that are brought about, with what must be told of each and how soon.
+"""All failures, with their expected reports and the times for these.
 
-Targets are for one host. A target of None is not judged: there the time is no matter of detection.
+Targets are for one host. A target of None is not judged: there the time does not depend on detection.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from failures.observation import Row
 
 
 def rows(*, large: bool = False) -> list[Row]:
-    """Gives all rows, in the order of the table.
+    """Returns all rows, in the order of the table.
 
     Args:
         large: whether a rank also returns 1 GiB.

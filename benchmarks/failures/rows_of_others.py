@@ -1,4 +1,4 @@
-"""Failures of others than a rank: of the launcher, the server, the meeting, what is handed over; and asked-for ends."""
+"""Failures of the launcher, the server, the rendezvous and of arguments and results; and ends on demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from failures.runs import LAUNCHER, call, freeze_a_rank, interrupt_twice, run, s
 
 
 def signals() -> list[Row]:
-    """Somebody ends the run: within the grace that ranks are given, and a second."""
+    """A signal ends the run, within the grace of the ranks and a second."""
     return [
         Row(
             "ctrl-c",
@@ -61,7 +61,7 @@ def _asked_to_end(number: signal.Signals, stubborn: bool) -> Row:
 
 
 def abandoned() -> list[Row]:
-    """Ranks have started processes, double-forked ones too; or nobody looks after the ranks any more."""
+    """Ranks have started processes, double-forked ones too; or the launcher is gone."""
     server_gone = partial(
         Row, phase="all_reduce", ranks=2, raising=(0, 1), errors=("RendezvousError",), names="rendezvous server"
     )
@@ -100,7 +100,7 @@ def abandoned() -> list[Row]:
 
 
 def refusals() -> list[Row]:
-    """Who must not join, or does not."""
+    """Processes that must not join, or do not."""
     refused = partial(Row, phase="init", ranks=2)
     unharmed = {"rank 0": 0, "rank 1": 0}
     return [
@@ -162,7 +162,7 @@ def refusals() -> list[Row]:
 
 
 def values(*, large: bool) -> list[Row]:
-    """What must pass between a launching script and its ranks, and cannot, or only just."""
+    """Arguments and results between a script and its ranks that cannot be sent, or are very large."""
     rows = [
         Row(
             "unpicklable-function",

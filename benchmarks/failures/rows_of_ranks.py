@@ -1,4 +1,4 @@
-"""Failures of a rank: what must be told of each, and how soon."""
+"""Failures of a rank, with the expected reports and the times for these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES_RANK_1 = r"\brank 1\b"
 
 
 def why_no_gpu() -> str | None:
-    """Tells why no failure of a GPU can be shown, or None."""
+    """Returns why no failure of a GPU can be shown, or None."""
     try:
         import cupy
 
@@ -26,7 +26,7 @@ def why_no_gpu() -> str | None:
 
 
 def why_no_two_gpus() -> str | None:
-    """Tells why no failure between two GPUs can be shown, or None."""
+    """Returns why no failure between two GPUs can be shown, or None."""
     missing = why_no_gpu()
     if missing is not None:
         return missing
@@ -114,7 +114,7 @@ def deaths() -> list[Row]:
 
 
 def silences() -> list[Row]:
-    """A rank is there, and does not answer or come."""
+    """A rank runs, and does not answer or arrive."""
     silence = partial(Row, ranks=2, raising=(0,), names=NAMES_RANK_1, exit_codes=FAILED)
     stopped = partial(
         silence,

@@ -1,4 +1,4 @@
-"""How failures under a launcher are brought about: `gradsync run`, and functions called on ranks."""
+"""Causes failures under a launcher: `gradsync run`, and functions called on ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARNING = re.compile(r"rank 0 waits .* for rank 1 since")
 _STOPPING = "Ctrl-C again kills"
 _ENTER_AND_RUN = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.executable, sys.argv[2:])"
 
-#: Brings a failure about in a scene, and returns when the run has ended.
+#: Causes a failure in a scene, and returns once the run has ended.
 Play = Callable[[Scene], None]
 
 
@@ -40,7 +40,7 @@ def run(
         phase, fault, options: what the ranks do, see `in_ranks`.
         grace: seconds that ranks get to end.
         backend: how their data move.
-        strike: what is done to the run once all ranks are where they are wanted; by default the culprit fails.
+        strike: is called once all ranks have reached their phase; by default the culprit fails.
         wrap: a Python command line that starts the launcher.
     """
     command = ["-m", "gradsync", "run", "-n", str(ranks), "--grace", str(grace), "--backend", backend]
@@ -61,14 +61,14 @@ def signalled(number: signal.Signals) -> Play:
 
 
 def interrupt_twice(scene: Scene) -> None:
-    """Ctrl-C, and once that is answered another one, which is what counts."""
+    """Ctrl-C, and after its answer a second one, which is the fault."""
     scene.send(LAUNCHER, signal.SIGINT)
     scene.wait_until(lambda: any(_STOPPING in line.text for line in scene.lines), "answer to Ctrl-C")
     scene.send(LAUNCHER, signal.SIGINT)
 
 
 def stop_launcher(scene: Scene, then: Callable[[], None] = lambda: None) -> None:
-    """Stops the launcher, and does something then; when its ranks have gone, it may go on and end."""
+    """Stops the launcher, and calls a function; lets it go on once its ranks have gone."""
     scene.send(LAUNCHER, signal.SIGSTOP)
     then()
     scene.down_at, left = scene.wait_for_processes(_STOPPED_SECONDS, scene.pid(LAUNCHER))
@@ -78,14 +78,14 @@ def stop_launcher(scene: Scene, then: Callable[[], None] = lambda: None) -> None
 
 
 def wait_for_warning(scene: Scene) -> None:
-    """Lets the culprit stall until somebody warns of it; then nothing more is to be seen."""
+    """Lets the culprit stall until a warning is printed."""
     scene.say_go()
     scene.wait_until(lambda: any(WARNING.search(line.text) for line in scene.lines), "warning")
     scene.end(LAUNCHER)
 
 
 def freeze_a_rank(ranks: int) -> Play:
-    """Rank 1 is where no signal reaches it, and the run is to end."""
+    """No signal reaches rank 1, and the run is to end."""
     return run(ranks, "all_reduce", "none", grace=1.0, strike=_end_while_frozen)
 
 

@@ -1,4 +1,4 @@
-"""The processes of one round, what they print and note, and when: everything on one clock, in one loop."""
+"""The processes of one round, with their output and notes, on one clock and in one loop."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from failures.leftovers import await_end, describe_process, files_of_runs, marke
 
 _BENCHMARKS = Path(__file__).parent.parent
 _TESTS = _BENCHMARKS.parent / "tests"
-_IMPORTED = (_BENCHMARKS, _TESTS, _TESTS / "prove" / "partitions")  # what a scene's processes import from
+_IMPORTED = (_BENCHMARKS, _TESTS, _TESTS / "prove" / "partitions")  # from which a scene's processes import
 _LIMIT_SECONDS = 40.0  # far above what any failure takes; a hang takes longer
-_LEAVE_SECONDS = 5.0  # from the end of the run: what is there afterwards is left behind
-_KILLED_SECONDS = 2.0  # for the ends of all that was killed
+_LEAVE_SECONDS = 5.0  # after the end of the run: what still exists then is left behind
+_KILLED_SECONDS = 2.0  # for killed processes to end
 _PRIVATE = ("tmp", "runtime")
 
 
 class SceneFailed(Exception):
-    """The failure could not be brought about, or the run hangs."""
+    """The failure could not be caused, or the run hangs."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Scene:
     """One round. None of its processes is left when the context ends.
 
     Attributes:
-        notes: what its processes noted, in order.
-        lines: what they printed, in order of arrival.
-        folder: its own, for whatever it needs.
-        down_at: when all was down, where the play knows better than the end of all processes.
+        notes: of its processes, in order.
+        lines: that they printed, in order of arrival.
+        folder: for its files.
+        down_at: when the run was down, if the play knows it; else the end of all processes counts.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Scene:
     # -- Acting ----------------------------------------------------------------------------------------------
 
     def start(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
-        """Starts a Python process; its temporary and runtime files go into the scene's folder. Gives its pid."""
+        """Starts a Python process; its temporary and runtime files go into the scene's folder. Returns its pid."""
         temporary, runtime = (str(self.folder / private) for private in _PRIVATE)
         paths = [*map(str, _IMPORTED), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": temporary, "XDG_RUNTIME_DIR": runtime}
@@ -117,29 +117,29 @@ class Scene:
         return process.pid
 
     def send(self, name: str, number: int) -> None:
-        """Sends a signal to a process that was started here; that is the fault, which is noted."""
+        """Sends a signal to a process that was started here, and notes it as the fault."""
         self.note_fault(time.monotonic())
         os.kill(self.pid(name), number)
 
     def end(self, name: str) -> None:
-        """Asks a process to end, when all has been seen."""
+        """Asks a process to end."""
         os.kill(self.pid(name), signal.SIGTERM)
 
     def note_fault(self, at: float) -> None:
-        """Says when the failure came about, where no rank does."""
+        """Notes the time of the failure, if no rank does."""
         self.notes.append(Note(FAULT, at, os.getpid(), -1))
 
     def say_go(self, times: int = 1) -> None:
-        """Lets the rank that waits for it fail; or so many ranks that wait go on."""
+        """Lets a waiting rank fail, or lets so many waiting ranks go on."""
         self._diary.say_go(times)
 
     # -- Waiting ---------------------------------------------------------------------------------------------
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Reads what comes until the condition holds.
+        """Reads output and notes until the condition holds.
 
         Raises:
-            SceneFailed: it never does.
+            SceneFailed: it does not hold in time.
         """
         deadline = time.monotonic() + _LIMIT_SECONDS
         while not condition():
@@ -153,7 +153,7 @@ class Scene:
                 key.data()
 
     def wait_for_ranks(self, count: int) -> None:
-        """Waits until so many ranks have come to where they are wanted."""
+        """Waits until so many ranks have reached their phase."""
         self.wait_until(lambda: len(self.of(READY)) >= count, f"{count} ranks ready")
 
     def wait_for_end(self, *names: str) -> None:
@@ -186,7 +186,7 @@ class Scene:
         return self._members[name].process.returncode
 
     def left_behind(self) -> tuple[float, list[str]]:
-        """Waits for the end of all processes; gives when that was, and what is left of the run."""
+        """Waits for the end of all processes; returns its time, and what is left of the run."""
         last_end, left = self.wait_for_processes(_LEAVE_SECONDS)
         self._read_diary()
         left += [f"rank {note.rank} holds {note.facts['held']}" for note in self.of(KEPT)]
@@ -202,7 +202,7 @@ class Scene:
         self.notes += self._diary.read()
 
     def _read_output(self, member: _Member) -> bool:
-        """Reads what there is, up to a limit; returns whether there may be more."""
+        """Reads up to a limit; returns whether there may be more."""
         try:
             chunk = os.read(member.output, 1 << 16)
         except BlockingIOError:

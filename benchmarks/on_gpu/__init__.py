@@ -1,6 +1,6 @@
-"""What gpu.py measures on one GPU, part by part.
+"""The measurements of gpu.py on one GPU.
 
-scale.py says how much of everything, clock.py times it, rows.py and targets.py say what came out of it. The parts are
+scale.py has sizes and rounds, clock.py times, rows.py and targets.py hold the results. The parts are
 copying.py, packing.py, and steps.py with ddp.py; hardware.py describes the machine. All but scale.py, rows.py and
 targets.py import CuPy, and ddp.py PyTorch.
 """

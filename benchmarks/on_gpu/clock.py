@@ -1,4 +1,4 @@
-"""Timing on a GPU: by the device's clock where the device's work is meant, by the host's where the whole step is."""
+"""Timing on a GPU: by the device's clock for work on the device, by the host's clock for a whole step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_FILLERS = 256
 
 
 class Operation(NamedTuple):
-    """What is timed, and what comes before it off the clock."""
+    """A timed operation, and its preparation, which is not timed."""
 
     work: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -100,7 +100,7 @@ def take_turns(
         operations: by contender.
         clock: what times one of them.
         rounds: how many samples of each to return.
-        warm_up: how many to throw away before.
+        warm_up: how many timings to throw away before them.
         together: called before each sample, so that several ranks begin at once.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in operations}

@@ -1,4 +1,4 @@
-"""What came out: for each workload and contender the distribution of its samples."""
+"""The results: the distribution of samples for each workload and contender."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Row:
         part: of the benchmark.
         workload: what is done.
         contender: who does it.
-        status: MEASURED, or why not.
-        seconds: until the device was done; None where it was not measured.
+        status: MEASURED, or the reason why not.
+        seconds: until the device was done; None if it was not measured.
         host_seconds: until the call returned.
         moved_bytes: read plus written by the device; None where that is not what counts.
         late_samples: samples in which the device waited for the host, although only its own time was meant.

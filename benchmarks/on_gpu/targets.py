@@ -45,12 +45,12 @@ class Target:
 
     @property
     def must_kept(self) -> bool | None:
-        """None where nothing is promised, or nothing was measured."""
+        """None without a promise, or without a measurement."""
         return self._within(self.must)
 
     @property
     def reach_kept(self) -> bool | None:
-        """None where nothing is aimed at, or nothing was measured."""
+        """None without an aim, or without a measurement."""
         return self._within(self.reach)
 
     def as_json(self) -> dict[str, Any]:

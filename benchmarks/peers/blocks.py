@@ -1,4 +1,4 @@
-"""Who measures when: contenders take turns in blocks, in one run, so that the machine's moods meet all of them."""
+"""Contenders take turns in blocks, in one run, so that changes of the machine's speed affect all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from peers.workload import BUSY, Workload
 
 _PR_SET_PDEATHSIG = 1
 
-# Asks the kernel to kill it when the benchmark dies, however it dies: nobody else would end it.
+# Asks the kernel to kill it when the benchmark dies: nothing else would end it.
 _BUSY = f"""\
 import ctypes
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
@@ -33,7 +33,7 @@ class Block:
     Attributes:
         contender: its name.
         state: of the cores.
-        memory_gb_per_second: how fast a core rewrote memory that another had read, just before.
+        memory_gb_per_second: how fast, just before, a core rewrote memory that another had read.
         seconds: of each round, its slowest rank.
     """
 
@@ -49,10 +49,10 @@ class Block:
 
 @contextlib.contextmanager
 def started_pairs(systems: list[str], folder: str) -> Iterator[dict[str, Pair]]:
-    """Starts a pair of each system, gradsync's among them; ends them all.
+    """Starts a pair of ranks of each system, with gradsync's, and ends all of them.
 
     Raises:
-        PairFailed: one did not start, or did not end in order.
+        PairFailed: a pair did not start, or did not end normally.
     """
     with contextlib.ExitStack() as stack:
         pairs = {system: stack.enter_context(Pair(system, folder)) for system in systems}
@@ -72,7 +72,7 @@ def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, ord
         order: shuffles the contenders before each turn.
 
     Raises:
-        PairFailed: a rank failed, or a contender computed something wrong.
+        PairFailed: a rank failed, or a contender's result was wrong.
     """
     contenders: list[str] = []
     for system, pair in pairs.items():
@@ -109,7 +109,7 @@ def _prepare(pair: Pair, workload: Workload, expected: set[str]) -> list[str]:
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keeps as many processes busy as long as the context lasts."""
+    """Keeps so many processes busy within the context."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):

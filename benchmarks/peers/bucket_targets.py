@@ -1,4 +1,4 @@
-"""What gradsync promises of its buckets: against a local copy, against the others, and of its own settings."""
+"""The promises about buckets: against a local copy, against the peers, and of the callback's settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNIT = "us a gradient"
 
 
 def bucket_targets() -> list[Target]:
-    """Returns what the pages may claim, in its order; those without limits are for the record."""
+    """Returns the targets, in the order of the pages; targets without limits are only shown."""
     lists = [*gradient_lists(), *small_gradients()]
     return [
         *(target for model in MODELS for target in _of_model(model)),

@@ -1,4 +1,4 @@
-"""gradsync's callback on one rank, with one setting or another: each is a contender, on gradients that they share."""
+"""gradsync's callback on one rank with different settings: each is a contender, on the same gradients."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _told(gradients: list[np.ndarray]) -> Operation:
     return _with(parameters=_parameters(gradients))(gradients)
 
 
-#: What makes a step with a setting, by the setting's name.
+#: The function that makes a step with a setting, by the setting's name.
 SETTINGS: dict[str, _Setting] = {
     **{name: _with(threshold_bytes=size_bytes) for name, size_bytes in THRESHOLDS.items()},
     FLOAT16: _with(compression="float16"),

@@ -1,4 +1,4 @@
-"""The collectives that are timed on one array: what each makes of the ranks' inputs, and what counts as its size."""
+"""The collectives that are timed on one array: their results, and the meaning of their sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BROADCAST = "broadcast"
 ALL_TO_ALL = "all_to_all"
 
 
-#: Each element of a result is made of those at its own place.
+#: Each element of a result depends on the elements at its own place.
 ELEMENTWISE = (ALL_REDUCE, BROADCAST)
 
 
@@ -46,12 +46,12 @@ EXTENTS = {
 
 
 def result_of(collective: str, inputs: Sequence[np.ndarray], rank: int) -> np.ndarray:
-    """Returns what a rank has to get.
+    """Returns the expected result of a rank.
 
     Args:
         collective: a key of EXTENTS.
         inputs: by rank.
-        rank: whose result it is.
+        rank: of the result.
     """
     if collective == ALL_REDUCE:
         return np.sum(inputs, axis=0)

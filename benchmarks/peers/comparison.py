@@ -30,7 +30,7 @@ from peers.workload import Workload
 BLOCKS = 9
 QUICK_BLOCKS = 2
 SEED = 3
-TABLE_WIDTH = 150  # of a log, where no terminal tells its own
+TABLE_WIDTH = 150  # of a log, without a terminal
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def main(script: str, comparisons: Mapping[str, Comparison]) -> int:
         systems.install()
         return 0
     comparison = comparisons[options.what]
-    # As after Ctrl-C: what was started is ended, in order.
+    # As after Ctrl-C: ends all that was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     made = provenance(script)
     workloads = [
@@ -162,7 +162,7 @@ def as_json(
 
 
 def settings_of(workloads: Sequence[Workload], blocks: int) -> dict[str, Any]:
-    """Returns what one needs to know to measure the same again."""
+    """Returns the settings that are needed to measure the same again."""
     return {
         "ranks": RANKS,
         "size_means": {w.collective: EXTENTS[w.collective].size_means for w in workloads if not w.is_list},

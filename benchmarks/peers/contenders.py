@@ -1,4 +1,4 @@
-"""The names of everything that is timed, and the system whose ranks time it."""
+"""The names of all contenders, and their systems."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MPICH_ARRAY = "MPICH"
 
 
 def whole_backward(ddp: str) -> str:
-    """Returns what the backward pass through DDP is called that contains the reduction `ddp`."""
+    """Returns the name of the backward pass with the reduction `ddp`."""
     return f"{ddp}: backward"
 
 
 def local_backward(ddp: str) -> str:
-    """Returns what the same backward pass without the reduction is called."""
+    """Returns the name of the same backward pass without the reduction."""
     return f"{ddp}: backward in no_sync"
 
 
@@ -47,7 +47,7 @@ PARAMETERS = "parameters told"
 FIRST_BUCKET = "first bucket of 1 MB"
 KNOBS = (FLOAT16, BFLOAT16, PRESCALE, NONFINITE, NORM, CLIPPED, HOOK, PARAMETERS, FIRST_BUCKET)
 
-# What a reduction by DDP takes is the difference of two contenders.
+# The time of a reduction by DDP is the difference of two contenders.
 DIFFERENCES = {ddp: (whole_backward(ddp), local_backward(ddp)) for ddp in (DDP, DDP_VIEWS)}
 
 OF_A_LIST = {

@@ -1,6 +1,6 @@
-"""The controller's end of the ranks of one system: starts them, asks all the same, ends them.
+"""The controller of the ranks of one system: starts them, sends all the same requests, ends them.
 
-What ranks say are pairs of a kind and a value: first (HELLO, {"rank": ..., "pid": ..., "versions": ...}), then an
+Ranks send pairs of a kind and a value: first (HELLO, {"rank": ..., "pid": ..., "versions": ...}), then an
 (ANSWER, value) to each request, and at any time (FAILURE, traceback). `crew_member` is the other end.
 """
 
@@ -24,7 +24,7 @@ from gradsync.errors import GradsyncError
 HELLO, ANSWER, FAILURE = "hello", "answer", "failure"
 
 _END_SECONDS = 20.0
-# How long the cause of a failure may take to arrive behind its first sign.
+# How long after the first sign of a failure its cause may arrive.
 _LAST_WORDS_SECONDS = 2.0
 _LAST_LINES = 20
 
@@ -33,8 +33,8 @@ class CrewFailed(GradsyncError, RuntimeError):
     """The ranks of a system did not start, failed, or did not answer; they have been ended.
 
     Args:
-        trouble: what went wrong, as the controller saw it.
-        last_words: what the ranks had to say, line by line.
+        trouble: the failure, as the controller saw it.
+        last_words: the ranks' last lines of output.
 
     Attributes:
         summary: the trouble, and the last line of the ranks, which in a traceback is the error.
@@ -47,12 +47,12 @@ class CrewFailed(GradsyncError, RuntimeError):
 
 
 class _Trouble(Exception):
-    """What went wrong as the controller sees it; the ranks may know more."""
+    """A failure as the controller sees it; the ranks may know more."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A process to start: a rank, or what starts all of them.
+    """A process to start: a rank, or the launcher of all ranks.
 
     Attributes:
         command: word by word.
@@ -70,7 +70,7 @@ class Patience:
     Attributes:
         start_seconds: for all ranks to have met.
         answer_seconds: for all answers to a request.
-        end_seconds: for ranks that are to end by themselves; then they are ended.
+        end_seconds: for ranks to end by themselves; then they are killed.
     """
 
     start_seconds: float = 120.0
@@ -79,10 +79,10 @@ class Patience:
 
 
 class Crew:
-    """Ranks of one system, asleep unless asked for something. A context: they end with it.
+    """The ranks of one system, which sleep between requests. A context: they end with it.
 
     Args:
-        system: what messages call it.
+        system: its name in messages.
         folder: private to this run, with a path short enough for a socket in it.
         starts: given the path of the controller's socket, returns the processes to start.
         ranks: how many come.
@@ -95,7 +95,7 @@ class Crew:
 
     Attributes:
         system: as given.
-        versions: what the ranks run on.
+        versions: of the ranks' software.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Crew:
             raise
 
     def ask(self, method: str, *arguments: object) -> list[Any]:
-        """Calls a method of what the ranks serve on all of them at once.
+        """Calls a method on all ranks at once.
 
         Returns:
             The answers by rank.
@@ -178,17 +178,17 @@ class Crew:
             process = subprocess.Popen(
                 start.command,
                 cwd=self._working_folder,
-                # Open MPI and PyTorch keep folders where temporary files go, and leave them.
+                # Open MPI and PyTorch leave folders among the temporary files.
                 env={**self._environ, "TMPDIR": str(self._log.parent), **start.variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the controller, which ends the ranks in order
+                start_new_session=True,  # Ctrl-C is for the controller, which ends the ranks
             )
         self._processes.append(process)
 
     def _accept(self, listener: socket.socket, deadline: float) -> Connection:
-        """Waits for a rank, or for the end of a process that should have brought one."""
+        """Waits for a rank to connect, or for a process to end too early."""
         ends = [os.pidfd_open(process.pid) for process in self._processes]
         try:
             ready = wait([listener, *ends], max(0.0, deadline - time.monotonic()))
@@ -230,7 +230,7 @@ class Crew:
     # -- End ---------------------------------------------------------------------------------------------------
 
     def _failure(self, trouble: str) -> CrewFailed:
-        """Ends the ranks; returns the error, with what they have to say."""
+        """Ends the ranks; returns the error with their output."""
         self._hear_last_words()
         self._end(0)
         if not self._last_words and self._log.exists():
@@ -238,7 +238,7 @@ class Crew:
         return CrewFailed(f"{self.system}: {trouble}", self._last_words)
 
     def _hear_last_words(self) -> None:
-        """A rank that is gone often is only the consequence: the other one may be about to tell why."""
+        """A lost rank is often only a consequence: the other one may be about to report the cause."""
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         for connection in self._connections:
             with contextlib.suppress(_Trouble, OSError):
@@ -246,7 +246,7 @@ class Crew:
                     self._receive_one(connection, ANSWER)
 
     def _end(self, patience_seconds: float) -> list[int]:
-        """Hangs up, so that the ranks end by themselves; ends those that do not. May be repeated.
+        """Closes the connections, upon which ranks end; kills ranks that do not. May be repeated.
 
         Returns:
             The exit codes of the processes that were started; of a repeated call none.
@@ -271,10 +271,10 @@ class Crew:
 
 def _stop(process: subprocess.Popen[bytes], patience_seconds: float) -> int:
     """Ends a process that started ranks, which ends what is left of them; returns its exit code."""
-    process.terminate()  # does nothing where it has ended
+    process.terminate()  # does nothing if it has ended
     try:
         return process.wait(patience_seconds)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):  # it began a session: what it started goes with it
+        with contextlib.suppress(ProcessLookupError):  # with its session, and so its children
             os.killpg(process.pid, signal.SIGKILL)
         return process.wait()

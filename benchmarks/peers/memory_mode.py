@@ -1,8 +1,8 @@
 """How fast this machine rewrites memory that another core has read.
 
 Virtual machines were seen to flip, for seconds at a time, between two modes: one core rewrites lines that another has
-read at 7 to 40 GB/s, or at 2 to 5. Everything between processes that share memory follows, so a benchmark asks before
-each block of measurements, and tells its medians by mode as well.
+read at 7 to 40 GB/s, or at 2 to 5. Everything between processes that share memory follows, so a benchmark
+measures the speed before each block, and gives its medians by mode as well.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MemoryProbe:
         self._barrier = barrier
 
     def gb_per_second(self) -> float:
-        """Returns how fast this rank rewrites what the other has just read. Both ranks must call it."""
+        """Returns how fast this rank rewrites memory that the other has just read. Both ranks must call it."""
         seconds = []
         for _ in range(REPEATS):
             self._barrier()

@@ -1,4 +1,4 @@
-"""One contender on one rank: what its rounds consist of."""
+"""One contender on one rank, and its rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPUTE_FIRST_SECONDS = 0.2
 
 
 class NotOffered(Exception):
-    """A system has no such collective, and says so."""
+    """The system has no such collective."""
 
 
 def compute_for(seconds: float) -> None:
@@ -28,15 +28,15 @@ def compute_for(seconds: float) -> None:
 
 
 def nothing() -> None:
-    """What a round or a block needs before it, for most."""
+    """The default preparation of a round: nothing."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What is timed.
+    """The timed operation.
 
     Attributes:
-        run: does it once.
+        run: does the operation once.
         results: returns where its results are, in the order of the arrays; None: it leaves none to look at.
         prepare_round: what a round needs before its clock starts.
         inputs: the arrays that it works on, where they are others than the workload's.
@@ -78,7 +78,7 @@ def take_turns(
 
 
 class System(Protocol):
-    """What moves the bytes between the two ranks."""
+    """The communication of one system between the two ranks."""
 
     rank: int
     versions: dict[str, str]
@@ -90,4 +90,4 @@ class System(Protocol):
         """Returns what this system's contenders do with the arrays, in place. Every rank must call it."""
 
     def close(self) -> object:
-        """Leaves in order."""
+        """Leaves the group."""

@@ -144,7 +144,7 @@ def _start_up(tensors: list[torch.Tensor]) -> None:
     dist._broadcast_coalesced(dist.group.WORLD, tensors, START_UP_BYTES, ROOT)
 
 
-# -- By hand -------------------------------------------------------------------------------------------------
+# -- Written by hand -------------------------------------------------------------------------------------------------
 
 
 def _bucket_by_bucket(tensors: list[torch.Tensor]) -> Any:

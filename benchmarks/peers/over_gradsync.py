@@ -53,7 +53,7 @@ class Gradsync:
         }[collective]
 
     def _by_hand(self, gradients: list[np.ndarray]) -> Callable[[], object]:
-        """Returns what one writes without buckets: what each of their optimisations has to be faster than."""
+        """Returns the step without buckets, as one writes it by hand: concatenate, all_reduce, split."""
         ends = np.cumsum([gradient.size for gradient in gradients])[:-1]
 
         def synchronise() -> None:

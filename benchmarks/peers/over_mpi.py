@@ -1,4 +1,4 @@
-"""mpi4py's contenders on one rank, over MPICH or Open MPI: buffer calls, into arrays that are there."""
+"""mpi4py's contenders on one rank, over MPICH or Open MPI: buffer calls, into existing arrays."""
 
 from __future__ import annotations
 

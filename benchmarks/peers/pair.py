@@ -10,7 +10,7 @@ PairFailed = CrewFailed
 
 
 class Pair(Crew):
-    """Two ranks of one system, asleep unless asked for something. A context: they end with it.
+    """Two ranks of one system, which sleep between requests. A context: they end with it.
 
     Args:
         system: one of SYSTEMS.

@@ -1,4 +1,4 @@
-"""One rank of one pair: `python -m peers.rank SYSTEM SOCKET`, started by whatever launches ranks of that system.
+"""One rank of one pair: `python -m peers.rank SYSTEM SOCKET`, started by that system's launcher.
 
 It connects to the controller, then sleeps in the socket until it is asked for something: a rank that waited inside its
 own library would spin, and the others are measured meanwhile. It sends what peers.crew expects.
@@ -22,11 +22,11 @@ from peers.workload import Workload
 
 
 class WrongResult(RuntimeError):
-    """A contender did not compute what it was to be timed for."""
+    """A contender's result is wrong."""
 
 
 class Requests:
-    """What the controller may ask of a rank, by method name."""
+    """The methods that the controller may call on a rank."""
 
     def __init__(self, system: System) -> None:
         self._system = system
@@ -40,7 +40,7 @@ class Requests:
         self._operations = dict(self._system.operations(workload, arrays))
         offered = {name: self._is_offered(name, operation, arrays) for name, operation in self._operations.items()}
         if workload.adds_up:
-            arrays[0].fill(0)  # the only values that do not grow, however often they are summed
+            arrays[0].fill(0)  # zeros do not grow when they are summed repeatedly
         return offered
 
     def _is_offered(self, name: str, operation: Operation, arrays: list[np.ndarray]) -> bool:
@@ -69,7 +69,7 @@ class Requests:
         return take_turns(operations, self._workload, self._system.barrier)
 
     def release(self) -> None:
-        """Gives the memory of the workload back."""
+        """Frees the memory of the workload."""
         self._operations: dict[str, Operation] = {}
 
     def open_probe(self, path: str) -> None:
@@ -82,7 +82,7 @@ class Requests:
 
 
 def connect(name: str) -> System:
-    """Meets the other rank by the means of the system of that name."""
+    """Connects to the other rank, over the system of that name."""
     if name == GRADSYNC:
         from peers.over_gradsync import Gradsync
 
@@ -97,7 +97,7 @@ def connect(name: str) -> System:
 
 
 def serve(connection: Connection, name: str) -> None:
-    """Does what it is asked until the controller hangs up."""
+    """Answers requests until the controller closes the connection."""
     system = connect(name)
     versions = {"python": platform.python_version(), "numpy": np.__version__, **system.versions}
     connection.send(("hello", {"rank": system.rank, "pid": os.getpid(), "versions": versions}))
@@ -110,7 +110,7 @@ def serve(connection: Connection, name: str) -> None:
 
 
 def main() -> None:
-    """Runs this rank to its end; one that fails tells the controller why."""
+    """Runs this rank to its end, and reports its failure to the controller."""
     name, address = sys.argv[1:]
     with Client(address, "AF_UNIX") as connection:
         try:
@@ -118,7 +118,7 @@ def main() -> None:
         except BaseException:
             with contextlib.suppress(OSError):
                 connection.send(("failure", traceback.format_exc()))
-            # An orderly exit would wait, inside the library, for a rank that is not coming.
+            # A normal exit would wait, inside the library, for the other rank.
             os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What came out: for each workload, state of the cores and contender the distribution of its rounds."""
+"""The results: the distribution of rounds for each workload, state of the cores, and contender."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Row:
         workload: its name.
         state: of the cores.
         contender: its name.
-        status: MEASURED, or why not.
-        seconds: over all rounds; None where it was not measured.
+        status: MEASURED, or the reason why not.
+        seconds: over all rounds; None if it was not measured.
         mean_seconds: the same rounds' mean: beside busy processes the median may tell only of rounds that met none.
         by_mode: the same by memory mode; a mode that was not met is missing.
         blocks: median and memory speed of each block, in the order they were run.
@@ -49,7 +49,7 @@ class Row:
 
 
 def rows_of(workload: Workload, blocks: Sequence[Block], absent: dict[str, str]) -> list[Row]:
-    """Sums up the blocks of a workload.
+    """Returns the rows of a workload's blocks.
 
     Args:
         workload: what was timed.

@@ -49,7 +49,7 @@ def install(wanted: Sequence[str] = tuple(PACKAGES)) -> None:
 
 
 def is_installed(system: str) -> bool:
-    """Tells whether ranks of the system can be started. gradsync's run in the controller's own environment."""
+    """Returns whether ranks of the system can be started. gradsync's run in the controller's environment."""
     return system == GRADSYNC or _stamp(system).exists()
 
 
@@ -69,14 +69,14 @@ def _start_gradsync(address: str) -> list[Start]:
 
 
 def _start_torch(address: str) -> list[Start]:
-    # Left alone, gloo looks for the interface of the host's name.
+    # Without it, gloo looks for the interface of the host's name.
     common = {"GLOO_SOCKET_IFNAME": "lo", "INIT_METHOD": f"file://{address}.init"}
     return [Start(_rank_command(TORCH, address), {"RANK": str(rank), **common}) for rank in range(RANKS)]
 
 
 def _start_openmpi(address: str) -> list[Start]:
     run = [_program(OPENMPI, "mpirun"), "--bind-to", BIND_TO, "-n", str(RANKS)]
-    # It refuses to run as root, which is what one is in a container.
+    # Open MPI refuses to run as root, the usual user of a container.
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [Start([*run, *_rank_command(OPENMPI, address)], allowed)]
 

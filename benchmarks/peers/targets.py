@@ -1,4 +1,4 @@
-"""What gradsync promises, as ratios: its median over the best of the others', or over so much time for each part."""
+"""The promises, as ratios: gradsync's median over the best peer's, or over a time for each gradient."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Target:
     Attributes:
         workload: what is timed.
         against: the contenders; of several, the fastest; none where the limits are times.
-        must: the ratio that is promised; None: nothing is.
-        reach: the ratio that is aimed at; None: nothing is.
+        must: the promised ratio, or None.
+        reach: the aimed ratio, or None.
         state: of the cores while gradsync is timed.
         against_state: of the cores while the others are.
         contender: whose promise it is.
@@ -76,12 +76,12 @@ class Verdict:
 
     @property
     def must_kept(self) -> bool | None:
-        """None where nothing is promised, or nothing was measured."""
+        """None without a promise, or without a measurement."""
         return self._within(self.target.must)
 
     @property
     def reach_kept(self) -> bool | None:
-        """None where nothing is aimed at, or nothing was measured."""
+        """None without an aim, or without a measurement."""
         return self._within(self.target.reach)
 
     def as_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Verdict:
 
 
 def all_reduce_targets() -> list[Target]:
-    """Returns what the pages may claim of all_reduce, in its order."""
+    """Returns the targets of all_reduce, in the order of the pages."""
     sizes = [target for size_bytes in SIZES_BYTES for target in _targets_of_size(size_bytes)]
     busy = [Target(w.name, (GRADSYNC,), must=10.0, reach=4.0, state=BUSY) for w in busy_cores()]
     return [*sizes, *busy]
@@ -120,7 +120,7 @@ def _targets_of_size(size_bytes: int) -> list[Target]:
 
 
 def collective_targets() -> list[Target]:
-    """Returns what the pages may claim of the other collectives; beside Open MPI nothing is promised."""
+    """Returns the targets of the other collectives; nothing is promised beside Open MPI."""
     sizes = [
         Target(size_name(size_bytes, collective), (other,), must if size_bytes >= LARGE_FROM_BYTES else None)
         for collective in TIMED_COLLECTIVES
@@ -136,7 +136,7 @@ def collective_targets() -> list[Target]:
 
 
 def judge(targets: Sequence[Target], rows: Sequence[Row]) -> list[Verdict]:
-    """Holds the rows against the targets; those of workloads that were not run are left out."""
+    """Compares the rows with the targets, without targets of workloads that were not run."""
     by_key = {(row.workload, row.state, row.contender): row for row in rows}
     return [
         _verdict(target, by_key) for target in targets if (target.workload, target.state, target.contender) in by_key
@@ -160,6 +160,6 @@ def _verdict(target: Target, rows: dict[tuple[str, str, str], Row]) -> Verdict:
 
 
 def _ratio(ours: float | None, others: list[float | None]) -> float | None:
-    """Returns our value over the smallest of theirs; None where one is missing, or is a difference lost in noise."""
+    """Returns gradsync's value over the smallest of the peers'; None if a value is missing or lost in noise."""
     known = [value for value in others if value is not None and value > 0]
     return None if ours is None or len(known) < len(others) else ours / min(known)

@@ -1,4 +1,4 @@
-"""One thing that is timed: a collective on one array or on a model's whole list of arrays, with inputs whose result is
+"""A workload: a collective on one array or on a model's whole list of arrays, with inputs whose result is
 known. The ranks of every system import this, and not all of their environments have gradsync.
 """
 
@@ -17,16 +17,16 @@ Shape = tuple[int, ...]
 
 IDLE = "idle"
 BUSY = "busy"
-# A prime: the pattern comes back at another place of every cache line, so that misplaced data shows.
+# A prime: the pattern repeats at another place of every cache line, so that misplaced data shows.
 _PATTERN_ELEMENTS = 1009
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One thing that all contenders do, float32 throughout.
+    """One workload of all contenders, in float32.
 
     Attributes:
-        name: how tables call it.
+        name: in tables.
         shapes: of the arrays that a rank gives, in the order in which a program has them.
         is_list: whether they are a model's, and synchronised as such: ALL_REDUCE then is the mean of its gradients,
             BROADCAST the start of its parameters. Otherwise it is one array.
@@ -86,7 +86,7 @@ class Workload:
                 np.copyto(part, values)
 
     def wrong(self, results: Iterable[np.ndarray], rank: int, rounding: float = 0.0) -> int | None:
-        """Returns the index of the first array that is not what this rank has to get; None when all are.
+        """Returns the index of the first wrong array of a rank; None if all are right.
 
         Args:
             results: in the order of the arrays.
@@ -118,7 +118,7 @@ class Workload:
 
 
 def _period(index: int, elements: int, rank: int) -> np.ndarray:
-    """Returns what an input repeats: small integers, which sums and means keep exact; others by array and rank."""
+    """Returns the pattern of an input: small integers, exact in sums and means, that differ by array and rank."""
     period = np.arange(index, index + min(_PATTERN_ELEMENTS, elements), dtype=np.float32) % 251
     return period * np.float32(rank + 1)
 

@@ -1,4 +1,4 @@
-"""What is timed: the controller's lists of workloads, with the shapes of the models."""
+"""The lists of workloads, with the shapes of the models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_CALLS_A_ROUND = 20
 BYTES_A_ROUND = 256 * 2**10
 BYTES_A_BLOCK = 256 * 2**20
 LIST_ROUNDS = 5
-# Of gradsync alone: what is told apart differs by a few percent.
+# Of gradsync alone, whose settings differ by a few per cent.
 SETTING_ROUNDS = 10
 SMALL_GRADIENTS = 10_000
 SMALL_ROUNDS = 10
@@ -37,13 +37,13 @@ def gradient_lists() -> list[Workload]:
 
 
 def small_gradients() -> list[Workload]:
-    """Returns a list in which the calls count, and hardly the bytes."""
+    """Returns a list of many small gradients, whose time is that of the calls."""
     name = f"{SMALL_GRADIENTS:,} gradients of 100"
     return [Workload(name, ((100,),) * SMALL_GRADIENTS, True, SMALL_ROUNDS, states=(IDLE, BUSY))]
 
 
 def thresholds() -> list[Workload]:
-    """Returns the models' gradients with one threshold and another."""
+    """Returns the models' gradients with several thresholds."""
     settings = tuple(THRESHOLDS)
     return [
         replace(of_model, name=f"{of_model.name}, thresholds", settings=settings, rounds=SETTING_ROUNDS)
@@ -52,7 +52,7 @@ def thresholds() -> list[Workload]:
 
 
 def knobs() -> list[Workload]:
-    """Returns one model's gradients with one knob and another."""
+    """Returns one model's gradients with each setting."""
     of_model = _of_models()[0]
     return [replace(of_model, name=f"{of_model.name}, knobs", settings=KNOBS, rounds=SETTING_ROUNDS)]
 
@@ -97,6 +97,6 @@ def single_array(size_bytes: int, collective: str = ALL_REDUCE) -> Workload:
 
 
 def size_name(size_bytes: int, collective: str = ALL_REDUCE) -> str:
-    """Returns how tables call a collective of that size."""
+    """Returns the name of a collective of that size in tables."""
     mebibytes = size_bytes // 2**20
     return f"{collective} {mebibytes} MB" if mebibytes else f"{collective} {size_bytes // 2**10} KB"

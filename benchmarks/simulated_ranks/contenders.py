@@ -1,13 +1,13 @@
-"""The names of the servers that are compared, and of what their simulated ranks do."""
+"""The names of the compared servers, and of the phases of their simulated ranks."""
 
 from __future__ import annotations
 
 GRADSYNC = "gradsync"
 TCPSTORE = "TCPStore"
-TCPSTORE_OWN = "TCPStore, its own clients"  # in threads, where the others' are simulated
+TCPSTORE_OWN = "TCPStore, its own clients"  # in threads; the other servers' ranks are simulated
 CONTENDERS = (GRADSYNC, TCPSTORE, TCPSTORE_OWN)
 
-JOIN = "join"  # connect, prove who one is, and wait until all have come
+JOIN = "join"  # connect, authenticate, and wait until all have joined
 PUT_ID = "put id"  # rank 0 hands 128 bytes in ...
 GET_ID = "get id"  # ... and all others ask for them
 BARRIER = "barrier"

@@ -19,7 +19,7 @@ class Crowd:
     """Simulated ranks, each with a connection of its own.
 
     Args:
-        ranks: what they say.
+        ranks: the simulated ranks.
         address: of the server.
 
     Attributes:
@@ -38,10 +38,10 @@ class Crowd:
         self._epoll = select.epoll()
 
     def play(self, phase: str, chosen: slice = slice(None)) -> None:
-        """Lets the chosen ranks go through a phase; returns once all of them have.
+        """Runs a phase of the chosen ranks; returns once all of them have ended it.
 
         Raises:
-            TimeoutError: they have not for a minute.
+            TimeoutError: they have not ended it within a minute.
         """
         waiting = 0
         self._may_come_again = phase == JOIN
@@ -59,7 +59,7 @@ class Crowd:
             waiting -= self._turn(1.0)
 
     def leave(self, phase: str) -> None:
-        """Lets all say goodbye, and waits until the server has closed every connection."""
+        """Lets all ranks leave, and waits until the server has closed every connection."""
         self._may_come_again = False
         for index, stream in self._streams.items():
             stream.send(self._ranks[index].begin(phase))
@@ -103,7 +103,7 @@ class Crowd:
         self._epoll.register(descriptor, select.EPOLLOUT)
 
     def _turn(self, timeout_seconds: float) -> int:
-        """Serves the connections that are ready; returns how many ranks came to the end of their phase."""
+        """Serves the connections that are ready; returns how many ranks ended their phase."""
         finished = 0
         for descriptor, _ in self._epoll.poll(timeout_seconds):
             index = self._by_descriptor[descriptor]

@@ -10,7 +10,7 @@ from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID, UNIQUE_ID
 
-_MACHINE = machine_identity()  # a real rank looks once; here one process is a thousand
+_MACHINE = machine_identity()  # a real rank reads it once; here one process is a thousand ranks
 
 
 class GradsyncRank:

@@ -29,7 +29,7 @@ class Rank:
     Args:
         address: of the server.
         world_size: how many ranks there are.
-        done: gets None, or what went wrong, at the end of each phase.
+        done: gets None, or the error, at the end of each phase.
     """
 
     def __init__(self, address: tuple[str, int], world_size: int, done: queue.SimpleQueue[Exception | None]) -> None:

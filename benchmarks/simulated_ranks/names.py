@@ -1,8 +1,8 @@
-"""A process that knows loopback's name without asking anybody.
+"""Runs a process with an /etc/hosts of its own, so that loopback's name needs no name server.
 
 TCPStore's server looks the name of every peer up as it accepts it, and waits for the answer. Where /etc/hosts has not
 the address in the very form that it asks for, each is a question to the network's name server, and a lost one costs all
-ranks five seconds. That is not what is to be compared, so its server gets an /etc/hosts of its own.
+ranks five seconds. That is not to be measured, so its server gets an /etc/hosts of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a simulated rank is to the loop that carries its bytes: no sockets here, and no clock."""
+"""The interface of a simulated rank to the loop that carries its bytes, without sockets or clocks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ class SimulatedRank(Protocol):
     """One rank of one contender: bytes in, bytes out.
 
     Attributes:
-        is_done: whether the phase that was begun last is over for this rank.
+        is_done: whether this rank has ended the last phase.
     """
 
     is_done: bool
 
     def begin(self, phase: str) -> bytes:
-        """Begins a phase; returns what to send."""
+        """Begins a phase; returns the bytes to send."""
 
     def hear(self, data: bytes) -> bytes:
-        """Takes what the server has sent; returns what to send in answer."""
+        """Takes bytes from the server; returns the bytes to send."""
 
     def heartbeat(self) -> bytes:
-        """Returns a sign of life."""
+        """Returns a heartbeat."""

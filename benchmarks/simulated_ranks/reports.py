@@ -10,7 +10,7 @@ from typing import Any
 
 
 def serve(obey: Callable[[str, str], dict[str, Any]]) -> None:
-    """Obeys until standard input ends. A command is a word and what follows its colon; a report has the times."""
+    """Runs commands until standard input ends. A command is a word, a colon and an argument; a report has times."""
     print("ready", flush=True)
     for line in sys.stdin:
         word, _, rest = line.strip().partition(":")

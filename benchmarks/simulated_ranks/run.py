@@ -27,7 +27,7 @@ LOAD_PROCESSES = 2
 
 @dataclass
 class Phase:
-    """What one phase took: from the first rank's beginning to the last one's end, and on whose processor time.
+    """The times of a phase, from the first rank's begin to the last one's end, and the processor times.
 
     Attributes:
         wall_seconds: of all ranks together.
@@ -41,7 +41,7 @@ class Phase:
 
 @dataclass
 class Run:
-    """What one run has shown; seconds and bytes.
+    """The figures of one run, in seconds and bytes.
 
     Attributes:
         memory_growth_bytes: of the server, from before the ranks join to the end of the barrier.
@@ -56,16 +56,16 @@ class Run:
 
 
 def play(contender: str, world_size: int, *, beat_seconds: float, torch_python: str) -> Run:
-    """Lets so many ranks join, share an id, meet and, where asked for, live for a while.
+    """Runs ranks that join, share an id, meet and, if asked for, send heartbeats for a while.
 
     Args:
         contender: one of CONTENDERS.
         world_size: how many ranks.
-        beat_seconds: how long they live, of gradsync's; 0 is not at all.
+        beat_seconds: how long gradsync's ranks send heartbeats; 0 is not at all.
         torch_python: the Python that has PyTorch.
 
     Raises:
-        RuntimeError: a process ended, or the ranks did not come through.
+        RuntimeError: a process ended early, or the ranks failed.
     """
     run = Run()
     secret = secrets.token_hex(32)
@@ -107,7 +107,7 @@ def _play_phase(phase: str, server: subprocess.Popen[str], loads: list[subproces
     reports = _tell_all(loads, commands)
     wall = max(report["ended"] for report in reports) - began
     run.lost_connections = max(run.lost_connections, int(sum(report["lost"] for report in reports)))
-    time.sleep(0.05)  # what the server still does for this phase is to count as its own
+    time.sleep(0.05)  # work that the server still does for this phase counts for it
     cpu = _cpu_seconds(server.pid) - cpu
     return Phase(wall, cpu, sum(report["cpu_seconds"] for report in reports))
 
@@ -133,7 +133,7 @@ def _load_command(contender: str, folder: Path, torch: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _process(command: list[str], secret: str) -> Iterator[subprocess.Popen[str]]:
-    """Starts a process that ends when its standard input does, and tells it the secret."""
+    """Starts a process that ends with its standard input, and sends it the secret."""
     variables = {**os.environ, **_ONE_THREAD, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with subprocess.Popen(
         command, cwd=_BENCHMARKS, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

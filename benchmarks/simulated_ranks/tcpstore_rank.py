@@ -1,7 +1,7 @@
-"""A simulated rank that speaks with PyTorch's TCPStore, in the requests that its own client sends for the same end.
+"""A simulated rank of PyTorch's TCPStore, which sends the requests of its client.
 
 Source: the wire format is that of torch/csrc/distributed/c10d/TCPStoreBackend.hpp and TCPStore.cpp: a byte for the
-query, texts and values behind their length in 8 bytes, numbers as the machine has them. A rank joins as the client's
+query, texts and values after their length in 8 bytes, numbers in native byte order. A rank joins as the client's
 constructor connects (VALIDATE, PING), then meets the others as torch.distributed's store-based barrier does: it adds to
 a counter, whoever completes it sets a key, and all wait for that key.
 """
