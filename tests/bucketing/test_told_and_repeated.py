@@ -132,5 +132,5 @@ def test_an_array_whose_dtype_changes_in_place_is_another_one() -> None:
 
 
 def test_parameters_that_are_none_are_refused() -> None:
-    with pytest.raises(gs.InvalidArgument, match="the callback's parameters are none: name at least one"):
+    with pytest.raises(gs.InvalidArgument, match="parameters= names no parameter: name at least one"):
         gs.AllreduceCallback("sum", local_communicator(), parameters={})

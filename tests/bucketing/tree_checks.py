@@ -239,7 +239,7 @@ def refuse_before_anything_is_sent(comm: Any) -> None:
         for _ in range(5000):
             deep = [deep]
         for tree, text in [
-            ({"c": circle}, "rank 1/2: broadcast_tree: c/1/again: this list is in itself"),
+            ({"c": circle}, "rank 1/2: broadcast_tree: c/1/again: this list contains itself"),
             ({"n": {float("nan"): weights}}, "n: a dict has the key nan, which is not equal to itself"),
             ({"o": Only.the_one}, "o: no other Only can be made like this one: TypeError"),
             (deep, "nested too deep"),

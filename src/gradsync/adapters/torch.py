@@ -240,7 +240,7 @@ def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[
     if any(isinstance(each, Synchronised) for each in module.modules()):
         raise InvalidArgument(
             f"{communicator.label}: Synchronised got a module that is synchronised already, or in part: each "
-            "gradient would be reduced twice; unwrap() that before"
+            "gradient would be reduced twice; unwrap() it first"
         )
     wanted = {name: each for name, each in reversed(list(module.named_parameters())) if each.requires_grad}
     if not wanted:
@@ -364,7 +364,7 @@ class _BackwardPasses:
             raise InvalidArgument(
                 f"{self._communicator.label}: the gradient of {name!r} is {gradient.dtype}{list(gradient.shape)} on "
                 f"{gradient.device}, and was {view.dtype}{list(view.shape)} on {view.device} when the module was "
-                "wrapped: convert or move it before"
+                "wrapped: convert or move the module before you wrap it"
             )
         _array_of(gradient)  # raises for sparse tensors and the like
 
@@ -391,8 +391,8 @@ class _BackwardPasses:
             missing = [name for name in self._parameters if name not in self._come]
             raise MissingGradient(
                 f"{self._communicator.label}: the backward pass made no gradient for {list_of_names(missing)}, on any "
-                "rank: where that is meant, wrap the module with find_unused_parameters=True; where it is "
-                "checkpointed, use_reentrant=False lets autograd make all of them in one pass"
+                "rank: if that is intended, wrap the module with find_unused_parameters=True; with activation "
+                "checkpointing, use_reentrant=False makes autograd compute all of them in one pass"
             ) from error
 
     def abandon(self) -> None:
@@ -606,7 +606,9 @@ def _array_of(tensor: torch.Tensor) -> Any:
             f"a gradient of layout {tensor.layout} cannot be synchronised: make the module with sparse=False"
         )
     if tensor.is_conj() or tensor.is_neg():
-        raise InvalidArgument("a tensor that is a conjugate, or a negative, of another's memory: use resolve_conj()")
+        raise InvalidArgument(
+            "the values of a tensor lie in memory conjugated or negated: call resolve_conj() or resolve_neg()"
+        )
     plain = tensor.detach()
     if plain.device.type != "cpu":
         return plain

@@ -96,8 +96,8 @@ def accept(
     """
     if grad is None:
         raise InvalidArgument(
-            f"{communicator.label}: the gradient of {display_name(param, position)} is None: hand over none for a "
-            'parameter that a step does not use, with AllreduceCallback(parameters=..., missing="zero")'
+            f"{communicator.label}: the gradient of {display_name(param, position)} is None: leave out "
+            'parameters that a step does not use, with AllreduceCallback(parameters=..., missing="zero")'
         )
     native: Array | None = None
     try:

@@ -48,8 +48,8 @@ class Options:
                 ) from None
         if isinstance(self.threshold_bytes, str) and self.threshold_bytes == "auto":
             raise InvalidArgument(
-                'threshold_bytes="auto" has gone, as it gained 2.5 % at most: leave it out, or pass the size that '
-                "`gradsync bench thresholds` finds best for the model"
+                'threshold_bytes="auto" was removed, because it gained 2.5 % at most: leave it out, or pass the size '
+                "that `gradsync bench thresholds` finds best for the model"
             )
         if self.parameters is None and self.gradient_as_bucket_view:
             raise InvalidArgument(

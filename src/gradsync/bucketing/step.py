@@ -217,7 +217,7 @@ class Step:
             self._parameters = known_parameters(options.parameters, "AllreduceCallback", options.op, communicator)
         if not self._parameters:
             raise InvalidArgument(
-                f"{communicator.label}: the callback's parameters are none: name at least one, or leave them out"
+                f"{communicator.label}: parameters= names no parameter: name at least one, or leave it out"
             )
         in_views = options.gradient_as_bucket_view and not communicator.runs_beside_host
         threshold = options.threshold_or(VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES)

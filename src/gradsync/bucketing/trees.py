@@ -406,7 +406,7 @@ def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: C
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in differences.items())
         raise PlanMismatch(
             f"{communicator.label}: broadcast_tree needs the same tree on all ranks; no array was written to. First "
-            f"differences, that of rank {communicator.ranks[root]}, the root, against theirs:{lines}",
+            f"differences, rank {communicator.ranks[root]} (the root) against the others:{lines}",
             descriptions=differences,
         )
 
@@ -604,7 +604,7 @@ def _kind(tree: Any) -> str:
 def _check_container(tree: Any, children: dict[Hashable, Any], path: str, within: tuple[int, ...]) -> None:
     where = path or "the tree itself"
     if id(tree) in within:
-        raise Unfit(f"{where}: this {_kind(tree)} is in itself: a tree must end somewhere")
+        raise Unfit(f"{where}: this {_kind(tree)} contains itself")
     for key in children:
         if key != key:  # NaN: no other rank could find it
             raise Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: name it otherwise")
