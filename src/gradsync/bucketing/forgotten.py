@@ -89,6 +89,8 @@ def _take(*, everywhere: bool) -> list[str]:
         if found is not None and (everywhere or found[1].closed):
             texts.append(found[0])
             step.fail(GradientCancelled("the group was left before its backward pass had ended"))
+        if uncaught_error() is None:
+            step.report_lost_sums(everywhere=everywhere)
     return texts
 
 
@@ -97,15 +99,14 @@ def _collected(step: Step) -> None:
 
     Sums of local passes only give a warning: a loop may end before the step that would take them.
     """
-    found, lost_sums = step.forgotten(), step.lost_sums()
+    found = step.forgotten()
     step.unlock_waiting()
     if step not in _watched:  # it belongs to the parent of this forked process
         return
     del _watched[step]
     if uncaught_error() is not None:
         return
-    if lost_sums is not None:
-        _log.warning("warning: %s", lost_sums)
+    step.report_lost_sums()
     if found is not None:
         text, communicator = found
         _lost.append(_Lost(text, weakref.ref(communicator)))

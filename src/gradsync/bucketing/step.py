@@ -130,10 +130,7 @@ class Step:
                     f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
                 )
             self.fail(GradientCancelled("the group ended before its backward pass did"))
-        if (lost := self.lost_sums()) is not None:
-            _log.warning("warning: %s", lost)
-        if self.sums:
-            self.discard()
+        self.report_lost_sums()
         self.forget_memory()
         self._accepted_dtypes.clear()
         self._shapes.clear()
@@ -707,18 +704,24 @@ class Step:
         text = f"{communicator.label}: {what}: end each backward pass with flush() or `with callback.backward()`"
         return text, communicator
 
-    def lost_sums(self) -> str | None:
-        """Returns the warning about sums that no step will take; None if there are none.
+    def report_lost_sums(self, *, everywhere: bool = True) -> None:
+        """Drops the sums that no step will take, and warns; not if a failure ended the communicator.
 
-        None as well if a failure ended the communicator.
+        Args:
+            everywhere: whether to drop them on any communicator; otherwise only on a closed one.
         """
         communicator = self._communicator
-        if not self.sums or communicator is None or communicator.lifetime.has_failed:
-            return None
-        return (
-            f"{communicator.label}: the sums of local passes are lost: no step has taken the sums for "
-            f"{list_of_names(self.sums.names())}. Drop sums that you do not need with discard()"
-        )
+        if not self.sums or communicator is None or not (everywhere or communicator.closed):
+            return
+        names = list_of_names(self.sums.names())
+        self.discard()
+        if not communicator.lifetime.has_failed:
+            _log.warning(
+                "warning: %s: the gradients of %s were added up in accumulate() and never reduced over the ranks: hand "
+                "over the last pass of each step outside accumulate(), or drop the sums with discard()",
+                communicator.label,
+                names,
+            )
 
     def _of_step(self) -> list[GradientEntry]:
         """Returns the gradients of this step, by place."""
