@@ -1,1 +1,1 @@
-"""The communicator between GPUs: CuPy arrays over NCCL. Nothing else may import from here but what connects it."""
+"""The backend between GPUs: CuPy arrays over NCCL. Other rooms import `connect` and `library` only."""

@@ -1,12 +1,11 @@
-"""The collectives that NCCL lacks, or has for some cases only, made of those that it has.
+"""Collectives that NCCL lacks, or has for some cases only, built from its own collectives.
 
-NCCL gathers equal parts only, and CuPy shows no gather, scatter or all-to-all of it: they are made of messages in one
-group, which NCCL launches as one kernel. A part of no bytes takes no message, on neither side, and a rank's own part is
-copied on the device.
+NCCL gathers equal parts only, and CuPy has no gather, scatter or all-to-all. These are messages in one group, which
+NCCL launches as one kernel. An empty part needs no message on either side. A rank's own part is copied on the device.
 
-NCCL has no 16-bit integers: they travel widened, and wrap around when they are cast back, as they would have. It has
-no product of complex numbers: they are gathered, and multiplied in rank order. It scatters the result of a reduction in
-equal parts only: other parts are reduced one by one, in one group.
+NCCL has no 16-bit integers: they are widened for the reduction, and wrap around when they are cast back, as they
+should. It has no product of complex numbers: they are gathered, and multiplied in rank order. It scatters the result of
+a reduction in equal parts only: other parts are reduced one by one, in one group.
 
 NCCL's mean multiplies each contribution by 1 / n, rounded to the dtype. In half precision, where n is no power of two,
 that is wrong by up to 0.2 % (bfloat16), always to the same side. There the sum is divided instead, in float32, and
@@ -32,7 +31,7 @@ from gradsync.reduction import ReduceOp, dtype_name
 
 
 class Collectives:
-    """Launches on the current stream; all arrays are flat and on the device, those that are only moved of uint8.
+    """Launches collectives on the current stream. All arrays are flat and on the device; movements take uint8.
 
     Args:
         nccl: this rank's communicator.
@@ -79,7 +78,7 @@ class Collectives:
                 self.receive(target[part_of(bounds, peer)], peer)
 
     def scatter(self, source: Any | None, target: Any, bounds: Bounds, root: int) -> None:
-        """Deals out the root's parts; None elsewhere."""
+        """Sends each rank its part of the root's source; None elsewhere."""
         if source is None:
             self.receive(target, root)
             return
@@ -89,7 +88,7 @@ class Collectives:
                 self.send(source[part_of(bounds, peer)], peer)
 
     def all_to_all(self, source: Any, target: Any, send_bounds: Bounds, receive_bounds: Bounds) -> None:
-        """Deals out the parts of every rank."""
+        """Sends each rank its part of every rank's source."""
         copy_bytes(source[part_of(send_bounds, self._rank)], target[part_of(receive_bounds, self._rank)])
         with self._nccl.group():
             for peer in self._others:
@@ -109,7 +108,7 @@ class Collectives:
     # -- Reductions ----------------------------------------------------------------------------------------------
 
     def is_plain(self, dtype: Any, op: ReduceOp) -> bool:
-        """Whether NCCL itself reduces these elements rightly."""
+        """Whether NCCL itself reduces these elements correctly."""
         plain = self._plain.get((dtype, op))
         if plain is None:
             detour = self._must_divide(dtype, op) or self._must_gather(dtype, op) or self._nccl.wire(dtype).widened
@@ -160,7 +159,7 @@ class Collectives:
         elif _is_even(bounds):
             self._nccl.reduce_scatter(source, target, op)
         else:
-            with self._nccl.group():  # of what NCCL itself reduces: a group launches nothing before its end
+            with self._nccl.group():  # only NCCL's own reductions: a group launches nothing before its end
                 for root in range(self._world_size):
                     part = source[part_of(bounds, root)]
                     if part.size:
@@ -169,7 +168,7 @@ class Collectives:
     def _by_detour(
         self, source: Any, target: Any | None, op: ReduceOp, reduce: Callable[[Any, Any, ReduceOp], None]
     ) -> None:
-        """Reduces by another operator, or in another dtype, and makes of that what was asked for."""
+        """Reduces with another operator or in another dtype, and converts the result."""
         if self._must_divide(source.dtype, op):
             shift = 0 if dtype_name(source.dtype) == "bfloat16" else (self._world_size - 1).bit_length()
             if shift:
@@ -196,12 +195,12 @@ class Collectives:
         return op is ReduceOp.PROD and dtype.kind == "c"
 
     def _rows(self, flat: Any) -> Any:
-        """Returns room for as much of every rank, a row each."""
+        """Returns an empty array with a row of this size for each rank."""
         return cupy.empty((self._world_size, flat.size), flat.dtype)
 
 
 def copy_bytes(source: Any, target: Any) -> None:
-    """Copies bytes on the device, unless they are where they belong."""
+    """Copies bytes on the device, unless source and target are the same."""
     if source.size and source.data.ptr != target.data.ptr:
         target.data.copy_from_device_async(source.data, source.size)
 

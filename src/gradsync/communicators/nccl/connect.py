@@ -1,4 +1,4 @@
-"""The way to an NCCL communicator: a device for each rank, and a deadline for every step."""
+"""Connects the ranks of an NCCL communicator: a device for each rank, and a deadline for every step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES
 
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
-# Ranks on one GPU wait for each other inside their kernels, so all of them must fit on it at once.
+# Ranks on one GPU wait for each other in their kernels, so the kernels of all ranks must fit on it at once.
 _CTAS_OF_A_SHARING_RANK = "4"
 
 
 def count_devices() -> int:
-    """Returns how many GPUs CUDA shows to this process.
+    """Returns the number of GPUs that CUDA shows to this process.
 
     Raises:
-        BackendUnavailable: CuPy or the driver is missing; the text says which.
+        BackendUnavailable: CuPy or the driver is missing.
     """
     try:
         import cupy
@@ -40,7 +40,7 @@ def count_devices() -> int:
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver shows itself to this process; also below Windows (WSL2)."""
+    """Whether this process sees NVIDIA's driver, of Linux or of Windows (WSL2)."""
     return bool(glob.glob("/dev/nvidia*")) or os.path.exists("/dev/dxg")
 
 
@@ -96,25 +96,25 @@ def connect_nccl(
 ) -> Backend:
     """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 
-    Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
+    The caller must report a failure to the other ranks, which would wait for this one otherwise.
 
     Args:
-        client: the way of its ranks to the rendezvous server: every rank has authenticated.
+        client: connection of its ranks to the rendezvous server: every rank has authenticated.
         local_rank: this rank's number on its host.
         device: "cuda:N", or None for the local rank's.
         group: a name not used before in this generation.
-        timeout_seconds: for meeting the others, ncclCommInitRank included.
+        timeout_seconds: deadline, ncclCommInitRank included.
         collective_timeout_seconds: how long a collective waits for a rank.
         allow_shared_gpu: whether ranks may share a GPU: for tests.
         force_packing: see Backend.
 
     Raises:
-        BackendUnavailable: no CuPy, NCCL or GPU, or ranks share a GPU and may not; the text says which.
+        BackendUnavailable: no CuPy, NCCL or GPU, or ranks share a GPU without allow_shared_gpu.
         NcclError: NCCL failed.
-        RendezvousTimeout, RankFailed: a rank did not come, or died.
+        RendezvousTimeout, RankFailed: a rank did not arrive, or died.
     """
     deadline = time.monotonic() + timeout_seconds
-    nccl = Nccl()  # says where CuPy is missing, which the imports below need
+    nccl = Nccl()  # raises without CuPy, which the imports below need
     device_id = choose_device(device, local_rank, count_devices(), allow_shared_gpu=allow_shared_gpu)
     if allow_shared_gpu:
         _let_ranks_share(nccl.version, client.rank)
@@ -136,7 +136,7 @@ def _left(deadline: float) -> float:
 def _check_devices(
     client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
-    """Finds ranks on one GPU before NCCL does, in words that help, on every rank."""
+    """Raises a helpful error on every rank if ranks share a GPU, before NCCL finds it."""
     mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
     by_device: dict[bytes, list[int]] = {}
     for rank, where in enumerate(client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=_left(deadline))):
@@ -151,41 +151,41 @@ def _check_devices(
         )
 
     if len({_gpu_of(where) for where in by_device}) < len(by_device):
-        # Slices (MIG) of one GPU, which NCCL takes for the whole. Source: NCCL, src/init.cc, and its issue 1716.
+        # Slices (MIG) of one GPU, which NCCL takes for one GPU. Source: NCCL, src/init.cc, and its issue 1716.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
 def device_identity(device_id: int, nccl_version: int) -> str:
-    """Returns what tells this GPU from all others of all hosts: PCI bus id, UUID, boot id and host name.
+    """Returns a text that only this GPU of all hosts has: PCI bus id, UUID, boot id and host name.
 
-    In this order: the beginning does so too, where thousands of ranks have room for no more. Slices (MIG) of one GPU
-    have one bus id, and a UUID each. NCCL before 2.30 takes no two ranks of one bus id, so there the UUID is left out.
+    In this order, so that the first bytes are enough: thousands of ranks have room for no more. Slices (MIG) of one GPU
+    have one bus id, but different UUIDs. NCCL before 2.30 refuses two ranks with one bus id, so the UUID is left out.
 
     Args:
         device_id: CUDA's number of the device in this process.
-        nccl_version: as NCCL has it, such as 23203.
+        nccl_version: such as 23203.
     """
     import cupy
 
     bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
-    # What CuPy gives of the UUID may end at its first zero byte: it is enough, beside the bus id.
+    # CuPy's UUID may end at its first zero byte; beside the bus id that is enough.
     uuid = cupy.cuda.runtime.getDeviceProperties(device_id).get("uuid", b"")
     slice_name = uuid.hex() if nccl_version >= _MULTI_RANK_GPU_SINCE else ""
     return f"{bus if isinstance(bus, str) else bus.decode()}/{slice_name} {boot_id()} {socket.gethostname()}"
 
 
 def _gpu_of(identity: bytes) -> tuple[str, str]:
-    """Returns the bus id of a device, and the machine: boot id and host name."""
+    """Returns the bus id of a device, and its machine: boot id and host name."""
     device, _, machine = identity.decode(errors="replace").partition(" ")
     return device.partition("/")[0], machine
 
 
 def _let_ranks_share(version: int, rank: int) -> None:
-    """Sets what makes NCCL accept several ranks on one GPU; read by NCCL when the first communicator is made."""
+    """Sets variables that make NCCL accept several ranks on one GPU; NCCL reads them for the first communicator."""
     os.environ.setdefault("NCCL_MAX_CTAS", _CTAS_OF_A_SHARING_RANK)
     if version >= _MULTI_RANK_GPU_SINCE:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     else:
-        # Ranks that seem to be on different hosts may share a GPU; they talk through sockets, in milliseconds.
+        # Ranks that seem to be on different hosts may share a GPU. They use sockets: a collective takes milliseconds.
         os.environ.setdefault("NCCL_HOSTID", f"gradsync-rank-{rank}")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -1,7 +1,6 @@
-"""Arrays for a communicator on a GPU: CuPy's, foreign ones without a copy, and host arrays, which are staged.
+"""Arrays of a communicator on a GPU: CuPy's, other libraries' without a copy, and host arrays, which are staged.
 
-ArrayKind (host_arrays.py) says what each method must do. Arithmetic is work on the current stream, which nothing here
-waits for.
+ArrayKind (host_arrays.py) specifies each method. Arithmetic is work on the current stream; no method waits for it.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class DeviceArrays:
         device_id: CUDA's number of the device in this process.
 
     Attributes:
-        results_on: the stream for which `empty` takes memory: that on which a result will be used; None is the current
-            one. CuPy's pool gives memory that was freed to the next allocation for the same stream, without a wait. So
-            what the caller drops while its own stream still reads it must not come to the communicator's, or the other
-            way round; and the current stream uses what is taken only after the work that the other one has by then.
+        results_on: the stream on which a result will be used, for which `empty` allocates; None is the current one.
+            CuPy's pool gives freed memory to the next allocation for the same stream, without a wait. So memory that
+            one of the two streams may still read must not be allocated for the other one, and the current stream must
+            wait for the other stream's present work before it uses the result.
     """
 
     def __init__(self, device_id: int) -> None:
@@ -82,7 +81,7 @@ class DeviceArrays:
             return native.reshape(-1)
         with cupy.cuda.Device(self._device_id):
             if isinstance(native, np.ndarray):
-                await_results_in(native)  # it is copied now, and a collective before may still have to write to it
+                await_results_in(native)  # it is copied now, and an earlier collective may still write to it
                 return cupy.asarray(_transferable(native))
             return cupy.ascontiguousarray(native).reshape(-1)
 
@@ -107,7 +106,7 @@ class DeviceArrays:
                 return cupy.empty(shape, dtype)
             with stream:
                 array = cupy.empty(shape, dtype)
-            # The memory may have been freed a moment ago, by another thread, with work on that stream still using it.
+            # Another thread may have freed the memory a moment ago, while work on that stream still uses it.
             cupy.cuda.get_current_stream().wait_event(stream.record(cupy.cuda.Event(disable_timing=True)))
             return array
 
@@ -133,7 +132,7 @@ class DeviceArrays:
                 target[...] = native
 
     def scratch(self, size: int, dtype: Any) -> Any:
-        """See ArrayKind; not of the stream that results are for: this memory is used on the current one alone."""
+        """See ArrayKind; allocated for the current stream, which alone uses it, not for `results_on`."""
         with cupy.cuda.Device(self._device_id):
             return cupy.empty(size, dtype)
 
@@ -143,7 +142,7 @@ class DeviceArrays:
             native[...] = value
 
     def divide(self, flat: Any, count: float) -> None:
-        """See ArrayKind; half precision in float32, which has every count."""
+        """See ArrayKind; half precision in float32, which represents every count."""
         parts = flat.view(part_dtype(flat.dtype))
         wide = product_dtype(parts.dtype, parts.dtype)
         with cupy.cuda.Device(self._device_id):
@@ -191,7 +190,7 @@ class DeviceArrays:
         return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
 
     def state(self, native: Any) -> Any:
-        """See ArrayKind; the memory of a CuPy array can be exchanged."""
+        """See ArrayKind; a CuPy array can get other memory."""
         if isinstance(native, np.ndarray):
             return self._host.state(native)
         return native.data.ptr
@@ -221,7 +220,7 @@ def _is_known(dtype: np.dtype[Any]) -> bool:
 
 
 def _foreign(array: Any, who: str) -> Any:
-    """Returns an array of another library as ours, without a copy, ordered after the work that it says it waits for."""
+    """Returns an array of another library as CuPy's or NumPy's, without a copy, ordered after its producer's work."""
     try:
         # DLPack first: it orders the producer's stream before ours without the host waiting.
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -248,7 +247,7 @@ def _foreign(array: Any, who: str) -> Any:
 
 
 class _ReadOnly(cupy.ndarray):  # type: ignore[misc]  # CuPy has no types
-    """An array over memory that its owner wants nobody to write to. CuPy's arrays have no flag for that."""
+    """A read-only array: CuPy's arrays have no flag for that."""
 
 
 _PointerOf = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
@@ -260,7 +259,7 @@ _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
 class _DLPackHead(ctypes.Structure):
-    """The beginning of DLManagedTensorVersioned, which DLPack promises not to change. Source: dlpack.h."""
+    """The first fields of DLManagedTensorVersioned, which DLPack promises not to change. Source: dlpack.h."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -272,11 +271,11 @@ class _DLPackHead(ctypes.Structure):
 
 
 class _Exporter:
-    """An array as CuPy takes it over, which looks at the flags: CuPy does not.
+    """Passes an array to CuPy by DLPack and reads the capsule's flags, which CuPy ignores.
 
     Attributes:
-        is_read_only: whether its owner wants nobody to write to it, once CuPy has taken it over. Older capsules than
-            those of DLPack 1.0 do not say so; JAX has these, and no array of its own that may be written to.
+        is_read_only: whether the array is read-only; known once CuPy has taken it over. Capsules from before DLPack 1.0
+            have no flags; JAX makes such capsules, and all its arrays are read-only.
     """
 
     def __init__(self, array: Any) -> None:
@@ -296,7 +295,7 @@ class _Exporter:
 
 
 class _Addresses:
-    """An array's addresses as NumPy's interface gives them; for comparing, never for reading."""
+    """A device array's addresses in NumPy's interface: to be compared, never read."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {
@@ -319,5 +318,5 @@ def _launch(kernel: str, values: Any, result: Any) -> None:
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """Compiled for each device when a kernel is first asked for there."""
+    """The module of value kernels; CuPy compiles it for each device at first use."""
     return cupy.RawModule(code=VALUE_SOURCE)

@@ -1,13 +1,13 @@
-"""What is computed on a GPU by kernels of our own: the only file that holds CUDA source.
+"""gradsync's own CUDA kernels, and the packer that launches some of them. No other file holds CUDA source.
 
-Packing device arrays into a flat buffer, and splitting them back out, is one kernel launch each: PackLayout says where
-each array goes, FusedPacker keeps a table of chunks on the device and launches. That is bound by memory bandwidth, so
-what matters is that every multiprocessor has enough loads in flight and that the host does little: one launch and,
-while the addresses repeat, no upload.
+Packing device arrays into a flat buffer, and splitting them back out, is one kernel launch each. PackLayout says where
+each array goes; FusedPacker keeps a table of chunks on the device and launches. Memory bandwidth is the limit, so every
+multiprocessor needs enough loads in flight, and the host must do little: one launch and, while the addresses repeat, no
+upload.
 
-VALUE_SOURCE reads all values of a flat array once: are they finite, and the sum of their squares. Each thread strides
-over the array by the whole grid, so that neighbours read neighbours, and no thread meets another: what it has found is
-a flag or a partial sum of its own. device_arrays.py launches these. CuPy is imported where a kernel is launched.
+The kernels of VALUE_SOURCE read all values of a flat array once: one checks that they are finite, one sums their
+squares. Each thread strides over the array by the whole grid, so that neighbouring threads read neighbouring values. It
+writes to a flag or a partial sum of its own. device_arrays.py launches them. CuPy is imported when a packer is made.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from gradsync.errors import InvalidArgument
 
-# Reckoned for an H200 (132 multiprocessors of 2,048 threads, 4.8 TB/s), not measured yet. 10 MiB make 320 chunks, more
-# than two for each multiprocessor, all resident at once. Reading at half of 4.8 TB/s with a latency near 1 us takes
+# Calculated for an H200 (132 multiprocessors of 2,048 threads, 4.8 TB/s), not measured yet. 10 MiB are 320 chunks: more
+# than two for each multiprocessor, all resident at once. Reading at half of 4.8 TB/s with a latency near 1 us needs
 # 18 KB in flight on each; two blocks with four 16-byte loads a thread have 32 KiB.
 CHUNK_BYTES = 32 * 1024
 # An array of 4 KiB still occupies every thread. The kernels take 32 registers, so eight blocks fit a multiprocessor,
@@ -33,7 +33,7 @@ THREADS_PER_BLOCK = 256
 # Where a vector access may begin. Device memory begins there too, so that most pairs of addresses agree.
 ALIGNMENT_BYTES = 16
 
-# A training step has some tens of tables of some kilobytes; allocators alternate between few sets of addresses.
+# A training step has tens of tables of a few kilobytes; allocators alternate between few sets of addresses.
 _MAX_TABLES = 256
 _MAX_TABLE_BYTES = 8 * 1024**2
 
@@ -110,10 +110,10 @@ extern "C" __global__ void split_chunks(const Chunk* chunks, char* flat) {
 }
 """
 
-# Enough for every multiprocessor of an H200 (132, of 2,048 threads) to be full. The number of partial sums, and with it
-# the order of the additions, must depend on the size of the array alone: the same array gives the same bits.
+# Fills every multiprocessor of an H200 (132, of 2,048 threads). The number of partial sums, and so the order of the
+# additions, must depend on the size of the array alone, so that the same array gives the same bits.
 MAX_BLOCKS = 1056
-# Each thread adds up so many values before there are more blocks: partial sums are written, and read again.
+# Each thread sums at least so many values before there are more blocks, as partial sums are written and read again.
 VALUES_PER_THREAD = 16
 
 VALUE_SOURCE = r"""
@@ -123,7 +123,7 @@ __device__ u64 first_value() { return static_cast<u64>(blockIdx.x) * blockDim.x 
 
 __device__ u64 stride() { return static_cast<u64>(gridDim.x) * blockDim.x; }
 
-// What is not finite has all bits of the exponent set. Threads that find some all write the same.
+// NaN and infinity have all bits of the exponent set. All threads that find one write the same flag.
 template <typename Word>
 __device__ void clear_unless_finite(const Word* words, u64 count, Word exponent, bool* finite) {
     bool found = false;
@@ -215,7 +215,7 @@ extern "C" __global__ void square_float64(const Wide<double>* values, u64 count,
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PackLayout:
-    """Where arrays of given sizes go in a flat buffer, and how they are cut into chunks.
+    """The places of arrays of given sizes in a flat buffer, and their chunks.
 
     Attributes:
         sizes_bytes: the sizes, in order.
@@ -230,10 +230,10 @@ class PackLayout:
     _array_of_chunk: npt.NDArray[np.intp] = field(repr=False)
 
     def table(self, addresses: Sequence[int]) -> npt.NDArray[np.void]:
-        """Returns the chunks of arrays that begin at these addresses.
+        """Returns the chunks of arrays at these addresses.
 
         Args:
-            addresses: of the arrays, in order; that of an empty array does not matter.
+            addresses: of the arrays, in order; the address of an empty array does not matter.
 
         Returns:
             1-D array of CHUNK.
@@ -284,16 +284,16 @@ class _DeviceTable(NamedTuple):
 class FusedPacker:
     """Packs and splits arrays of one device by one launch each.
 
-    The caller has made that device and the stream to work on current, at construction and in every call. Tables stay
-    on the device and are used again while the addresses repeat. CuPy's pool gives freed memory at once to the next
-    allocation on the stream for which it was allocated; since a table is read on that stream only, dropping one while
-    a launch that reads it is queued is safe, and takes no event.
+    The device and the stream to work on must be current, when it is made and in every call. Tables stay on the device,
+    and are used again while the addresses repeat. CuPy's pool gives freed memory at once to the next allocation on the
+    stream for which it was allocated. A table is read on that stream only, so it may be dropped while a queued launch
+    reads it.
 
-    Hold a packer until the device has done its work. One thread at a time; where each thread has a default stream of
-    its own (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), always the same thread.
+    Keep a packer until the device has done its work. One thread at a time; if each thread has a default stream of its
+    own (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), always the same thread.
 
     Raises:
-        ImportError: CuPy is not installed. What CuPy raises when the kernels do not compile passes through.
+        ImportError: CuPy is not installed. CuPy's errors of compilation pass through.
     """
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ class FusedPacker:
             layout = pack_layout(sizes_bytes)
             rows = layout.table(addresses)
             if len(self._tables) >= _MAX_TABLES or self._tables_bytes + rows.nbytes > _MAX_TABLE_BYTES:
-                self._tables.clear()  # those that are still in use come back, one upload each
+                self._tables.clear()  # tables that are still in use are uploaded again, once
                 self._tables_bytes = 0
             # CuPy copies it to pinned memory, which it holds until the stream has read it: nothing waits.
             chunks = self._cupy.asarray(rows.view(np.uint8))
@@ -362,5 +362,5 @@ class FusedPacker:
 
 
 def blocks_for(count: int) -> int:
-    """Returns how many blocks go over so many values."""
+    """Returns the number of blocks for so many values."""
     return min(-(-count // (THREADS_PER_BLOCK * VALUES_PER_THREAD)), MAX_BLOCKS)

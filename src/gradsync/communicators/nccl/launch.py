@@ -1,6 +1,6 @@
-"""Work that is under way on a GPU: what keeps its memory alive, tells its end, and brings host results home.
+"""Launches: collectives that run on a GPU after their call has returned.
 
-A collective on a GPU has only been launched when its call returns. A Launch is that collective until it has ended.
+A Launch is such a collective until its end. It keeps memory alive, knows the end, and copies results to host arrays.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, N
 
 _log = logging.getLogger("gradsync")
 
-# Host waits: look often at first, because most collectives take microseconds, then give the core away.
+# A waiting host checks often at first, because most collectives take microseconds, then sleeps between checks.
 _LOOKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
-_VERDICT_SECONDS = 3.0  # how much longer than the deadline the watcher may need to say what is wrong
+_VERDICT_SECONDS = 3.0  # so long after the deadline the watcher may take to find the reason
 _MAX_MARKS = 64
 
 _CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
-# What CUDA refuses while a stream is capturing a graph: it says nothing of the GPU. Source: cudaError_t.
+# CUDA's errors for calls that a graph capture forbids: the GPU has not failed. Source: cudaError_t.
 _CUDA_CAPTURE = range(900, 909)
-_CUDA_CAPTURE_IMPLICIT = 906  # the null stream is asked about while one that waits for it is capturing
+_CUDA_CAPTURE_IMPLICIT = 906  # a query of the null stream while a stream that waits for it is capturing
 
 
 class Events:
-    """CUDA events for one device, used again and again: making one costs more than recording it.
+    """CUDA events of one device, reused: creating an event costs more than recording it.
 
-    What waits for an event that is recorded anew waits for more than it needs, and for nothing that comes after itself:
-    it begins to wait when that has been launched already.
+    Recording an event again is safe. A stream that already waits for it waits for the earlier record. A stream that
+    waits later waits for more work than it needs, but never for its own.
     """
 
     def __init__(self) -> None:
         self._free: list[tuple[Any, Any]] = []
-        # Of a stream's work, by thread and stream: all threads' own default streams have one handle. With the stream,
-        # so that its handle is not given to another one.
+        # By thread and stream, because the default streams of all threads have one handle. With the stream, so that
+        # CUDA does not give its handle to another stream.
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def take(self) -> tuple[Any, Any]:
-        """Returns two events, not recorded yet or recorded by something that is over."""
+        """Returns two events that nothing uses."""
         try:
             return self._free.pop()
         except IndexError:
             return cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
 
     def give_back(self, events: tuple[Any, Any]) -> None:
-        """Takes events whose work is over."""
+        """Takes back two events whose launch has ended."""
         self._free.append(events)
 
     def mark(self, stream: Any) -> Any:
-        """Returns an event after the work that a stream, the calling thread's current one, has now.
+        """Records an event after the present work of a stream, the calling thread's current one.
 
-        One event for each thread and stream: cheap enough for one a gradient. To be called with the stream's device
-        current: the default stream's handle means that of the current device.
+        There is one event for each thread and stream, so that this is cheap enough for each gradient. The stream's
+        device must be current, because the default stream's handle means that of the current device.
         """
         place = threading.get_ident(), stream.ptr
         found = self._marks.get(place)
@@ -82,35 +82,35 @@ class Launch:
 
     Attributes:
         name: of the collective, for messages.
-        agreed: what the ranks have agreed on for it.
-        memory: what the GPU reads or writes: CuPy's pool gives freed memory away although a stream still uses it.
-        stream, thread: where it runs, and which thread has launched it.
-        started: event recorded before the collective: its clock runs from there, not while the GPU computes.
-        ended: event recorded after it.
+        agreed: the events on which the ranks have agreed for it.
+        memory: arrays that the GPU reads or writes. CuPy's pool reuses freed memory although a stream still uses it.
+        stream, thread: its stream, and the thread that has launched it.
+        started: event recorded before the collective. Its deadline begins there, not while the GPU computes.
+        ended: event recorded after the collective.
         recorded: its entry in the flight recorder, once it is launched.
-        seen_started_at: when the watcher has seen that it has begun.
+        seen_started_at: when the watcher saw that it has begun.
         is_over: whether it has ended, or failed.
-        error: what it has failed with.
+        error: its failure.
         has_host_results: see Completion.
-        callbacks: what is to be called at its end.
+        callbacks: functions to call at its end.
 
     Args:
-        label: this rank in messages.
-        check: raises what has broken the communicator.
-        note_told: called with its error when that is raised.
+        label: this rank in errors.
+        check: raises the error that has broken the communicator, if any.
+        note_told: is called with an error that is raised.
         nccl: the communicator.
         events: of its device.
-        timeout_seconds: how long the host waits for it, when it is not told.
+        timeout_seconds: how long the host waits without a timeout of its own.
         stream: where it runs.
     """
 
-    # What nearly every launch keeps: set here, as setting it for each of them takes time.
+    # Defaults that nearly every launch keeps; setting them on each launch would take time.
     recorded: Running | None = None
     seen_started_at: float | None = None
     is_over = False
     error: BaseException | None = None
     has_host_results = False
-    _calls_back = False  # from its end until those that have come before have been called: they come first
+    _calls_back = False  # its callbacks are being called, and callbacks added meanwhile wait for them
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Launch:
         self.agreed: list[Agreed] = []
         self.memory: list[Any] = []
         self._host_results: list[tuple[Any, Any]] = []  # (bytes in pinned memory, NumPy array)
-        self._last_things: list[Callable[[], None]] = []  # to be done before anybody hears of its end
+        self._last_things: list[Callable[[], None]] = []  # called at its end before is_over is set
         self.callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -145,8 +145,8 @@ class Launch:
     # -- While launching -----------------------------------------------------------------------------------------
 
     def bring_back(self, flat: Any, native: Any) -> None:
-        """Copies a device array, on the current stream, to where the host fetches it for its own array at the end."""
-        await_results_in(native)  # else an earlier result could come home later, and over this one
+        """Copies a device array to pinned memory, on the current stream; at the end the host copies it to its array."""
+        await_results_in(native)  # else an earlier result could be copied there after this one
         pinned = cupy.cuda.alloc_pinned_memory(max(flat.nbytes, 1))
         staging = np.frombuffer(pinned, np.uint8, flat.nbytes)
         if flat.nbytes:
@@ -156,14 +156,14 @@ class Launch:
         self.has_host_results = True
 
     def record_end(self) -> None:
-        """Marks the end of all that it has queued on its stream."""
+        """Records its end, after all its work on the stream."""
         self.ended.record(self.stream)
         if self._host_results:
             with _registering:
                 _with_host_results.add(self)
 
     def will_write(self, array: Any) -> bool:
-        """Whether a result is still to come into the memory of a host array."""
+        """Whether its result has yet to be written to the memory of a host array."""
         return not self.is_over and any(np.may_share_memory(native, array) for _, native in self._host_results)
 
     # -- Completion ----------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Launch:
         """See Completion."""
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
-        # Of one that has begun the watcher finds out whom it waits for, the same on every rank.
+        # If it has begun, the watcher finds the missing ranks, the same on every rank.
         verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
         looks = 0
         while not self.done():
@@ -225,27 +225,27 @@ class Launch:
     # -- Its end -------------------------------------------------------------------------------------------------
 
     def look_for_closed_ranks(self) -> None:
-        """Raises RankFailed when a rank that it waits for has closed the communicator before."""
+        """Raises RankFailed if a rank that it needs closed the communicator before it."""
         for agreement, position, _ in self.agreed:
             agreement.look_for_closed_ranks(position)
 
     def peers(self) -> list[int] | None:
-        """Returns whom alone it can be waiting for, as the world counts; None where that may be any rank."""
+        """Returns the only ranks that it can wait for, by their numbers in the world; None if that may be any rank."""
         peers = [agreed.peer for agreed in self.agreed if agreed.peer is not None]
         return peers if self.agreed and len(peers) == len(self.agreed) else None
 
     def fail(self, error: BaseException) -> None:
-        """Ends it with an error, whatever its event says: an aborted collective ends too."""
+        """Ends it with an error, whatever its event says: the event of an aborted collective is reached too."""
         self._end(error)
 
     def _settle(self) -> bool:
-        """Looks at the event; brings results home the first time that it is over."""
+        """Checks the event; the first time that it is reached, copies results to the host and ends the launch."""
         # Not the event's `done`, which stays False for ever once the GPU has failed.
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
         if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter where another thread is capturing
             return False
         if status == _CUDA_SUCCESS and self._nccl.has_failed():
-            return False  # it has ended without a result: the watcher finds out why
+            return False  # it has ended without a result: the watcher finds the reason
         self._end(None if status == _CUDA_SUCCESS else self._device_error(status))
         return True
 
@@ -280,16 +280,16 @@ class Launch:
             self._events.give_back((self.started, self.ended))
 
     def _bring_home(self) -> NcclError | None:
-        """Puts host results where they belong; returns what was in the way."""
+        """Copies results to the host arrays; returns the error if that fails."""
         try:
             for staging, native in self._host_results:
                 native[...] = staging.view(native.dtype).reshape(native.shape)
-        except Exception as error:  # the caller has made the array read-only, or resized it
+        except Exception as error:  # the caller has made the array read-only, or resized it meanwhile
             return NcclError(f"{self.name}: its result could not be put into the host array: {describe(error)}")
         return None
 
     def _do_last_things(self) -> BaseException | None:
-        """Calls what is to come before its end; returns what one of them has raised."""
+        """Calls the functions of `before_done`; returns the first error of them."""
         failed: BaseException | None = None
         for function in self._last_things:
             try:
@@ -311,11 +311,11 @@ class Launch:
     def _call(self, function: Callable[[], None]) -> None:
         try:
             function()
-        except BaseException as error:  # SystemExit too: the thread that calls has others to look after
+        except BaseException as error:  # SystemExit too: the thread serves other launches
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
 
     def call_back(self) -> None:
-        """Calls those who want to be called at its end."""
+        """Calls its callbacks."""
         while self._calls_back:
             with self._lock:
                 callbacks, self.callbacks = self.callbacks, []
@@ -324,38 +324,36 @@ class Launch:
                 self._call(function)
 
 
-_with_host_results: weakref.WeakSet[Launch] = weakref.WeakSet()  # those that have been launched
-_registering = threading.Lock()  # a set must not grow while another thread goes through it
+_with_host_results: weakref.WeakSet[Launch] = weakref.WeakSet()
+_registering = threading.Lock()  # a set must not grow while another thread iterates over it
 
 
 def await_results_in(array: Any) -> None:
-    """Waits for the results that launches of this process are to put into a host array, before it is used again."""
+    """Waits until no launch of this process has a result left to write to a host array."""
     with _registering:
         launches = [launch for launch in _with_host_results if launch.will_write(array)]
     for launch in launches:
-        with contextlib.suppress(GradsyncError):  # which its own future raises
+        with contextlib.suppress(GradsyncError):  # its own future raises it
             launch.wait()
 
 
 def as_stream(stream: Any, device_id: int, who: str) -> Any:
-    """Returns what a caller gave as a stream, as CuPy's: None is the calling thread's current one on the device.
-
-    Takes CuPy's streams, integers, and objects with `__cuda_stream__` (CUDA's Python protocol) or `cuda_stream`
-    (PyTorch).
+    """Returns a caller's stream as one of CuPy's.
 
     Args:
-        stream: see above.
-        device_id: of the device that it must be of.
-        who: begins the error.
+        stream: a stream of CuPy or PyTorch (`cuda_stream`), its handle, or an object with CUDA's `__cuda_stream__`;
+            None is the calling thread's current stream on the device.
+        device_id: CUDA's number of the device that the stream must belong to.
+        who: first words of the error.
 
     Raises:
-        InvalidArgument: no stream, or one of another GPU.
+        InvalidArgument: not a stream, or a stream of another GPU.
     """
     if stream is None:
         return cupy.cuda.get_current_stream(device_id)
     if hasattr(stream, "ptr"):
         given = stream.device_id
-        if given not in (-1, device_id):  # CuPy: -1 is a stream whose device it does not know
+        if given not in (-1, device_id):  # -1: CuPy does not know the stream's device
             raise InvalidArgument(f"{who} needs a stream of cuda:{device_id}, got one of cuda:{given}")
         return stream
     if not hasattr(stream, "__cuda_stream__"):
@@ -369,24 +367,24 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
 
 
 def refuse_capturing(stream: Any, label: str, what: str) -> None:
-    """Refuses a stream that is capturing a CUDA graph. One question to the driver, which does not wait.
+    """Refuses a stream that is capturing a CUDA graph. One query of the driver, which does not wait.
 
-    The agreement of the ranks, their deadlines and the events of a launch cannot be a part of a graph: CUDA would
-    refuse them in the middle of the call, with errors 905 and 907, when the other ranks wait already.
+    Agreement, deadlines and the events of a launch cannot be a part of a graph. CUDA would refuse them in the middle of
+    the call, with errors 905 and 907, when the other ranks already wait.
 
     Args:
-        stream: CuPy's.
-        label, what: this rank and the call, in the error.
+        stream: of CuPy.
+        label, what: this rank and the call, for the error.
 
     Raises:
-        InvalidArgument: it is capturing, or it is the null stream, and one that waits for that is.
+        InvalidArgument: the stream is capturing, or it is the null stream while a stream that waits for it is.
     """
     try:
         if not stream.is_capturing():
             return
-    except RuntimeError as error:  # CuPy's own where a capture has been spoilt
+    except RuntimeError as error:  # CuPy raises it if the capture is invalid
         if getattr(error, "status", _CUDA_CAPTURE_IMPLICIT) not in _CUDA_CAPTURE:
-            return  # the GPU has failed, which the launch will find
+            return  # the GPU has failed: the launch raises that
     raise InvalidArgument(_is_capturing(f"{label}: {what}"))
 
 
@@ -398,7 +396,7 @@ def _is_capturing(who: str) -> str:
 
 
 class _StreamHandle:
-    """A stream's handle in CUDA's Python protocol."""
+    """A stream's handle as an object with CUDA's `__cuda_stream__`."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

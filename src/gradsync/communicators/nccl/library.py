@@ -1,9 +1,10 @@
-"""NCCL as CuPy shows it: all that gradsync asks of it, in one class. Its errors name the cause, its end never hangs.
+"""All calls to NCCL, through CuPy's binding, in one class.
 
 Nothing here needs a GPU until a communicator is joined. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and
-ncclCommAbort may block for ever when another rank is gone; each runs on a daemon thread, waited for until a deadline.
-CuPy destroys a communicator when its object is collected, which could block anywhere; so the object is kept alive until
-it has been ended here. docs/architecture.md says what each method is in NVIDIA's nccl4py.
+ncclCommAbort may block for ever if another rank is gone, so each runs on a daemon thread, and the caller waits until a
+deadline. CuPy destroys a communicator when its object is collected, which could block anywhere, so the object is kept
+alive until it has been ended here. Errors have NCCL's own words and a hint. docs/architecture.md maps each method to
+NVIDIA's nccl4py.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
@@ -59,9 +60,9 @@ _HINTS = {
 DESTROY_SECONDS = 10.0
 _SPLIT_SINCE = 21801  # NCCL 2.18.1
 _OLDEST_CUPY = 14
-_OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for a call to come back before it interrupts it
+_OTHER_THREADS_CALL_SECONDS = 1.0  # abort waits so long for another thread's call to return, then interrupts it
 _CUDA_SUCCESS = 0
-_LOOK_SECONDS = 0.05  # after an abort, while the GPU still has work of ours
+_LOOK_SECONDS = 0.05  # between checks after an abort, while the GPU still uses kept memory
 
 _INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 where nvidia-smi shows CUDA 13)"
 
@@ -83,13 +84,13 @@ class Wire(NamedTuple):
 
 
 class Nccl:
-    """The library, and, once `join` or `split` has made it, one communicator of it on one device.
+    """The library; made by `join` or `split`, also one communicator on one device.
 
     Attributes:
         binding: cupy.cuda.nccl.
         version: of NCCL, such as 23203.
-        device_id: the communicator's device.
-        label: this rank in messages.
+        device_id: of the communicator.
+        label: this rank in errors.
 
     Raises:
         BackendUnavailable: CuPy or NCCL cannot be loaded, or the environment makes NCCL unusable here.
@@ -141,20 +142,20 @@ class Nccl:
 
     @property
     def can_split(self) -> bool:
-        """Whether ncclCommSplit is there, in this NCCL and in that with which CuPy was built."""
+        """Whether both this NCCL and the one that CuPy was built with have ncclCommSplit."""
         return min(self.version, int(self.binding.get_build_version())) >= _SPLIT_SINCE
 
     def wire(self, dtype: np.dtype[Any]) -> Wire:
-        """Returns how elements of a dtype of the dtype table travel."""
+        """Returns how elements of a dtype travel."""
         return self._wires[dtype_name(dtype)]
 
     def make_unique_id(self) -> bytes:
-        """Returns a new id of 128 bytes: a capability, never to be shown."""
+        """Returns a new id of 128 bytes. It lets its holder join, so it must never be shown."""
         with self._errors("ncclGetUniqueId"):
             return bytes(self.binding.get_unique_id())
 
     def error(self, code: int, call: str) -> NcclError:
-        """Makes the error for a result of NCCL: what failed where, with what, in NCCL's words, and what to do."""
+        """Makes the error for a result code of NCCL, with the call, NCCL's own words, versions and a hint."""
         name = RESULT_NAMES.get(code, f"ncclResult {code}")
         last = self.last_error()
         return NcclError(
@@ -167,10 +168,10 @@ class Nccl:
         )
 
     def last_error(self) -> str:
-        """Returns ncclGetLastError's text, which CuPy does not expose; empty where there is none.
+        """Returns the text of ncclGetLastError, which CuPy does not expose; empty if there is none.
 
-        NCCL keeps one text for the process, and takes no notice of the communicator: so there is one too where
-        ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
+        NCCL keeps one text for the process and ignores the communicator, so there is a text when ncclCommInitRank has
+        failed too. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
         """
         path = library_path()
         if not os.path.exists(path):
@@ -186,25 +187,25 @@ class Nccl:
     # -- Making a communicator -------------------------------------------------------------------------------------
 
     def join(self, client: RendezvousClient, device_id: int, group: str, deadline: float) -> Nccl:
-        """Returns this rank's end of a new communicator of the client's ranks; every one of them must call it.
+        """Makes a communicator of the client's ranks. Every one of them must call it.
 
-        Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
+        The caller must report a failure to the other ranks, which would wait for this one otherwise.
 
         Args:
-            client: the way of these ranks to the rendezvous server.
+            client: connection of these ranks to the rendezvous server.
             device_id: this rank's device, which no other rank has.
             group: a name not used before in this generation.
-            deadline: for meeting the others, in time.monotonic() seconds.
+            deadline: for all of it, in time.monotonic() seconds.
 
         Raises:
             NcclError: NCCL failed.
-            RendezvousTimeout, RankFailed: a rank did not come, or died.
+            RendezvousTimeout, RankFailed: a rank did not arrive, or died.
         """
         key = f"nccl/{group}/id"
         if client.rank == 0:
             client.set(key, self.make_unique_id())
         unique_id = client.get(key, from_rank=0, timeout_seconds=_left(deadline))
-        # NCCL's call waits for all ranks, and nothing interrupts it: they enter it when all stand before it.
+        # NCCL's call waits for all ranks, and nothing interrupts it: so all ranks meet before it.
         client.barrier(f"nccl/{group}/ready", timeout_seconds=_left(deadline))
         joined = Nccl()
         joined.label = client.label
@@ -227,21 +228,21 @@ class Nccl:
             ) from error
 
     def split(self, client: RendezvousClient, color: int, key: int, timeout_seconds: float) -> Nccl | None:
-        """Splits the communicator, on which nothing runs: cheaper than `join`. Every rank of it must call it.
+        """Splits the communicator into groups; cheaper than `join`. Every rank must call it; no collective may run.
 
         Args:
-            client: the way of its ranks to the rendezvous server.
-            color: number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) where it is in none.
+            client: connection of its ranks to the rendezvous server.
+            color: number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) for none.
             key: this rank's number in its group.
-            timeout_seconds: for meeting the others.
+            timeout_seconds: deadline.
 
         Returns:
-            The communicator of this rank's group; None where it is in none.
+            The communicator of this rank's group; None without a group.
 
         Raises:
             NcclError: NCCL failed.
-            CollectiveTimeout, RendezvousTimeout, RankFailed: a rank did not come, or died. The communicator that was to
-                be split cannot be used any more.
+            CollectiveTimeout, RendezvousTimeout, RankFailed: a rank did not arrive, or died. The old communicator
+                cannot be used any more.
         """
         deadline = time.monotonic() + timeout_seconds
         client.barrier("nccl/split", timeout_seconds=timeout_seconds)
@@ -266,21 +267,21 @@ class Nccl:
         self._raw = raw
         self.device_id = device_id
         self._pid = os.getpid()
-        self._calling = threading.RLock()  # a group holds it for the calls within
-        self._ending = threading.Lock()  # held for looking at and setting what follows
+        self._calling = threading.RLock()  # held during calls; by a group for all its calls
+        self._ending = threading.Lock()  # guards _how and _kept
         self._how: str | None = None
-        self._kept: list[tuple[Any, Sequence[object]]] = []  # what keep_until_end has been given
+        self._kept: list[tuple[Any, Sequence[object]]] = []  # event and objects, of keep_until_end
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # the last one is None
         self.has_ended = threading.Event()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until the end: see the module's text
-        # Started now: at interpreter exit no thread can be started any more.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until the end: see the top of this file
+        # Started now, because no thread can be started at interpreter exit.
         threading.Thread(target=self._obey, name="gradsync-nccl-end", daemon=True).start()
         return self
 
     # -- Collectives, on the current stream; arrays are flat, contiguous, and on the device -------------------------
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces into every rank's target, which may be its source."""
+        """Reduces into the target of every rank, which may be its source."""
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         count = source.size * per_element
         self.call(
@@ -326,11 +327,11 @@ class Nccl:
         self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Calls a method of CuPy's communicator, and returns its result.
+        """Calls a method of CuPy's communicator and returns its result.
 
         Raises:
             NcclError: NCCL refused or failed.
-            CommunicatorClosed: another thread has ended it.
+            CommunicatorClosed: another thread has ended the communicator.
         """
         with self._calling:
             if self._how is not None:
@@ -342,10 +343,10 @@ class Nccl:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """What is called within is launched at its end, together: messages that would wait for each other need that.
+        """Launches the calls of its block together, at the end: for messages that would wait for each other.
 
-        However the block ends, NCCL's group ends with it. Where that is by an error of Python, what was called before
-        is launched all the same, because NCCL cannot take it back: such an error ends the communicator.
+        NCCL's group ends with the block in any case. If the block raises, the calls before are launched all the same,
+        because NCCL cannot withdraw them; such an error ends the communicator.
 
         Raises:
             NcclError, CommunicatorClosed: as for `call`.
@@ -361,7 +362,7 @@ class Nccl:
                 with self._errors("ncclGroupEnd"):
                     nccl.groupEnd()
             except BaseException:
-                # A group that had ended, or not begun, is refused here; one left open would swallow all calls to come.
+                # Refused if the group has ended or not begun; an open group would hold back all later calls.
                 with contextlib.suppress(nccl.NcclError, KeyError):
                     nccl.groupEnd()
                 raise
@@ -369,7 +370,7 @@ class Nccl:
     # -- Failures --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises NcclError when a collective has failed since it was launched (ncclCommGetAsyncError)."""
+        """Raises NcclError if a collective has failed after its launch (ncclCommGetAsyncError)."""
         with self._ending:
             if self._how is None:
                 with self._errors("a collective"):
@@ -387,7 +388,7 @@ class Nccl:
 
     @contextlib.contextmanager
     def _errors(self, call: str) -> Iterator[None]:
-        """Raises what NCCL reports within it as NcclError, and what CUDA does."""
+        """Raises errors of NCCL and CUDA in its block as NcclError."""
         try:
             yield
         except (self.binding.NcclError, KeyError) as error:
@@ -396,49 +397,49 @@ class Nccl:
             raise NcclError(f"{self.label}: {call}: {error}", code=1, name=RESULT_NAMES[1]) from error
 
     def _told(self, error: Exception, call: str) -> NcclError:
-        if isinstance(error, KeyError):  # CuPy's own NcclError does not know results 7 and 8
+        if isinstance(error, KeyError):  # CuPy's NcclError does not know results 7 and 8
             return self.error(error.args[0] if error.args and error.args[0] in (7, 8) else 0, call)
         return self.error(int(error.status), call)  # type: ignore[attr-defined]
 
     def _ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error of a call that comes after the end: what CuPy would pass on then is a null pointer."""
+        """Returns the error of a call after the end, for which CuPy would pass a null pointer to NCCL."""
         return CommunicatorClosed(f"{self.label}: {what} on a communicator of NCCL that has been ended")
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def abort(self, before: Callable[[], None] | None = None) -> None:
-        """Ends it now, on another thread: what is queued ends with undefined data. Returns at once.
+        """Ends the communicator now, on another thread; running collectives leave undefined data. Returns at once.
 
         Args:
-            before: called on that thread first; may block.
+            before: is called on that thread first; may block.
         """
         self._begin_end("abort", before)
 
     def destroy(self) -> None:
-        """Ends it in order, after what is queued. Returns at the deadline at the latest."""
+        """Ends the communicator after its collectives. Returns at the deadline at the latest."""
         self._begin_end("destroy", None)
         if os.getpid() == self._pid and not self.has_ended.wait(DESTROY_SECONDS):
             how = str(self._how).title()
             _log.warning("%s: ncclComm%s did not return within %g s; left behind", self.label, how, DESTROY_SECONDS)
 
     def leave(self, before: Callable[[], None] | None = None) -> None:
-        """Ends it as `abort` does, unless it has ended; nobody will use it any more.
+        """Ends the communicator as `abort` does, unless it has ended; nobody uses it any more.
 
-        For the garbage collector, which may strike while its thread holds any lock: this takes none.
+        Takes no lock: the garbage collector may call it while its thread holds any lock.
 
         Args:
-            before: called on another thread first, in any case.
+            before: is called on another thread first, in any case.
         """
         self._orders.put(partial(self._leave, before))
 
     def keep_until_end(self, objects: Sequence[object], ended: Any) -> None:
-        """Keeps objects, and with them GPU memory, until the GPU cannot use it any more.
+        """Keeps the objects of a failed launch, with their GPU memory, until the GPU does not use them any more.
 
-        ncclCommAbort waits for NCCL's own work, and not for ours that is queued behind it: copies and kernels.
+        ncclCommAbort waits for NCCL's own work, but not for copies and kernels of gradsync that are queued behind it.
 
         Args:
-            objects: what a launch uses that has failed.
-            ended: the event after all of that launch's work. What it never reaches is kept for ever.
+            objects: of the launch.
+            ended: the event after all its work. If it is never reached, the objects are kept for ever.
         """
         with self._ending:
             self._kept.append((ended, objects))
@@ -452,8 +453,8 @@ class Nccl:
         self._orders.put(partial(self._end, before))
 
     def _obey(self) -> None:
-        """The thread: does what may block, until nobody uses the communicator."""
-        # First: when something hangs, another thread may hold the driver's lock (cudaFree waits for the hung kernel).
+        """Runs orders that may block, on a thread of its own, until nobody uses the communicator."""
+        # First: later, another thread may hold the driver's lock (cudaFree waits for a hung kernel).
         self._cupy.cuda.Device(self.device_id).use()
         is_used = True
         while is_used or self._kept:
@@ -467,12 +468,12 @@ class Nccl:
                 order()
 
     def _release_kept(self) -> None:
-        """Gives kept memory back, when NCCL has ended and the GPU has come to the end of the launch."""
+        """Frees kept memory if NCCL has ended and the GPU has reached the end of the launch."""
         if not self.has_ended.is_set():
             return
         query = self._cupy.cuda.runtime.eventQuery
         with self._ending:
-            before = self._kept  # until this returns: what frees memory may do so without the lock
+            before = self._kept  # held until this returns, so that memory is freed without the lock
             self._kept = [entry for entry in before if query(entry[0].ptr) != _CUDA_SUCCESS]
 
     def _leave(self, before: Callable[[], None] | None) -> None:
@@ -488,7 +489,7 @@ class Nccl:
             if before is not None:
                 before()
             self._call_end()
-        except Exception as error:  # NCCL's and CUDA's above all: there is nobody to raise to
+        except Exception as error:  # mostly NCCL's and CUDA's; there is no caller to raise to
             _log.warning("%s", describe(error))
         finally:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
@@ -496,8 +497,8 @@ class Nccl:
             self._release_kept()
 
     def _call_end(self) -> None:
-        # A thread that is stuck inside a call holds this. Abort is documented as safe only without, but it is also
-        # the only way to free that thread.
+        # A thread that is stuck in a call holds this lock. NCCL documents abort as safe only if no thread is in a call,
+        # but it is also the only way to free that thread.
         idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
         try:
             with self._errors(f"ncclComm{str(self._how).title()}"):
@@ -512,12 +513,12 @@ def _left(deadline: float) -> float:
 
 
 def version_text(version: int) -> str:
-    """Returns NCCL's version number as people write it: 23203 is 2.32.3."""
+    """Returns NCCL's version as text: 23203 is "2.32.3"."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def library_path() -> str:
-    """Returns the file from which this process has loaded NCCL, as the kernel knows it."""
+    """Returns the file from which this process has loaded NCCL, from /proc/self/maps."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             if "libnccl" in line:

@@ -39,19 +39,19 @@ from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError
 from gradsync.reduction import ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
-_DRAIN_SECONDS = 10.0  # how long close() lets queued collectives end
-_TELL_SECONDS = 1.0  # and how long it waits for the server to hear of a failure
+_DRAIN_SECONDS = 10.0  # close() waits so long for running collectives
+_TELL_SECONDS = 1.0  # close() waits so long until the server knows of a failure
 
-# What was launched last on each device, by whichever communicator of this process: the event of its end, its stream,
-# and the thread. A collective holds a part of the GPU while it waits for the other ranks. Two of different
-# communicators that run side by side on one rank, and in the other order on another, may each keep out the one that
-# the other waits for. So they run in the order in which the host has launched them. Source: NCCL's documentation,
-# "Using multiple NCCL communicators concurrently".
+# The last launch on each device, of any communicator of this process: the event of its end, its stream, its thread. A
+# collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators run side
+# by side, in one order on one rank and in the other order on another rank, each may keep the other from starting, and
+# both hang. So they run in the order in which the host launches them.
+# Source: NCCL's documentation, "Using multiple NCCL communicators concurrently".
 _last_on_device: dict[int, tuple[Any, Any, int]] = {}
 
 
 class NcclBackend(Backend):
-    """Ranks with a GPU each.
+    """The backend of ranks with a GPU each.
 
     Takes CuPy arrays, other arrays on the device by DLPack or `__cuda_array_interface__` without a copy, and host
     arrays, which are copied to the device and back. min and max follow NCCL where a value is NaN.
@@ -93,13 +93,13 @@ class NcclBackend(Backend):
         self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._verdicts)
         self._collectives = Collectives(nccl, self.arrays, self.rank, self.world_size)
         self._events = Events()
-        self._flat: Any = None  # where arrays are packed: by one launch at a time, because they run one after the other
-        self._numbers: Any = None  # room for those that ranks share
+        self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
+        self._numbers: Any = None  # buffer of share_numbers
         self._launch: Launch | None = None  # the one being made
         self._last: Launch | None = None
         self._failure: BaseException | None = None
         self._failing = threading.RLock()  # a signal's handler may close while its own thread holds it
-        self._telling: threading.Event | None = None  # set when the others have heard of this rank's failure
+        self._telling: threading.Event | None = None  # set when the server knows of this rank's failure
         self._watched = Watched(
             nccl,
             client,
@@ -109,7 +109,7 @@ class NcclBackend(Backend):
             timeout_seconds=timeout_seconds,
             on_failure=self._fail,
         )
-        # Not at exit: the process group closes its communicator then, and what is left cannot hang (library.py).
+        # Not at exit: the process group closes its communicators then, and others cannot hang (library.py).
         rest = partial(_end_rest, self._watched, self._agreements, client)
         weakref.finalize(self, nccl.leave, rest).atexit = False
 
@@ -117,7 +117,7 @@ class NcclBackend(Backend):
     def take_over(
         cls, nccl: Nccl, client: RendezvousClient, group: str, timeout_seconds: float, *, force_packing: bool = False
     ) -> NcclBackend:
-        """Makes a backend, or ends the communicator."""
+        """Makes a backend of a new communicator of NCCL; ends that one if it fails."""
         try:
             return cls(nccl, client, group, timeout_seconds, force_packing=force_packing)
         except BaseException:
@@ -227,7 +227,7 @@ class NcclBackend(Backend):
 
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         if send is not None and receive is not None and send.peer == self.rank:
-            copy_bytes(send.flat, receive.flat)  # there is nobody to agree with
+            copy_bytes(send.flat, receive.flat)  # no other rank takes part
             return
         launches: dict[Question, Callable[[], None]] = {}
         if send is not None:
@@ -241,7 +241,7 @@ class NcclBackend(Backend):
             with self._nccl.group():
                 for question, answer in answers.items():
                     mismatch = mismatch or answer.mismatch
-                    if answer.agreed is not None:  # whatever becomes of the other message: this one is waited for
+                    if answer.agreed is not None:  # even if the other message fails: this one's peer waits
                         launches[question]()
         if mismatch is not None:
             raise mismatch
@@ -251,9 +251,9 @@ class NcclBackend(Backend):
         shared = np.empty((self.world_size, mine.size), np.int64)
         needed_bytes = mine.nbytes + shared.nbytes
         if self._numbers is None or self._numbers.size < needed_bytes:
-            with self._device, self._stream:  # memory of our own stream, which alone uses it
+            with self._device, self._stream:  # memory of the only stream that uses it
                 self._numbers = cupy.empty(needed_bytes, np.uint8)
-        # On the communicator's own stream, where the host need not wait for all that the caller's has to do.
+        # On the communicator's own stream: the host need not wait for the work on the caller's.
         with self.launching(None, []) as launch:
             self.agree(agreement)
             source, target = self._numbers[: mine.nbytes], self._numbers[mine.nbytes : needed_bytes]
@@ -279,7 +279,7 @@ class NcclBackend(Backend):
                 self._raise_disagreement(error)
             if launch is not None:
                 launch.agreed.append(agreed)
-        if launch is not None:  # first: whatever the host asks of NCCL from here on may block it
+        if launch is not None:  # before any call of NCCL, which may block
             self._watched.call = launch, launch.thread
 
     def meet(self, agreement: Agreement) -> None:
@@ -301,13 +301,13 @@ class NcclBackend(Backend):
             self._raise_disagreement(error)
 
     def _raise_disagreement(self, error: GradsyncError) -> NoReturn:
-        """Raises why this rank may not launch, or what it has launched before that others did not."""
+        """Raises the reason why this rank must not launch, or the error of an earlier wrong launch."""
         if isinstance(error, PlanMismatch):
             if error.broken:
                 self._fail(error, told=True)
             raise error
-        self._raise_failure()  # the server may have told only that this rank has failed
-        if self._agreements.were_overtaken:  # and whoever found that has left: the watcher is about to tell it
+        self._raise_failure()  # the server may only have reported that this rank has failed
+        if self._agreements.were_overtaken:  # the rank that found it has left; the watcher is about to raise it
             self._verdicts.await_news(TEXTS_WITHIN_SECONDS + NEWS_SECONDS, self._raise_failure)
         raise error
 
@@ -326,10 +326,10 @@ class NcclBackend(Backend):
             self.arrays.write_back(flat, native)
 
     def _packed(self, arrays: Sequence[Any]) -> Any:
-        """Packs arrays into the first bytes of the flat buffer, grown where it is too small, and returns those."""
+        """Packs arrays into the flat buffer, which grows as needed; returns the bytes used."""
         size_bytes = pack_layout(tuple([array.nbytes for array in arrays])).total_bytes
         if self._flat is None or self._flat.size < size_bytes:
-            # Initialised once; what the gaps between arrays hold is reduced too, and does not matter.
+            # Zeros, because the gaps between arrays are reduced too; their values do not matter.
             self._flat = cupy.zeros(size_bytes, np.uint8)
         flat = self._flat[:size_bytes]
         if size_bytes:
@@ -340,7 +340,7 @@ class NcclBackend(Backend):
     # -- Launching, groups and the end ---------------------------------------------------------------------------
 
     def mark_work(self) -> Any:
-        if self.lifetime.is_inherited:  # CUDA would refuse first, and not say why
+        if self.lifetime.is_inherited:  # CUDA's own error would not give the reason
             raise self.lifetime.ended_error("a collective")
         with self._device:
             return self._events.mark(cupy.cuda.get_current_stream())
@@ -372,7 +372,7 @@ class NcclBackend(Backend):
         if not self._nccl.can_split:
             return self.connect_group(members, name) if members else None
         if self._last is not None:
-            self._last.wait()  # NCCL may hang where a collective of the communicator still runs
+            self._last.wait()  # NCCL may hang if a collective of the communicator still runs
         try:
             nccl = self._nccl.split(self.client, color, key, self.timeout_seconds)
         except GradsyncError as error:
@@ -385,7 +385,7 @@ class NcclBackend(Backend):
     def checked_stream(self, stream: Any, what: str) -> Any:
         device_id = self._nccl.device_id
         checked = None if stream is None else as_stream(stream, device_id, f"{self.label}: {what}")
-        # The current one too where another is given: arrays are made there, and the given one waits for it.
+        # The current one too if another is given: arrays are made there, and the given one waits for it.
         current = cupy.cuda.get_current_stream(device_id)
         refuse_capturing(current, self.label, what)
         if checked is not None and checked is not current:
@@ -419,7 +419,7 @@ class NcclBackend(Backend):
         return StorePath(self.client, group, self._verdicts, self.timeout_seconds, self.agree, self._raise_end)
 
     def _raise_end(self) -> None:
-        """Raises why a rank that waits for others on the host would wait in vain, where that is so."""
+        """Raises the reason if the other ranks of a wait on the host will not come."""
         self._raise_failure()
         self._agreements.look_for_closed_ranks()
 
@@ -441,30 +441,30 @@ class NcclBackend(Backend):
             raise copy.copy(self._failure)
 
     def _has_failed(self) -> bool:
-        """Whether it has failed; waits for whoever is about to fail it, and has failed its launches."""
+        """Whether it has failed; waits for a thread that is failing it."""
         with self._failing:
             return self._failure is not None
 
     def _begin_to_fail(self, error: BaseException) -> bool:
-        """Marks the communicator and its launches as failed; returns whether this was the first failure."""
+        """Fails the communicator and its launches; returns whether this is the first failure."""
         with self._failing:
             if self._failure is not None:
                 return False
             self._watched.fail_launches(error)
-            self._failure = error  # last: who sees it finds every launch at its end
+            self._failure = error  # last: then every launch has ended
         return True
 
     def _fail(self, error: GradsyncError, *, told: bool = False) -> None:
-        """Breaks the communicator for a failure that the watcher, or an agreement, has found."""
+        """Ends the communicator because of a failure that the watcher, or an agreement, has found."""
         if not self._begin_to_fail(error):
             return
         self.lifetime.fail(error, told=told)
-        # What the server told, it tells all; what only this rank has seen, the others must hear from it.
+        # The server reports its verdict to all ranks; a failure that only this rank knows must be reported.
         own = isinstance(error, (CollectiveTimeout, NcclError)) and self._verdicts.known() is None
         self._begin_abort(describe(error) if own else None)
 
     def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:
-        """Aborts on another thread: neither the server nor NCCL may hold up the one that failed."""
+        """Aborts on another thread: neither the server nor NCCL may block this one."""
         self._telling = threading.Event()
         self._nccl.abort(partial(_tell_others, self.client, reason, culprit, self._telling))
 
@@ -480,13 +480,13 @@ class NcclBackend(Backend):
 
 
 class _Launching:
-    """Surrounds what makes one launch: before it the order with other work, behind it its end, and the failures."""
+    """The context in which one launch is made: orders it after other work, records its end, and raises failures."""
 
     def __init__(self, backend: NcclBackend, stream: Any, producers: Sequence[Any] | None) -> None:
         self._backend = backend
         self._stream = stream
         self._producers = producers
-        self._entered: list[Any] = []  # contexts of CuPy to be left again
+        self._entered: list[Any] = []  # contexts of CuPy to leave again
 
     def __enter__(self) -> Launch:
         backend = self._backend
@@ -511,7 +511,7 @@ class _Launching:
                 where,
             )
             last = _last_on_device.get(backend._nccl.device_id)
-            # By thread too: Stream.ptds is one object, and a stream for each thread.
+            # By thread too: Stream.ptds is one object, but a stream of its own in each thread.
             if last is not None and (last[1] is not where or last[2] != launch.thread):
                 where.wait_event(last[0])
             if where is not current:
@@ -537,7 +537,7 @@ class _Launching:
             # Of two messages one may have been launched before the mismatch.
             if launch.agreed or not isinstance(error, PlanMismatch):
                 launch.record_end()
-                if self._outer is None:  # else it is a part of that one, of the same collective
+                if self._outer is None:  # else it is a part of the outer launch's collective
                     launch.recorded = backend.recorder.hand_over()
                 backend._last = launch
                 _last_on_device[backend._nccl.device_id] = launch.ended, launch.stream, launch.thread
@@ -559,13 +559,13 @@ class _Launching:
 
 
 def _follow(stream: Any, marks: Sequence[Any]) -> None:
-    """Makes a stream wait for marked work; for each mark once, as the gradients of a bucket share theirs."""
+    """Makes a stream wait for marked work, once for each mark: the gradients of a bucket may share one."""
     for event in {id(event): event for event in marks}.values():
         stream.wait_event(event)
 
 
 def _tell_others(client: RendezvousClient, reason: str | None, culprit: int | None, told: threading.Event) -> None:
-    """Reports a failure that only this rank knows of; the event says that the server has heard it."""
+    """Reports a failure that only this rank knows of to the server, then sets the event."""
     try:
         if reason is not None and client.world_size > 1:
             client.report_failure(reason, culprit=culprit)
@@ -574,8 +574,8 @@ def _tell_others(client: RendezvousClient, reason: str | None, culprit: int | No
 
 
 def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
-    """Ends what a collected communicator has left behind, beside NCCL's own; must not keep it alive."""
+    """Ends the watching and the agreements of a collected communicator; must not keep it alive."""
     watched.stop()
     agreements.close()
-    if client.name:  # of a group: the world goes on
+    if client.name:  # of a group; the world's goes on
         client.close()

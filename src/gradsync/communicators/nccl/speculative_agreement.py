@@ -1,16 +1,16 @@
-"""How ranks agree on what comes next where the collective itself cannot carry a digest: for NCCL.
+"""Agreement on the next collective, by prediction: for NCCL, whose collectives cannot carry a digest.
 
-Ranks that have agreed on everything so far have the same history, and so predict the same next collective from it. A
-rank that is about to launch the predicted one launches it without asking. Any other collective is asked about first,
-through the rendezvous server. Two ranks that differ cannot both be about to launch the predicted one, so at least one
-of them asks, and nothing is launched in error but by a rank that had gone ahead already; that one is told, and the
-communicator is then broken for all.
+Ranks that have agreed on all events so far have the same history, and predict the same next event from it. A rank
+launches the predicted collective without asking. Before any other collective it asks the other ranks, through the
+rendezvous server. If two ranks differ, at most one of them is about to launch the predicted collective, so at least one
+of them asks. The only wrong launch is that of a rank that has gone ahead already: it gets an error, and the
+communicator is then broken for all ranks.
 
-A training loop that repeats itself asks in its first steps only; one that evaluates now and then asks again where it
-branches off and where it comes back.
+A training loop that repeats itself asks in its first steps only. A loop that evaluates now and then asks when it leaves
+the repeated steps and when it returns to them.
 
-All ranks of a communicator agree on its collectives, two of them on each message: each direction between two ranks has
-an agreement of its own, in which the other ranks have no part; it is made when the first message goes that way.
+All ranks of a communicator agree on its collectives. On a message its two ranks agree: each direction between two ranks
+has an agreement of its own, made when the first message goes that way.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, call
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
 
-_CONTEXT_EVENTS = 4  # how many events predict the next one
+_CONTEXT_EVENTS = 4  # so many events predict the next one
 _MAX_CONTEXTS = 65_536
-_REMEMBERED_EVENTS = 256  # how far back a rank can tell what it launched
+_REMEMBERED_EVENTS = 256  # launches that a rank can still describe
 _PIECE_BYTES = MAX_EVENT_BYTES
 TEXTS_WITHIN_SECONDS = 5.0
-_ASK_AGAIN_AFTER_SECONDS = 1.0  # when a question makes the rank look whether another one has closed
+_ASK_AGAIN_AFTER_SECONDS = 1.0  # between two questions a rank checks whether another rank has closed
 
 
 class History:
-    """The agreed past of a communicator, as a predictor; the same on every rank, because only agreed events enter.
+    """Predicts the next event from the agreed ones. The same on every rank, because only agreed events enter.
 
     Attributes:
-        expected: the digest of the event that followed the last time that the same events came before; None where they
-            never did.
+        expected: digest of the event that followed the last events when they came before; None if they are new.
     """
 
     def __init__(self) -> None:
@@ -53,7 +52,7 @@ class History:
         self._breaks = 0
 
     def append(self, digest: int) -> None:
-        """Enters an agreed event."""
+        """Adds an agreed event."""
         known, context = self._next_by_context, self._context
         if self.expected != digest:
             if len(known) >= _MAX_CONTEXTS:
@@ -63,22 +62,19 @@ class History:
         self.expected = known.get(context)
 
     def break_off(self) -> None:
-        """Begins a context that there never was, after an event on which the ranks did not agree.
-
-        Ranks that have just differed are not sure to go on alike: it predicts nothing until they have agreed again.
-        """
+        """Begins a new context after an event on which the ranks differed: predicts nothing until they agree again."""
         self._breaks += 1
         self._context = (-self._breaks,)  # no digest is negative
         self.expected = None
 
 
 class Agreed(NamedTuple):
-    """What a launch was agreed on.
+    """An event on which the ranks have agreed, for its launch.
 
     Attributes:
-        agreement: between the ranks that it concerns.
+        agreement: of the ranks concerned.
         position: number of the event in it.
-        peer: the other rank of a message, as the world counts; None for a collective.
+        peer: the other rank of a message, by its number in the world; None for a collective.
     """
 
     agreement: SpeculativeAgreement
@@ -87,21 +83,22 @@ class Agreed(NamedTuple):
 
 
 class SpeculativeAgreement:
-    """The agreement of one communicator's ranks.
+    """Agreement of the ranks of one communicator, or of two ranks on the messages in one direction.
 
     Args:
-        client: this rank's connection to the rendezvous server, of the ranks that are to agree.
+        client: this rank's connection to the rendezvous server; its ranks are the ranks that agree.
         group: the communicator's name, the same on all ranks.
-        label: this rank in messages, e.g. "rank 0/2"; other ranks are called by their numbers in the world.
-        timeout_seconds: how long a rank waits for the others' word.
-        verdicts: the server's, where a rank does not come.
-        peer: the other rank of messages, as the world counts; None for collectives.
-        look_for_closed_peer: raises RankFailed where the peer has left that never came to a message.
+        label: this rank in errors, e.g. "rank 0/2"; errors name other ranks by their numbers in the world.
+        timeout_seconds: deadline of a question to the other ranks.
+        verdicts: of the server, for ranks that do not answer.
+        peer: the other rank of messages, by its number in the world; None for collectives.
+        look_for_closed_peer: raises RankFailed if the peer has closed the communicator before its first message.
 
     Attributes:
         position: number of the next event.
-        asks_always: whether it asks about what it predicts too; the same on all ranks.
-        was_overtaken: whether this rank has launched what another one did not: `overtaken` then gives the error, once.
+        asks_always: whether it asks about predicted events too; the same on all ranks.
+        was_overtaken: whether this rank has launched an event that another rank did not; `overtaken` returns the error,
+            once.
     """
 
     def __init__(
@@ -124,26 +121,28 @@ class SpeculativeAgreement:
         self._timeout_seconds = timeout_seconds
         self._own_rank = client.world_ranks[client.rank]
         self._departures = f"nccl/{group}/closed"
-        self._lock = threading.Lock()  # between the thread that launches and the one that hears the server
+        self._lock = threading.Lock()  # the thread that launches and the connection's thread both write
         self._history = History()
         self.position = 0
-        self._asked_at = -1  # where another rank wants everybody to ask
+        self._asked_at = -1  # position at which another rank asks, so that all ranks must
         self._launched: deque[Agreement | None] = deque(maxlen=_REMEMBERED_EVENTS)  # None: agreed on by asking
         self.was_overtaken = False
         self.asks_always = False
-        self._overtaken_at: int | None = None  # an event that this rank launched and another one asked about
-        self._told = -1, ""  # that event, or an earlier one, and what this rank has told of it
+        self._overtaken_at: int | None = (
+            None  # position of an event that this rank launched and another rank asks about
+        )
+        self._described = -1, ""  # that position, or an earlier one, and the description that was sent
         self._launching_thread = threading.get_ident()
         client.follow(group, self._on_asked)
 
     def repeated(self, agreement: Agreement) -> Agreed | None:
-        """Enters the event where it is the predicted one, without asking: this rank may launch it.
+        """Adds the event without asking, if it is the predicted one: this rank may launch it.
 
         Args:
-            agreement: what this rank believes all ranks are about to do.
+            agreement: of the event, as this rank expects it of all ranks.
 
         Returns:
-            None where it must be asked about: see `asked`.
+            None if this rank must ask: see `asked`.
 
         Raises:
             RankFailed, CollectiveTimeout: the server's verdict.
@@ -161,15 +160,15 @@ class SpeculativeAgreement:
         return Agreed(self, position, self._peer)
 
     def asked(self, agreement: Agreement, arrivals: list[object] | None = None) -> Agreed:
-        """Asks about the event; returns once this rank may launch it.
+        """Asks the other ranks about the event; returns when this rank may launch it.
 
         Args:
             agreement: see `repeated`.
             arrivals: gets this object when the server's decision comes: see RendezvousClient.agree.
 
         Raises:
-            PlanMismatch: the ranks differ; where it is `broken`, the communicator must not be used again.
-            RankFailed, CollectiveTimeout: a rank died, left, or did not come.
+            PlanMismatch: the ranks differ; if `broken`, the communicator must not be used again.
+            RankFailed, CollectiveTimeout: a rank died, left, or did not answer.
         """
         position = self.position
         decision = self._ask(position, agreement.digest, arrivals)
@@ -183,7 +182,7 @@ class SpeculativeAgreement:
         raise self._disagreement(position, agreement, broken=decision is Decision.LAUNCHED)
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns the error of a rank that launched an event which the others did not; None while there is none."""
+        """Returns the error if this rank has launched an event that another rank did not, once; else None."""
         with self._lock:
             position, self._overtaken_at = self._overtaken_at, None
             if position is None:
@@ -192,19 +191,19 @@ class SpeculativeAgreement:
         return self._mismatch(position, launched, broken=True)
 
     def announce_closed(self) -> None:
-        """Tells the other ranks, should they wait for this one, how far it has come."""
+        """Reports the number of events that this rank has passed, to ranks that may wait for it."""
         self._client.announce_left(self._departures, self.position)
 
     def look_for_closed_ranks(self, position: float, ranks: Iterable[int] | None = None) -> None:
-        """Raises RankFailed when another rank has closed the communicator before it had passed this event.
+        """Raises RankFailed if another rank has closed the communicator before it had passed this event.
 
         Args:
-            position: of the event.
-            ranks: whom to look for, by their numbers in the world; None is all.
+            position: of the event; infinite for a question, which a rank that has closed does not answer.
+            ranks: numbers in the world of the ranks to check; None is all.
         """
         raise_if_left(self._client, self._departures, self._label, position, ranks)
         if position == math.inf and self._look_for_closed_peer is not None:
-            self._look_for_closed_peer()  # a question: who has closed the communicator does not answer it
+            self._look_for_closed_peer()
 
     def close(self) -> None:
         """Stops listening."""
@@ -215,25 +214,25 @@ class SpeculativeAgreement:
         return [rank for rank in self._client.world_ranks if rank != self._own_rank]
 
     def _launched_at(self, position: int) -> Agreement | None:
-        """Returns what was launched by prediction at a position that lies behind; None for what was asked about."""
+        """Returns the predicted event that was launched at an earlier position; None if this rank had asked."""
         age = self.position - position
         return self._launched[-age] if age <= len(self._launched) else _forgotten(position)
 
     def _on_asked(self, position: int) -> LaunchedEvent | None:
-        """Hears that another rank asks about an event; tells what was launched there, if that has happened."""
+        """Is called when another rank asks about an event; returns this rank's event there, if it has launched one."""
         with self._lock:
             if position >= self.position:
                 self._asked_at = position
                 return None
             launched = self._launched_at(position)
             if launched is None:
-                return None  # its question crossed this rank's own
+                return None  # this rank has asked too
             self._overtaken_at = position
             self.was_overtaken = True
-            found = caller(self._launching_thread)  # not the line of the call, which has returned, but one near it
+            found = caller(self._launching_thread)  # a line near the call, which has returned
             place = "" if found is None else f"launched; by now at {found}"
-            self._told = position, launched.text_for_others(place)
-            return LaunchedEvent(launched.digest, self._told[1])
+            self._described = position, launched.text_for_others(place)
+            return LaunchedEvent(launched.digest, self._described[1])
 
     def _ask(self, position: int, digest: int, arrivals: list[object] | None) -> Decision:
         began = time.monotonic()
@@ -244,14 +243,14 @@ class SpeculativeAgreement:
                 arriving = None if arrivals is None else (arrivals, self)
                 return self._client.agree(self._group, position, digest, timeout_seconds=seconds, arriving=arriving)
             except RendezvousTimeout as error:
-                self.look_for_closed_ranks(math.inf)  # who has closed answers no more, wherever it had come to
+                self.look_for_closed_ranks(math.inf)
                 waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
                 if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
                     self._verdicts.give_up(waited_seconds, missing)
                 self._verdicts.warn(waited_seconds, missing)
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
-        """Makes the error for a question; it may be that this rank had gone astray before."""
+        """Makes the error for a question; this rank may have launched a wrong event before."""
         began_at = self._client.launched_position(self._group) if broken else None
         if began_at is not None and began_at < position:
             with self._lock:
@@ -260,8 +259,8 @@ class SpeculativeAgreement:
         return self._mismatch(position, agreement, broken=broken)
 
     def _own_text(self, position: int, agreement: Agreement | None) -> str:
-        if self._told[0] == position:
-            return self._told[1]
+        if self._described[0] == position:
+            return self._described[1]
         return f"{place_of_caller()}\n(unknown)" if agreement is None else agreement.text_for_others()
 
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
@@ -272,13 +271,13 @@ class SpeculativeAgreement:
             self._publish(position, mine)
             for rank in self._other_ranks():
                 texts[rank] = self._read(position, rank)
-        except GradsyncError as error:  # the mismatch is the news; whose text is missing is told beside it
+        except GradsyncError as error:  # the mismatch matters more: the error says whose description is missing
             for rank in self._other_ranks():
-                texts.setdefault(rank, f"\n(not told: {error})")
+                texts.setdefault(rank, f"\n(no description: {error})")
         return mismatch(self._label, agreement, Description.parse_whole(texts), broken=broken)
 
     def _publish(self, position: int, text: str) -> None:
-        """Sets this rank's text, in pieces; the last one is shorter than the others."""
+        """Stores this rank's description in pieces; only the last one is shorter than _PIECE_BYTES."""
         data = text.encode(errors="replace")
         for number, begin in enumerate(range(0, len(data) + 1, _PIECE_BYTES)):
             self._client.set(self._piece_key(position, self._own_rank, number), data[begin : begin + _PIECE_BYTES])
@@ -291,7 +290,7 @@ class SpeculativeAgreement:
         return b"".join(pieces).decode(errors="replace")
 
     def _piece_key(self, position: int, rank: int, number: int) -> str:
-        # The first one is what the server itself sets for a rank that has gone ahead.
+        # The server itself stores the first piece of a rank that has gone ahead.
         key = event_key(self._group, position, rank)
         return key if number == 0 else f"{key}/{number}"
 
@@ -301,11 +300,11 @@ def _forgotten(position: int) -> Agreement:
 
 
 class Question(NamedTuple):
-    """A message on which this rank and another one are to agree.
+    """A message on which its two ranks must agree.
 
     Attributes:
-        sender, receiver: as they are numbered in the communicator; one of them is this rank.
-        agreement: what this rank believes both are about to do.
+        sender, receiver: their numbers in the communicator; one of them is this rank's.
+        agreement: of the message, as this rank expects it of both.
     """
 
     sender: int
@@ -314,24 +313,24 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What has come of a question: what was agreed on, or else why it was not."""
+    """The answer to a question: the agreed event, or the mismatch."""
 
     agreed: Agreed | None
     mismatch: PlanMismatch | None = None
 
 
 class NcclAgreements:
-    """The agreements of one communicator.
+    """The agreements of one communicator: of all ranks on collectives, of two ranks on messages.
 
     Args:
-        client: the way of its ranks to the rendezvous server.
-        group: its name, the same on all ranks.
-        label: this rank in messages.
-        timeout_seconds: how long a rank waits for the others' word.
-        verdicts: the server's, where a rank does not come.
+        client: connection of the communicator's ranks to the rendezvous server.
+        group: the communicator's name, the same on all ranks.
+        label: this rank in errors.
+        timeout_seconds: deadline of a question to the other ranks.
+        verdicts: of the server, for ranks that do not answer.
 
     Attributes:
-        of_all: of all ranks, on collectives.
+        of_all: the agreement of all ranks.
     """
 
     def __init__(
@@ -347,14 +346,14 @@ class NcclAgreements:
         self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # by sender and receiver
 
     def on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
-        """Gives, in groups, which of one or two messages this rank may launch; the other rank of each knows the same.
+        """Yields, in groups, which of one or two messages this rank may launch; the other rank of each knows the same.
 
-        What comes in one group is launched together, before the next is asked for. What repeats itself is one group.
-        What must be asked about is launched by itself, in the order of the server's answers, which is one order for
-        all ranks: so no circle of them waits for each other, and a message waits for no answer to another one, which
-        may come only when its rank has received it. The first message from a rank to another is always asked about:
-        NCCL connects two ranks within the first group that has a message between them, and both need the same ones in
-        it. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
+        The messages of a group are launched together, before the next group is asked for. Predicted messages are one
+        group. Each other message is a group of its own, in the order of the server's answers, which is one order for
+        all ranks: so no ranks wait for each other in a circle. No message waits for the answer to another one, which
+        may come only after its rank has received the message. A rank always asks about the first message to another
+        rank: NCCL connects two ranks in the first group that has a message between them, and both ranks need the same
+        messages in that group. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
 
         Raises:
             PlanMismatch: `broken`: the communicator must not be used again.
@@ -374,17 +373,17 @@ class NcclAgreements:
             yield from _ask_at_once({ways[question]: question for question in asked})
 
     def always_ask(self) -> None:
-        """Has every collective and message be asked about from now on, also what repeats itself; on all ranks."""
+        """Makes this rank ask about every collective and message from now on; all ranks must call it."""
         for agreement in self._all():
             agreement.asks_always = True
 
     @property
     def were_overtaken(self) -> bool:
-        """Whether `overtaken` gives an error, or has given it."""
+        """Whether `overtaken` returns an error, or has returned it."""
         return any(agreement.was_overtaken for agreement in self._all())
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns the error of a rank that launched what another one did not; None while there is none."""
+        """Returns the error if this rank has launched an event that another rank did not, once; else None."""
         for agreement in self._all():
             mismatch = agreement.overtaken()
             if mismatch is not None:
@@ -392,16 +391,16 @@ class NcclAgreements:
         return None
 
     def look_for_closed_ranks(self) -> None:
-        """Raises RankFailed when a rank has closed the communicator before it had passed all that this one has."""
+        """Raises RankFailed if a rank has closed the communicator before the last event that this rank has passed."""
         for agreement in self._all():
             agreement.look_for_closed_ranks(agreement.position - 1)
 
     def look_for_closed_members(self, ranks: Iterable[int]) -> None:
-        """Raises RankFailed when one of these ranks, as the communicator numbers them, has closed the communicator."""
+        """Raises RankFailed if one of these ranks, by their numbers in the communicator, has closed it."""
         self.of_all.look_for_closed_ranks(math.inf, [self._client.world_ranks[rank] for rank in ranks])
 
     def announce_closed(self) -> None:
-        """Tells the other ranks, should they wait for this one, how far it has come."""
+        """Reports the number of events that this rank has passed, to ranks that may wait for it."""
         for agreement in self._all():
             agreement.announce_closed()
 
@@ -446,16 +445,16 @@ def _ask(way: SpeculativeAgreement, question: Question, arrivals: list[object] |
 
 
 def _ask_at_once(questions: dict[SpeculativeAgreement, Question]) -> Iterator[dict[Question, Answer]]:
-    """Asks on threads, because the other ranks may come to the questions in any order; gives the answers in theirs."""
+    """Asks on threads, as the other ranks may ask in any order; yields the answers in the order of the server."""
     coming: SimpleQueue[tuple[SpeculativeAgreement, Answer | BaseException]] = SimpleQueue()
-    arrivals: list[object] = []  # of the server's answers; a thread may be woken later than another one
+    arrivals: list[object] = []  # in the order of the server's answers, in which threads need not wake
     asking = threading.get_ident()
 
     def ask(way: SpeculativeAgreement, question: Question) -> None:
         on_behalf.thread = asking
         try:
             coming.put((way, _ask(way, question, arrivals)))
-        except BaseException as error:  # raised where the answer is taken; another question ends by it too
+        except BaseException as error:  # raised where the answer is taken, and the other question ends too
             coming.put((way, error))
 
     for way, question in questions.items():

@@ -1,8 +1,8 @@
-"""The host path of a communicator between GPUs: through the rendezvous server.
+"""The path of objects between ranks with GPUs: through the store of the rendezvous server.
 
-Objects must not wait for the GPU, nor take its memory, and the ranks may be on several machines. Bytes travel as values
-of the server's store, in windows: every sender puts its next pieces there, every reader takes them, all meet, and the
-senders remove what was taken. So the server never holds more than a window, however large an object is.
+Objects must not wait for the GPU or use its memory, and the ranks may be on several machines. Bytes travel as values in
+the store, in windows: every sender stores its next pieces, every reader reads them, all ranks meet, and the senders
+delete the pieces. So the server never holds more than a window, however large an object is.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class StorePath(HostPath):
     Args:
         client: this rank's connection to the rendezvous server; its ranks are the communicator's.
         group: the communicator's name.
-        verdicts: the server's.
-        timeout_seconds: how long a rank waits for another's next move.
-        agree: raises PlanMismatch where the ranks disagree on the collective that begins.
-        look_around: called while waiting; raises when the wait is in vain.
+        verdicts: of the server.
+        timeout_seconds: how long a rank waits for another rank's next piece.
+        agree: raises PlanMismatch if the ranks disagree on the collective that begins.
+        look_around: is called while waiting; raises the reason if the other ranks will not come.
     """
 
     def __init__(
@@ -106,18 +106,18 @@ class StorePath(HostPath):
         return target
 
     def _move(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
-        """Moves numbered streams of bytes; every rank takes part, and knows the sizes of all.
+        """Moves numbered streams of bytes. Every rank must call it, with the same sizes.
 
         Args:
             sizes: bytes of each stream.
             outgoing: the streams that this rank sends, by number.
-            incoming: room for those that it reads.
+            incoming: buffers for the streams that this rank reads, by number.
         """
         self._moves += 1
         try:
             self._move_windows(sizes, outgoing, incoming)
         except GradsyncError:
-            # Another rank has left this path because of what has happened to it elsewhere: that is the news.
+            # If another rank has left this path because of a failure elsewhere, that failure is the reason.
             self._verdicts.await_news(NEWS_SECONDS, self._look_around)
             raise
 
@@ -139,14 +139,14 @@ class StorePath(HostPath):
                 self._remove(placed)
 
     def _pieces(self, number: int, stream: Array, begin: int, window: int) -> Iterator[tuple[str, Array]]:
-        """Gives the key and the memory of each piece of a stream in one window."""
+        """Yields the key and the memory of each piece of a stream in one window."""
         end = min(begin + window, stream.size)
         for offset in range(begin, end, MAX_VALUE_BYTES):
             piece = stream[offset : min(offset + MAX_VALUE_BYTES, end)]
             yield f"{self._keys}/{self._moves}/{number}/{offset}", piece
 
     def _put(self, key: str, data: bytes) -> None:
-        """Stores a piece, once there is room: other communicators may move large objects at the same time."""
+        """Stores a piece; waits while the store is full, because other communicators may use it too."""
         began = time.monotonic()
         pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
@@ -154,7 +154,7 @@ class StorePath(HostPath):
                 self._client.set(key, data)
                 return
             except RendezvousError:
-                self._client.check()  # not a full store, but the end of the server or of a rank
+                self._client.check()  # raises if the store is not full, but a rank or the server has failed
                 waited_seconds = time.monotonic() - began
                 if waited_seconds >= self._timeout_seconds:
                     raise
@@ -170,12 +170,12 @@ class StorePath(HostPath):
         self._client.barrier(self._keys, timeout_seconds=seconds)
 
     def _remove(self, keys: Sequence[str]) -> None:
-        with contextlib.suppress(GradsyncError):  # it ends with the generation, or will be told by the next call
+        with contextlib.suppress(GradsyncError):  # the store ends with the generation; the next call raises failures
             for key in keys:
                 self._client.delete(key)
 
     def _await(self, ask: Callable[[float], T]) -> T:
-        """Returns the answer of ask(seconds), which waits so long; in between looks around, and tells of the wait."""
+        """Calls ask(seconds) until it returns; in between checks for failures and reports a long wait."""
         began = time.monotonic()
         while True:
             left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
@@ -190,7 +190,7 @@ class StorePath(HostPath):
 
 
 def _sizes_beside(root: int, bounds: Bounds) -> list[int]:
-    """Returns the bytes of each rank's part; the root's own does not travel."""
+    """Returns the bytes of each rank's part; 0 for the root's own, which does not travel."""
     return [end - begin if rank != root else 0 for rank, (begin, end) in enumerate(pairwise(bounds))]
 
 

@@ -1,8 +1,8 @@
-"""The thread beside NCCL communicators that sees what no call would: failures, deadlines, ends of launches.
+"""The watcher: a thread that notices failures, deadlines and ends of launches of all NCCL communicators.
 
-A collective on a GPU returns at once and then may never end; only somebody who looks can tell. One thread of the
-process looks after all its communicators, and holds no reference to them, so that a forgotten one can be collected. A
-second thread calls the users' callbacks, so that none of them keeps the first from looking.
+The call of a collective on a GPU returns at once, and the collective may never end, so a thread must check. One thread
+of the process watches all its communicators. It holds no reference to them, so that a forgotten communicator can be
+collected. A second thread calls the users' callbacks, so that no callback delays the watcher.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describ
 from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
-_BUSY_SECONDS = 0.005  # while something is launched: how late a done-callback may be
-# Launches that a call leaves to the thread. Where there are more, a call looks at the oldest, and the next does so when
-# there are twice as many: a look costs as much as a launch, and a GPU that is behind stays so.
+_BUSY_SECONDS = 0.005  # while a launch runs: so late may a done-callback be
+# Launches that a call leaves to the watcher. With more, a call checks the oldest, and later calls check again at twice
+# as many: a check costs as much as a launch, and a GPU that is behind stays behind for a while.
 _LEFT_TO_WATCHER = 8
-_SUSPICIOUS_AFTER_SECONDS = 1.0  # when a running collective makes the thread ask whether a rank has closed
+_SUSPICIOUS_AFTER_SECONDS = 1.0  # a collective that runs longer makes the watcher check whether a rank has closed
 
 
 class Watched:
-    """The launches of one communicator, as the watcher looks after them.
+    """The launches of one communicator, which the watcher checks.
 
     Args:
         nccl: the communicator.
-        client: the way of its ranks to the rendezvous server.
+        client: connection of its ranks to the rendezvous server.
         verdicts: of the server.
         agreements: of the communicator's ranks.
-        label: this rank in messages.
+        label: this rank in errors.
         timeout_seconds: how long a collective may run.
-        on_failure: a method that is called once, on the watcher's thread, with what has broken the communicator.
+        on_failure: method that is called once, on the watcher's thread, with the error that broke the communicator.
 
     Attributes:
-        call: the launch that a thread is making, that thread, and since when it waits for nothing but a call to come
-            back: NCCL may wait for other ranks there, and so does CUDA with CUDA_LAUNCH_BLOCKING=1. None: no call.
+        call: the launch whose NCCL call has not returned, and its thread; None between calls. A call may block: NCCL
+            connects ranks in it, and CUDA_LAUNCH_BLOCKING=1 makes every launch wait for its end.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Watched:
         self._on_failure = weakref.WeakMethod(on_failure)
         self._running: deque[Launch] = deque()
         self._reaped_above = _LEFT_TO_WATCHER
-        self._error: BaseException | None = None  # what a launch that comes now has failed with
-        self._device_failure: NcclError | None = None  # found at the end of a launch
+        self._error: BaseException | None = None  # fails the launches to come
+        self._device_failure: NcclError | None = None  # of a launch that has ended
         self._lock = threading.Lock()
         self._stopped = False
-        self._returns_since: tuple[object, float] | None = None  # a call, and when the watcher has begun its clock
+        self._returns_since: tuple[object, float] | None = None  # a call, and the beginning of its deadline
         self._ask_about_closing_at = 0.0
         _watch(self)
 
     def add(self, launch: Launch) -> None:
-        """Takes a launch into care; drops those that have ended."""
+        """Watches one more launch, and drops launches that have ended."""
         with self._lock:
             error = self._error
             if error is None:
@@ -96,15 +96,12 @@ class Watched:
             self._reaped_above = max(_LEFT_TO_WATCHER, 2 * len(self._running))
 
     def reap(self, left: int = 0) -> None:
-        """Drops launches that have ended, and their memory, until no more than so many are left.
-
-        A stream ends them in order.
-        """
+        """Drops launches that have ended, with their memory, down to `left` launches. A stream ends them in order."""
         running = self._running
         while len(running) > left:
             try:
                 head = running[0]
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has dropped the last
                 return
             if not head.done():
                 return
@@ -117,23 +114,23 @@ class Watched:
             _call_back(head)
 
     def fail_launches(self, error: BaseException) -> None:
-        """Fails every launch that has not ended, and those that are still to come."""
+        """Fails every launch that has not ended, and every later one."""
         with self._lock:
             self._error = error
             failed = list(self._running)
             self._running.clear()
-        for launch in reversed(failed):  # who waits for the first that has failed finds the later ones failed too
+        for launch in reversed(failed):  # when a wait for one raises, the later ones have failed too
             if not launch.done():
                 launch.fail(error)
         for launch in failed:
             _call_back(launch)
 
     def raise_cause(self, error: NcclError) -> NoReturn:
-        """Raises what another rank has done where that is what NCCL has noticed, else the error itself."""
+        """Raises the other rank's failure that caused an error of NCCL, if it becomes known in time; else the error."""
         if self._client.world_size > 1:
             try:
                 self._verdicts.await_news(NEWS_SECONDS, self._look_for_cause)
-                if self._agreements.were_overtaken:  # another thread has taken that, and reads what the others launched
+                if self._agreements.were_overtaken:  # another thread is reading the other ranks' descriptions
                     self._verdicts.await_news(TEXTS_WITHIN_SECONDS, self._look_for_cause)
                 self._agreements.look_for_closed_ranks()
             except GradsyncError as cause:
@@ -141,27 +138,27 @@ class Watched:
         raise error
 
     def stop(self) -> None:
-        """Makes the watcher look for nothing but the ends of what is launched; does not wait for it."""
+        """Makes the watcher check nothing but the ends of launches; returns at once."""
         self._stopped = True
 
     # -- On the watcher's thread ---------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Looks once, and reports what has broken the communicator; returns whether to look again."""
+        """Checks once, and reports a failure of the communicator; returns whether to check again."""
         if not self._stopped:
             try:
                 self._look()
             except GradsyncError as error:
                 self._report(error)
-            except Exception as error:  # CUDA's own above all: nobody else would notice
-                self._report(NcclError(f"{self._label}: looking after collectives failed: {describe(error)}"))
+            except Exception as error:  # mostly CUDA's: nobody else would notice
+                self._report(NcclError(f"{self._label}: watching collectives failed: {describe(error)}"))
             return True
-        self.reap()  # what is left ends soon: it was waited for, or has failed
+        self.reap()  # the others end soon: release() has waited for them, or they have failed
         return bool(self._running)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is launched, or about to be."""
+        """Whether a launch runs, or is being made."""
         return bool(self._running) or self.call is not None
 
     def _report(self, error: GradsyncError) -> None:
@@ -171,7 +168,7 @@ class Watched:
         self._stopped = True
 
     def _look(self) -> None:
-        """Raises what has broken the communicator."""
+        """Raises the error that has broken the communicator, if any."""
         self.reap()
         if self._device_failure is not None:
             raise self._device_failure
@@ -186,19 +183,19 @@ class Watched:
             self._look_at_clock(head, time.monotonic())
         call = self.call
         if call is None:
-            self._returns_since = None  # which keeps its launch
+            self._returns_since = None  # it would keep the launch alive
         else:
             self._look_at_call(call, time.monotonic())
 
     def _look_at_others(self) -> None:
-        """Raises what the server tells of the other ranks."""
+        """Raises a failure of another rank that the server has reported."""
         self._verdicts.check()
         overtaken = self._agreements.overtaken()
         if overtaken is not None:
             raise overtaken
 
     def _look_for_cause(self) -> None:
-        """Raises what another thread has found to have broken the communicator, or what the server tells."""
+        """Raises a failure that another thread has found, or that the server has reported."""
         if self._error is not None:
             raise copy.copy(self._error)
         self._look_at_others()
@@ -219,7 +216,7 @@ class Watched:
     def _look_at_call(self, call: tuple[Launch, int], now: float) -> None:
         launch, thread = call
         if self._returns_since is None or self._returns_since[0] is not call:
-            if launch.started.done:  # until then it is this rank's own work that may hold the call up
+            if launch.started.done:  # before that the call may wait for this rank's own work
                 self._returns_since = call, now
             return
         stuck = f"{launch.name}: a call has not returned for {self._timeout_seconds:g} s"
@@ -235,8 +232,8 @@ class Watched:
         stuck: str,
         entry: Entry | None,
     ) -> None:
-        """Warns of what has taken long; raises the verdict on what has reached its deadline."""
-        on_behalf.thread = thread  # whose line is told with a message
+        """Warns after a while, and at the deadline raises the server's verdict."""
+        on_behalf.thread = thread  # reports of a message contain this thread's line
         several = self._client.world_size > 1
         if waited_seconds > self._timeout_seconds and still_waits():
             if several:
@@ -252,20 +249,20 @@ _callbacks: SimpleQueue[Launch | None] = SimpleQueue()
 
 
 def _watch(watched: Watched) -> None:
-    """Looks after one more communicator, on threads that are started for the first."""
+    """Watches one more communicator; starts both threads for the first one."""
     global _callbacks
     with _registering:
         _all.append(watched)
         if len(_all) > 1:
             return
-        _callbacks = SimpleQueue()  # its own: a callback that never returns may keep the thread before this one
+        _callbacks = SimpleQueue()  # a new one: a callback that never returns may still hold the thread of the old one
         for name, work in (("gradsync-nccl-watcher", _look_at_all), ("gradsync-nccl-callbacks", _call_all_back)):
             arguments = watched._nccl.device_id, _callbacks
             threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
 
 
 def _look_at_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
-    # The one that a process has: without it, looking at an event would take memory of the first.
+    # The rank's GPU: otherwise checking an event would create a context on the first GPU.
     cupy.cuda.Device(device_id).use()
     while True:
         with _registering:
@@ -283,20 +280,20 @@ def _look_at_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
 
 
 def _call_all_back(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
-    cupy.cuda.Device(device_id).use()  # a callback's arrays are there
+    cupy.cuda.Device(device_id).use()  # callbacks use arrays there
     while (launch := callbacks.get()) is not None:
         launch.call_back()
-        del launch  # what it refers to must not outlive it
+        del launch  # its memory must not be kept until the next one
 
 
 def _call_back(launch: Launch) -> None:
-    """Has the callbacks of a launch called that is over."""
+    """Makes the callbacks' thread call the callbacks of a launch that has ended."""
     if launch.callbacks:
         _callbacks.put(launch)
 
 
 def _forget_after_fork() -> None:
-    """The threads are not in the child."""
+    """A forked child does not have the threads."""
     global _registering
     _registering = threading.Lock()
     _all.clear()
