@@ -41,7 +41,7 @@ def head(blackhole, monkeypatch):
     look_up = socket.getaddrinfo
 
     def look_up_head(host, *args, **options):
-        return list(targets) if host == "head" else look_up(host, *args, **options)
+        return list(targets) if host == b"head" else look_up(host, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up_head)
     return f"head:{blackhole[1]}"

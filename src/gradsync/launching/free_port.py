@@ -8,11 +8,10 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
 from gradsync.arguments import LARGEST_PORT
 
-_KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_KERNEL_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 _DEFAULT_KERNEL_RANGE = (32768, 60999)
 _LOWEST_PORT = 1024  # below it only root binds
 _ENOUGH_PORTS = 1000
@@ -71,7 +70,8 @@ def _take_port() -> tuple[int, int]:
 def _ports_to_try() -> range:
     """Returns the ports beside those that the kernel chooses from; the latter where it leaves too few."""
     try:
-        low, high = map(int, _KERNEL_RANGE.read_text().split())
+        with open(_KERNEL_RANGE) as file:
+            low, high = map(int, file.read().split())
     except (OSError, ValueError):
         low, high = _DEFAULT_KERNEL_RANGE
     above = range(high + 1, LARGEST_PORT + 1)

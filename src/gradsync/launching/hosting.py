@@ -8,7 +8,6 @@ missing: the first launcher then makes one and leaves it in a file of mode 0600 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import time
@@ -23,8 +22,6 @@ from gradsync.rendezvous.sockets import bind_listener, format_address
 
 _MEETING_SECONDS = 120.0  # as long as init_process_group() waits
 _PROBE_SECONDS = 1.0
-
-_log = logging.getLogger("gradsync")
 
 
 @contextlib.contextmanager
@@ -90,7 +87,9 @@ def launcher_endpoint(
         address = format_address(listener)
         if meets_others and port == 0:
             port = listener.getsockname()[1]
-            _log.warning(
+            import logging  # here: start-up counts
+
+            logging.getLogger("gradsync").warning(
                 "the ranks of this run meet at %s: give port=%d to the launchers of the other nodes", address, port
             )
         with contextlib.nullcontext(secret) if secret else _published_secret(address) as known:

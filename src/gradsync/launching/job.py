@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,6 +42,9 @@ class Target:
             world_size: how many ranks.
             hosts: "host:ranks" of each machine; none for this one alone.
         """
+        import shlex  # here: start-up counts
+        import shutil
+
         on_hosts = ("--host", ",".join(hosts)) if hosts else ()
         command = shlex.join(("mpiexec", "-n", str(world_size), *on_hosts, "python", *self.command_line))
         if shutil.which("mpiexec") is None:

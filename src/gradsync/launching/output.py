@@ -19,11 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from gradsync.launching.rank_logs import RankLog, prepare_log_directory
 from gradsync.launching.signals import own_descriptors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gradsync.launching.rank_logs import RankLog
 
 _READ_BYTES = 64 * 1024
 _TAIL_LINES = 20
@@ -102,11 +105,15 @@ class OutputPump:
         stderr: TextIO | None,
         *,
         prefix: bool,
-        log_dir: Path | None = None,
+        log_dir: str | None = None,
         attempt: int | None = None,
         ranks_elsewhere: Container[int] = (),
     ) -> None:
-        self._log_dir = None if log_dir is None else prepare_log_directory(log_dir, attempt, ranks_elsewhere)
+        self._logs: Path | None = None
+        if log_dir is not None:
+            from gradsync.launching.rank_logs import prepare_log_directory  # here: start-up counts
+
+            self._logs = prepare_log_directory(log_dir, attempt, ranks_elsewhere)
         first, last = _screens_for(stdout, stderr)
         tell_once = _tell_once_on(last)
         self._writers = [_Writer(screen, prefix, tell_once) for screen in dict.fromkeys((first, last))]
@@ -121,7 +128,11 @@ class OutputPump:
             stdout_fd: read end of its stdout.
             stderr_fd: read end of its stderr.
         """
-        log = None if self._log_dir is None else RankLog(self._log_dir / f"rank-{rank}.log", streams=2)
+        log = None
+        if self._logs is not None:
+            from gradsync.launching.rank_logs import RankLog
+
+            log = RankLog(self._logs / f"rank-{rank}.log", streams=2)
         tail = self._tails[rank] = Tail(_TAIL_LINES)
         for writer, descriptor in ((self._writers[0], stdout_fd), (self._writers[-1], stderr_fd)):
             writer.add(_RankStream(rank, descriptor, tail, log))

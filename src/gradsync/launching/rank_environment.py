@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,6 @@ from gradsync.launchers import variables_of_mpi
 from gradsync.launching.job import Job, Network
 from gradsync.machine import address_towards, blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
-
-_log = logging.getLogger("gradsync")
 
 # As CUDA_VISIBLE_DEVICES takes them: a number, a UUID or its beginning, a MIG instance in either notation.
 _GPU = re.compile(r"\d+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-fA-F-]+|MIG-GPU-[0-9a-fA-F-]+/\d+/\d+")
@@ -84,7 +81,9 @@ def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> No
     added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
     names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
     if names:
-        _log.info("ranks find, unless you set them yourself: %s", names)
+        import logging  # here: start-up counts
+
+        logging.getLogger("gradsync").info("ranks find, unless you set them yourself: %s", names)
 
 
 def _nccl_variables(job: Job) -> dict[str, str]:

@@ -58,7 +58,7 @@ class RankLog:
                 self._file = None
 
 
-def prepare_log_directory(log_dir: Path, attempt: int | None, ranks_elsewhere: Container[int] = ()) -> Path:
+def prepare_log_directory(log_dir: str | Path, attempt: int | None, ranks_elsewhere: Container[int] = ()) -> Path:
     """Makes the directory for the logs of a run, without those of an earlier one.
 
     What goes are files `rank-N.log`, and directories `attempt-N` that hold nothing but such files. All else is somebody
@@ -77,6 +77,7 @@ def prepare_log_directory(log_dir: Path, attempt: int | None, ranks_elsewhere: C
     Raises:
         InvalidArgument: it cannot be made, cleared, or written to.
     """
+    log_dir = Path(log_dir)
     if not attempt and log_dir.is_dir():
         _clear(log_dir, attempt, ranks_elsewhere)
     directory = log_dir if attempt is None else log_dir / f"attempt-{attempt}"

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
@@ -29,7 +28,7 @@ from gradsync.machine import read_stat
 _READS_PER_TURN = 64  # of a report that is larger than the pipe
 
 # The rank must import the launcher's own gradsync, whatever the current directory holds.
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+_PACKAGE_PARENT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _preparing = threading.Lock()
 _OUT_OF_THE_WAY = 256  # a number above those of a process that has opened little
 _SHIM = f"""\

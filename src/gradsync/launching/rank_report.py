@@ -5,23 +5,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import json
-import mmap
 import os
-import pickle
 import weakref
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from gradsync.launching.in_rank.result import BOUNDS, ERROR
+
+if TYPE_CHECKING:
+    import mmap
 
 _HEADER_BYTES = 9
 _GROWTH_BYTES = 16 << 20
 
 _MAP_FIXED = 0x10  # Source: include/uapi/asm-generic/mman-common.h; the mmap module does not have it
-_FAILED = ctypes.c_void_p(-1).value
 
 T = TypeVar("T")
 
@@ -155,6 +153,8 @@ class ReturnValue:
 
     def load(self) -> Any:
         """Gives the value: each call another copy. Raises what its unpickling does."""
+        import pickle  # here, as below: start-up counts
+
         # Private: a value that is loaded twice is two, and a process that is forked later shares none of it.
         content = memoryview(map_privately(self._file, self._size_bytes))
         pickled, *buffers = [content[begin:end] for begin, end in self._bounds]
@@ -177,13 +177,16 @@ def map_privately(file: int, size_bytes: int) -> mmap.mmap:
     Raises:
         OSError: there is no room for it.
     """
+    import ctypes
+    import mmap
+
     place = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # unmapped with the last view
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     address = ctypes.addressof(ctypes.c_char.from_buffer(place))
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-    if libc.mmap(address, size_bytes, protection, flags, file, 0) == _FAILED:
+    if libc.mmap(address, size_bytes, protection, flags, file, 0) == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return place
@@ -195,6 +198,8 @@ def from_told(kind: type[T], data: bytes | bytearray) -> T:
     Raises:
         ValueError: it is no such object; the text says what is wrong with it.
     """
+    import json
+
     try:
         told = json.loads(data)
     except RecursionError:

@@ -6,13 +6,9 @@ import contextlib
 import importlib.util
 import io
 import os
-import shlex
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsync import environment
@@ -80,7 +76,6 @@ def run_command(
         devices = tuple(choose_gpus(devices, n_ranks, os.environ, allow_shared=environment.ALLOW_SHARED_GPU.read()))
     shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
     reading_rank = _stdin_rank(stdin_rank, n_ranks if nodes is None else None)
-    log_path = None if log_dir is None else Path(log_dir)
     folders: dict[str, str | None] = {environment.DUMP_DIR: dump_dir, environment.TRACE: trace_dir}
     variables = {name: os.path.abspath(folder) for name, folder in folders.items() if folder is not None}
     if debug:
@@ -90,7 +85,7 @@ def run_command(
         attempt = restart if max_restarts else None
         elsewhere = set(range(started.world_size)).difference(started.ranks)
         return OutputPump(
-            sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_path, attempt=attempt, ranks_elsewhere=elsewhere
+            sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_dir, attempt=attempt, ranks_elsewhere=elsewhere
         )
 
     def tell_restart(outcome: Outcome, restarts: int) -> None:
@@ -116,6 +111,8 @@ def run_command(
             return run_on_nodes(nodes, job, make_output, notices)
         outcome = supervise(job, make_output=make_output, notices=notices, on_restart=tell_restart)
     if outcome.exit_code and dump_dir is not None:
+        import shlex  # here, as below: start-up counts
+
         notices.tell(f"gradsync: `gradsync trace {shlex.quote(dump_dir)}` shows what the ranks were doing")
     _tell_failure(outcome, notices)
     return outcome.exit_code
@@ -191,6 +188,9 @@ def _state_dir(state_dir: str | None, max_restarts: int) -> Iterator[str | None]
     elif max_restarts == 0:
         yield None
     else:
+        import shutil
+        import tempfile
+
         path = tempfile.mkdtemp(prefix="gradsync-state-")
         try:
             yield path

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import socket
 from typing import Any
@@ -22,8 +21,6 @@ _USER_TIMEOUT_MS = 5000
 _TCP_LISTEN_STATE = "0A"
 _OTHER_FILES = 256  # room for the process's other open files
 
-_log = logging.getLogger("gradsync.rendezvous")
-
 
 def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
     """Returns the addresses of a host name, in the form of `socket.getaddrinfo`.
@@ -32,7 +29,9 @@ def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
         OSError: the name has no address, or is not a valid name.
     """
     try:
-        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        # As bytes: for text Python loads the tables of international names, which takes several milliseconds.
+        name = host.encode() if host.isascii() else host
+        return list(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM))
     except ValueError:  # the name is too long, or has invalid characters
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
@@ -148,7 +147,9 @@ def make_room(connections: int) -> None:
     """Raises the process's limit of open files for `connections` sockets; logs a warning if the limit stays too low."""
     allowed = raise_limit(connections)
     if allowed is not None:
-        _log.warning(
+        import logging  # here: start-up counts
+
+        logging.getLogger("gradsync.rendezvous").warning(
             "gradsync: a rendezvous of this size needs up to %d open files, this process may open %d; raise the "
             "hard limit (ulimit -Hn) if ranks cannot connect",
             connections + _OTHER_FILES,

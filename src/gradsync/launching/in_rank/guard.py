@@ -11,7 +11,6 @@ This file runs before anything else in a rank process, so it imports next to not
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -60,6 +59,8 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
         descriptors: the guard keeps `status` and `command`, the rank `report` and `result_file`.
         others: descriptors that only the rank needs.
     """
+    import ctypes  # here, as below: the launcher imports this module too, and its start-up counts
+
     status, command, report, result_file = descriptors
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
@@ -222,6 +223,8 @@ def _let_go_of_standard_input() -> None:
 
 def _set_title(title: str) -> None:
     """Shows in `ps` what this process is, over the command line that it shares with the rank."""
+    import ctypes
+
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of the file, arg_start and arg_end

@@ -93,8 +93,8 @@ class Sockets(_Others):
         join(Link(self._machine.scheduler, Weather(latency_seconds=0.0)), one, other)
         return one, other
 
-    def getaddrinfo(self, host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))]
+    def getaddrinfo(self, host: bytes, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host.decode(), port))]
 
     def gethostname(self) -> str:
         return "host-of-" + self._machine.scheduler.process.machine
