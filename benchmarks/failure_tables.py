@@ -13,7 +13,7 @@ AT_A_GLANCE = {
     ("SIGKILL", "all_reduce", 2): "is killed",
     ("kernel's out-of-memory killer", "computing", 2): "is out of memory",
     ("SIGSTOP", "all_reduce", 2): "is stopped",
-    ("does not come; warning", "computing", 2): "does not come to a collective: a warning",
+    ("does not come; warning", "computing", 2): "is late in a collective: warning",
     ("SIGKILL to the server", "all_reduce", 2): "loses the rendezvous server",
 }
 
@@ -21,14 +21,14 @@ AT_A_GLANCE = {
 def detection(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each failure."""
     lines = [
-        "| failure | while | ranks | told, median | worst | at most | all down, median | worst | at most "
+        "| failure | while | ranks | reported, median | worst | limit | all ended, median | worst | limit "
         "| culprit named | left behind |",
         "| --- |" + " --- |" * 10,
     ]
     for found in results["results"]:
         head = f"| {found['failure']} | {found['phase']} | {found['ranks']} |"
         if found["skipped"] is not None:
-            lines.append(f"{head} not here |" + " |" * 7)
+            lines.append(f"{head} not measured |" + " |" * 7)
             continue
         measured = found["measured"]
         found_out = slower(measured["raised"], measured["reported"])
@@ -39,7 +39,7 @@ def detection(results: dict[str, Any]) -> list[str]:
 def detection_at_a_glance(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table of the most common failures."""
     lines = [
-        "| a rank | while | told, median | worst | all down, worst | culprit named | left behind |",
+        "| a rank | while | reported, median | worst | all ended, worst | culprit named | left behind |",
         "| --- |" + " --- |" * 6,
     ]
     found = {(one["failure"], one["phase"], one["ranks"]): one for one in results["results"]}
@@ -133,7 +133,7 @@ def restarts(results: dict[str, Any]) -> list[str]:
     summary = results["summary"]
     hits = ", ".join(f"{count} x {name}" for name, count in sorted(summary["struck"].items()))
     return [
-        "| trainings | hits, each followed by a restart | ended with other bits, or left something |",
+        "| trainings | hits, each followed by a restart | ended with other results, or left something |",
         "| --- | --- | --- |",
         f"| {summary['runs']} | {hits} | {summary['faulty_runs']} |",
     ]
@@ -141,7 +141,7 @@ def restarts(results: dict[str, Any]) -> list[str]:
 
 def model_check(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each space of states that was searched."""
-    lines = ["| space | ranks | states | moves between them | those are all | violations |", "| --- |" + " --- |" * 5]
+    lines = ["| space | ranks | states | moves between them | complete | violations |", "| --- |" + " --- |" * 5]
     for space in results["configurations"]:
         cells = (f"{space['states']:,}", f"{space['moves']:,}", "yes" if space["closed"] else "not all")
         lines.append(f"| {space['about']} | {space['ranks']} | {' | '.join(cells)} | {int(bool(space['violation']))} |")
@@ -150,7 +150,7 @@ def model_check(results: dict[str, Any]) -> list[str]:
 
 def simulation(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each kind of fault that seeds have drawn."""
-    lines = ["| fault | seeds | in which a rank was told of a failure |", "| --- | --- | --- |"]
+    lines = ["| fault | seeds | seeds with a reported failure |", "| --- | --- | --- |"]
     lines += [f"| {fault} | {found['seeds']:,} | {found['told']:,} |" for fault, found in results["faults"].items()]
     extent = (
         f"{results['seeds']:,} seeds, {results['events']:,} events, {results['virtual_seconds']:,} s of virtual time"

@@ -59,41 +59,38 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "proof_hostile": hostile,
 }
 METHOD = "Two ranks", "medians, contenders alternating in one run"
-_AS_PROVEN = "made by `{command}`; `make prove` does so in full"
+_AS_PROVEN = "made by `{command}`, and in full by `make prove`"
 #: The line below a table, before and after the machine; {command} is the command in the file of results.
 METHODS = {
     "all_reduce": (
         METHOD[0],
-        f"{METHOD[1]}. Beside busy processes a median may tell of rounds that met none: what is faster there than on "
-        "idle cores is noise",
+        f"{METHOD[1]}. With busy cores a round may meet no busy process: a time below the time on idle cores is noise",
     ),
     "collectives": (
         METHOD[0],
-        f"{METHOD[1]}. A size is that of what a rank gives (all_gather, all_to_all), of what it gets "
-        "(reduce_scatter), or of the array (broadcast). The samples and the limits are in "
-        "`benchmarks/results/collectives.json`",
+        f"{METHOD[1]}. The size is that of a rank's input (all_gather, all_to_all), of its output (reduce_scatter), or "
+        "of the array (broadcast). Samples and limits are in `benchmarks/results/collectives.json`",
     ),
     "buckets": (
         METHOD[0],
-        f"{METHOD[1]}. Both MPIs: tensor by tensor, and as one flat array. DDP: its backward pass less the same one in "
-        "`no_sync()`. The samples and the limits are in `benchmarks/results/buckets.json`",
+        f"{METHOD[1]}. Both MPIs: tensor by tensor, and as one flat array. DDP: its backward pass minus the same pass "
+        "in `no_sync()`. Samples and limits are in `benchmarks/results/buckets.json`",
     ),
     "buckets.at_a_glance": (
         METHOD[0],
-        f"{METHOD[1]}; the MPIs tensor by tensor. All ways, and what each knob costs: docs/performance.md",
+        f"{METHOD[1]}; MPI tensor by tensor. More times are in docs/performance.md",
     ),
     "training_speed": (
         "Measured",
-        f"{METHOD[1]}. All but the first column use all cores; all train on the same batches to the same accuracy. "
-        "The last column is the fastest with ranks beside the fastest process alone. Made by "
-        "`python benchmarks/training_speed.py`",
+        f"{METHOD[1]}. All runs train on the same batches to the same accuracy. The last column is the fastest time of "
+        "one process divided by the time of the ranks. Made by `python benchmarks/training_speed.py`",
     ),
     "start_up": ("Measured", "medians, contenders alternating in one run"),
     "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),
     "adapters": (
         "Two ranks",
-        "the slower one counts, and contenders alternate in one run. What the passes hand out is in ResNet-50's "
-        "shapes, and exists already: nothing is computed. Made by `python benchmarks/adapters.py`",
+        "the slower rank counts, and contenders alternate in one run. The gradients have the shapes of ResNet-50 and "
+        "exist already, so nothing is computed. Made by `python benchmarks/adapters.py`",
     ),
     "real_model": (
         "Two ranks",
@@ -102,37 +99,37 @@ METHODS = {
     ),
     "first_edition": (
         METHOD[0],
-        "medians over blocks with a 95 % interval. The noise is that of the first edition beside itself. Made by "
+        "medians over blocks with a 95 % interval. Noise: the first edition compared with itself. Made by "
         "`python benchmarks/two_checkouts.py --old FOLDER`",
     ),
     "nccl_host_cost": ("Measured", "made by `python benchmarks/nccl_host_cost.py --old FOLDER`"),
     "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
     "rendezvous_scale": (
         "Simulated ranks",
-        f"{METHOD[1]}; wall time, which includes the simulated ranks on the same cores, and in brackets the server's "
-        "processor time",
+        f"{METHOD[1]}; wall time, with the simulated ranks on the same cores; in brackets the processor time of the "
+        "server",
     ),
     "steady_cost": (
         METHOD[0],
-        "lower quartiles of steps that take turns, with a 95 % interval: where that includes 0, nothing was found "
-        "above the noise. Counted: timed alone, over the time of a step; the better figure for heartbeats, which few "
-        "steps meet. Made by `python benchmarks/steady_cost.py`",
+        "lower quartiles of alternating steps, with a 95 % interval. An interval that includes 0 shows no cost above "
+        "the noise. Counted: the time of the part alone, divided by the time of a step. Made by "
+        "`python benchmarks/steady_cost.py`",
     ),
-    "steady_cost.debug": (METHOD[0], "lower quartiles of steps that take turns, with a 95 % interval"),
+    "steady_cost.debug": (METHOD[0], "lower quartiles of alternating steps, with a 95 % interval"),
     "proof_transcripts": ("Made", "by the command `{command}`"),
     "proof_hostile": ("Measured", "made by `{command}`; the server in a process of its own"),
-    "detection": ("Measured", "from the moment of the failure; later than promised in bold"),
-    "detection.at_a_glance": ("Two ranks", "from the moment of the failure; later than promised in bold"),
+    "detection": ("Measured", "from the moment of the failure; times above their limit are in bold"),
+    "detection.at_a_glance": ("Two ranks", "from the moment of the failure; times above their limit are in bold"),
     "fault_matrix": (
         "Three ranks",
-        "later than promised in bold; made by `{command}`",
+        "times above their limit are in bold; made by `{command}`",
     ),
     "proof_model_check": ("Searched", _AS_PROVEN),
     "proof_simulation": ("Played", _AS_PROVEN),
     "proof_kills": ("Run", _AS_PROVEN),
     "proof_restarts": ("Three ranks", _AS_PROVEN),
     "contract": (
-        "Noted by the checks of `tests/contract*.py` as they ran",
+        "Recorded by the checks of `tests/contract*.py`",
         "made by `python tests/prove/pages/coverage_table.py`",
     ),
 }

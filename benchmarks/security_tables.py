@@ -20,9 +20,9 @@ def hostile(results: dict[str, Any]) -> list[str]:
     strangers = found["strangers"]
     begun, ended = (sum(strangers[name].values()) for name in ("begun", "ended"))
     return [
-        "| | before the attack | under it | at most |",
+        "| | before the attack | during it | limit |",
         "| --- | --- | --- | --- |",
-        f"| hostile connections, and those turned away | | {begun:,}, {ended:,} in {strangers['seconds']:.0f} s | |",
+        f"| hostile connections, refused | | {begun:,}, {ended:,} in {strangers['seconds']:.0f} s | |",
         f"| ranks that joined | {before['count']:,} | {under['count']:,} | |",
         f"| join, median | {_milliseconds(before, 'median')} | {_milliseconds(under, 'median')} | |",
         f"| join, 99th percentile | {_milliseconds(before, 'p99')} | {_milliseconds(under, 'p99')} | "
