@@ -57,8 +57,9 @@ def test_the_difference_comes_first_and_then_who_is_where() -> None:
 def test_a_rank_that_is_behind_or_missing_is_no_difference() -> None:
     ahead = call(3, "barrier", "runs")
     lines = report([dump(0, group("world", *COMMON, ahead)), dump(1, group("world", *COMMON))])
-    assert lines[:3] == [
+    assert lines[:4] == [
         "rank 1 has not begun #3 of group 'world', barrier, which rank 0 has",
+        "there is no dump of rank 2; rank 0 did not end #3 of group 'world', barrier",
         "no rank differs from another in what can be compared, but rank 1 is behind, and there is no dump of rank 2",
         "group 'world': rank 0 has begun 3 collectives; rank 1 is 1 behind, at 2; compared: #1 to #2; "
         "no dump of rank 2",
@@ -101,4 +102,15 @@ def test_earlier_dumps_are_left_out_and_named() -> None:
     assert lines[-2:] == [
         "gradsync-rank0.json is left out: there is a later one of rank 0",
         "gradsync-rankNone.json is left out: it has no rank",
+    ]
+
+
+def test_a_rank_without_a_dump_is_named_with_the_collective_of_the_others() -> None:
+    bucket = call(3, "all_reduce(mean) of bucket 0 [a, 1 more]", "failed", gradients=["a", "b"])
+    lines = report([dump(rank, group("world", *COMMON, bucket)) for rank in (0, 2)])
+    assert lines[:3] == [
+        "there is no dump of rank 1; ranks 0 and 2 did not end #3 of group 'world', "
+        "all_reduce(mean) of bucket 0 [a, 1 more]",
+        "  gradients: a, b",
+        "no rank differs from another in what can be compared, but there is no dump of rank 1",
     ]

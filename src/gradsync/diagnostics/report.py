@@ -59,6 +59,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
         lines.append(circle_text(waiting))
     differ = bool(lines)
     lines += [line for name, of_ranks in groups.items() for line in _behind(name, of_ranks, dumps)]
+    lines += [line for name, of_ranks in groups.items() for line in _missing(name, of_ranks)]
     if not differ:
         lines += time_spent(dumps)
         lines.append("no rank differs from another in what can be compared" + _reservations(groups))
@@ -143,6 +144,26 @@ def _who_came_last(traced: Sequence[Dump]) -> list[str]:
     rank, lateness = max(late.items(), key=lambda told: sum(told[1]))
     waited = seconds_text(sum(lateness))
     return [f"  rank {rank} came last to {len(lateness)} of {len(met)} collectives: the others waited {waited} for it"]
+
+
+def _missing(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
+    """Returns which ranks have left no dump, and the collective that the others did not end."""
+    missing = sorted(_without_dump(of_ranks))
+    unended: dict[int, tuple[DumpedCall, list[int]]] = {}
+    for rank, group in of_ranks.items():
+        for call in group.calls:
+            if call.state != "ended" and not call.is_message:
+                unended.setdefault(call.number, (call, []))[1].append(rank)
+    if not missing or not unended:
+        return []
+    number, (call, ranks) = max(unended.items())
+    where = f"{name_ranks(ranks)} did not end #{number} of group {name!r}, {call.what}"
+    return [f"there is no dump of {name_ranks(missing)}; {where}", *_gradients(call)]
+
+
+def _gradients(call: DumpedCall) -> list[str]:
+    names = call.facts.get("gradients")
+    return [f"  gradients: {names_text(names, _MOST_GRADIENTS)[1:-1]}"] if names else []
 
 
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
@@ -232,8 +253,7 @@ def _behind(name: str, of_ranks: dict[int, DumpedGroup], dumps: Sequence[Dump]) 
         lines.append(
             f"{name_ranks(behind)} {has} not begun #{begun + 1} of group {name!r}, {missed[0].what}, which {begun_by}"
         )
-        if "gradients" in missed[0].facts:
-            lines.append(f"  gradients: {names_text(missed[0].facts['gradients'], _MOST_GRADIENTS)[1:-1]}")
+        lines += _gradients(missed[0])
         lines += [
             f"  rank {d.rank}{place[1:]}" for d in dumps if _rank(d) in behind[:_MOST_RANKS] for place in _place(d)
         ]
