@@ -1,4 +1,9 @@
-"""The collectives of a step: the all-reduce of each complete bucket, and the agreement on the end of the step."""
+"""The collectives of a step: the all-reduce of each complete bucket, and the agreement on the end of the step.
+
+The backend does the work of an all-reduce: it compares the agreements of the ranks, copies the bytes, adds up, and
+divides for a mean. Over shared memory that is communicators/shared_memory/collectives.py (small lists) and pipelined.py
+(large ones). If the agreements differ, every rank gets PlanMismatch from there, and Step.fail ends the step.
+"""
 
 from __future__ import annotations
 
